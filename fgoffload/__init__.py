@@ -1,9 +1,8 @@
-"""Fine-grained, per-module activation offload, for Megatron-style training and for plain PyTorch.
+"""Fine-grained, per-module activation offload for Megatron-style training and plain PyTorch.
 
-Tensors that autograd saves inside named modules leave the device for pinned host memory during forward and are back before
-backward needs them, with results bitwise identical. This package imports neither torch nor a framework until you ask for a
-part that needs them: `fgoffload.offload` and its relatives, and `fgoffload.engine`, need torch;
-`fgoffload.integrations.megatron` needs megatron-core.
+Tensors that autograd saves inside chosen modules move to pinned host memory during forward and are reloaded before backward
+needs them. Results are bitwise identical. Importing the package imports neither torch nor a framework: `fgoffload.offload` and
+`fgoffload.engine` need torch, `fgoffload.integrations.megatron` needs megatron-core.
 """
 
 import importlib
@@ -82,7 +81,7 @@ _NEEDS_TORCH = frozenset(
 
 
 def __getattr__(name: str) -> Any:
-    # Importing the package must not import torch: these names are looked up when somebody asks for them.
+    # Importing the package must not import torch, so these names are loaded on first use.
     if name in _NEEDS_TORCH:
         try:
             return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)

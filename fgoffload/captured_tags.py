@@ -1,6 +1,7 @@
-"""What of a Megatron layer CUDA graphs capture: the tags and units inside of each captured module.
+"""Tags and units of a Megatron layer that CUDA graphs capture.
 
-A plan and the start-up checks of a training ask here. Names only: whether a graph can be captured at all is Megatron's to say.
+Used by plans and by the start-up checks of a training. This file has names only: Megatron decides whether a graph can be
+captured.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
 `MoELayer.forward` of megatron-core 0.19.2.
@@ -13,16 +14,16 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Who captures what: nobody, Megatron its layers, Transformer Engine the layers, Megatron a whole forward and backward."""
+"""What captures graphs: nothing; Megatron each layer; Transformer Engine each layer; Megatron a whole forward and backward."""
 
 
 class Graphs(NamedTuple):
     """What CUDA graphs capture in a training."""
 
     impl: str = NO_GRAPHS
-    """Of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
+    """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
     modules: tuple[str, ...] = ()
-    """Of `--cuda-graph-modules`, as 0.19 spells them. None of them stands for the whole layer."""
+    """Values of `--cuda-graph-modules`, as in 0.19. An empty tuple is the whole layer."""
 
 
 NO_CAPTURE = Graphs()
@@ -40,22 +41,22 @@ _OF_MOE_LAYERS = {
     "moe_router": _BEFORE_EXPERTS,
     "moe_preprocess": ("dispatch",),  # tokens are permuted for the exchange
 }
-"""By value of `--cuda-graph-modules`. Layers of the other kind, and Mamba layers, have nothing of a tag in the others."""
+"""Tags and units by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Nothing runs a layer again whose graphs are launched without its forward."""
+"""Graphs replay without the layer's forward, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
-    """Return the tags and units of a layer that lie inside of a captured module, or around one.
+    """Return the tags and units of a layer that overlap a captured module.
 
     A name that is both a tag and a unit is captured as both.
 
     Args:
-        impl: Of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
-        modules: Of `--cuda-graph-modules`, as 0.19 spells them. None of them stands for the whole layer.
+        impl: Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
+        modules: Values of `--cuda-graph-modules`, as in 0.19. Empty is the whole layer.
         is_moe: Whether the layer has experts.
-        has_shared_overlap: Whether shared experts run beside the exchange of tokens, and not before the router.
+        has_shared_overlap: Whether shared experts overlap the all-to-all.
     """
     if impl == NO_GRAPHS:
         return frozenset()
@@ -67,7 +68,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags of a layer whose tensors cannot leave beside its graphs, each with the reason.
+    """Return the tags of a layer that cannot be offloaded beside its graphs, with reasons.
 
     Args:
         impl: As for `find_captured`.

@@ -1,7 +1,7 @@
-"""The options of fine-grained activation offload, checked once, at construction.
+"""The options of fine-grained activation offload, checked at construction.
 
-Fields carry the names of the Megatron flags with dashes as underscores, so that an error, a flag and a field read alike;
-where a flag takes a size as text (`60GiB`), the field holds bytes and says so.
+Fields are named like Megatron's flags, so that errors, flags and fields match. If a flag takes a size as text (`60GiB`), the
+field is in bytes and its name ends with `_bytes`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""In place of tags: measure the first step, and plan."""
+"""In place of tags: measure the first step, then plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +63,20 @@ class OffloadConfig:
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
-                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. "
-                f"Name at least one of: {' '.join(self.tags.names)}."
+                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Give "
+                f"at least one of: {' '.join(self.tags.names)}."
             )
         if self.offload_modules and AUTO not in self.offload_modules:
             self.tags.check(self.offload_modules)
         if isinstance(self.min_offloaded_tensor_size, bool) or not isinstance(self.min_offloaded_tensor_size, int):
             raise ConfigError(
-                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size!r} is no whole number of elements. Give an int."
+                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size!r} is not a whole number of elements. Give an "
+                "int."
             )
         if self.min_offloaded_tensor_size < 0:
             raise ConfigError(
-                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size} is below 0. Give elements; 0 lets all leave."
+                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size} is below 0. Give elements; 0 offloads storages "
+                "of any size."
             )
         if isinstance(self.activation_offload_fraction, bool) or not isinstance(self.activation_offload_fraction, (int, float)):
             raise ConfigError(
@@ -93,7 +95,7 @@ class OffloadConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether the first step is measured, and a plan made of that."""
+        """Return whether offload plans from a measured first step."""
         return self.offload_modules == (AUTO,)
 
     @property
@@ -102,10 +104,10 @@ class OffloadConfig:
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
+        """Refuse tags whose tensors Megatron's selective recompute drops before they could be offloaded.
 
         Args:
-            recompute_modules: What `--recompute-modules` names under `--recompute-granularity selective`.
+            recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
 
         Raises:
             ConfigError: A tag and a recompute module exclude each other.
@@ -115,19 +117,19 @@ class OffloadConfig:
             if not recomputed:
                 return
             raise ConfigError(
-                f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-modules "
-                f"{' '.join(sorted(recomputed))} does so for all layers alike. Leave Megatron's recompute flags out."
+                "--offload-modules auto chooses recompute layer by layer, but --recompute-modules "
+                f"{' '.join(sorted(recomputed))} sets it for all layers. Leave Megatron's recompute flags out."
             )
         for name in self.offload_modules:
             for module in self.tags.get(name).excluded_by:
                 if module in recomputed:
                     raise ConfigError(
-                        f"--offload-modules {name!r} and --recompute-modules {module!r} exclude each other: what is recomputed "
-                        "is not saved, so nothing would leave. Leave one of them out."
+                        f"--offload-modules {name!r} and --recompute-modules {module!r} exclude each other: recomputed "
+                        "tensors are not saved, so nothing would be offloaded. Leave one of them out."
                     )
 
     def _check_choice(self) -> None:
-        """Refuse a delta that is no size, and more than one answer to what leaves."""
+        """Refuse a negative delta, and options that conflict about what is offloaded."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -138,7 +140,7 @@ class OffloadConfig:
                 ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
             ):
                 if is_given:
-                    raise ConfigError(f"--offload-plan and {other} both choose what leaves. Give one of them.")
+                    raise ConfigError(f"--offload-plan and {other} both choose what is offloaded. Give one of them.")
 
     def _check_auto(self) -> None:
         """Refuse `auto` without a budget or beside another choice, and a budget without `auto`."""
@@ -151,32 +153,30 @@ class OffloadConfig:
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
-                    f"{flag} {format_bytes(budget_bytes)} is for --offload-modules {AUTO}, which plans for it, and would do "
-                    f"nothing here. Give --offload-modules {AUTO}, or leave it out."
+                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for it. Give "
+                    f"--offload-modules {AUTO}, or leave it out."
                 )
             return
         if budget_bytes is None:
-            raise ConfigError(
-                f"--offload-modules {AUTO} plans for a budget, and there is none. Give {flag} too, with a size like 60GiB."
-            )
+            raise ConfigError(f"--offload-modules {AUTO} needs a memory budget. Give {flag} too, with a size like 60GiB.")
         for other, is_given in (
             ("--offload-plan", self.offload_plan is not None),
             ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
             ("--delta-offload-bytes-across-pp-ranks", self.delta_offload_bytes_across_pp_ranks != 0),
         ):
             if is_given:
-                raise ConfigError(f"--offload-modules {AUTO} and {other} both choose what leaves. Give one of them.")
+                raise ConfigError(f"--offload-modules {AUTO} and {other} both choose what is offloaded. Give one of them.")
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
-        """Return the options that parsed Megatron flags hold, or None where offload is not switched on.
+        """Return the options from parsed Megatron flags, or None if offload is off.
 
         Args:
-            flags: What a parser with `add_fine_grained_offload_args` returned. Flags that it lacks take their defaults.
+            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing ones take their defaults.
             tags: The tags that may be named; None takes `default_tags()`.
 
         Raises:
-            ConfigError: A flag has a value that it cannot have.
+            ConfigError: A flag has a wrong value.
         """
         if not getattr(flags, "fine_grained_activation_offloading", False):
             return None
@@ -205,10 +205,10 @@ class OffloadConfig:
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Refuse what is no sequence of names: of one name, each letter would be taken for a tag.
+    """Refuse a value that is not a sequence of names. A single string would be read letter by letter.
 
     Raises:
-        ConfigError: With the value and one that would do.
+        ConfigError: With the value and a valid one.
     """
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return

@@ -1,4 +1,4 @@
-"""Environment variables of this process, for those that are read at import or by processes that it starts."""
+"""Sets environment variables of this process, for imports and child processes."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def set_environment(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def keep_environment(names: Iterable[str]) -> Iterator[None]:
-    """Put the variables `names` back when the body ends."""
+    """Restore the variables `names` when the body ends."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

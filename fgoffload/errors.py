@@ -1,6 +1,6 @@
 """The exceptions of fgoffload.
 
-Every error that a user can cause says three things: the value as it was typed, the limit that it broke, and what to do.
+Every error that a user can cause names the value as typed, the limit, and the fix.
 
     OffloadError
     ├── ConfigError        a flag or an option cannot be what it is (also a ValueError)
@@ -15,16 +15,16 @@ Every error that a user can cause says three things: the value as it was typed, 
 import re
 
 LONGEST_VALUE = 200
-"""Characters of a value that an error repeats."""
+"""Most characters of a value that an error repeats."""
 
 LONGEST_MESSAGE = 4000
-"""Characters of a whole message: a value may be many short words."""
+"""Most characters of a message, since a value may be many short words."""
 
 _QUOTED_OR_LONG = re.compile(rf"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S{{{LONGEST_VALUE + 1},}}""")
 
 
 class OffloadError(Exception):
-    """Base of all errors that fgoffload raises on purpose. Messages cut the values that they repeat: see `cut_values`."""
+    """Base of all errors that fgoffload raises on purpose. Long values in messages are cut: see `cut_values`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(cut_values(arg) if isinstance(arg, str) else arg for arg in args))
@@ -33,13 +33,12 @@ class OffloadError(Exception):
 def cut_values(message: str) -> str:
     """Return `message` with its quoted values and its words cut at `LONGEST_VALUE` characters.
 
-    What an error repeats was typed or read from a file, and may be of any length. A message that is cut stays as it is when
-    another error takes it in.
+    Values come from the user or a file and may have any length. Cutting twice changes nothing.
     """
     message = _QUOTED_OR_LONG.sub(_cut_value, message)
     if len(message) <= LONGEST_MESSAGE:
         return message
-    part = LONGEST_MESSAGE // 2 - 3  # its start has the flag, and its end the fix
+    part = LONGEST_MESSAGE // 2 - 3  # the start has the flag, the end has the fix
     return f"{message[:part]} ... {message[-part:]}"
 
 
@@ -52,19 +51,19 @@ def _cut_value(match: re.Match[str]) -> str:
 
 
 class ConfigError(OffloadError, ValueError):
-    """A flag or an option cannot be what it is."""
+    """A flag or an option has a wrong value."""
 
 
 class PlanError(OffloadError):
-    """A plan does not fit the model, or no plan fits the budget: then it is a `BudgetError`."""
+    """A plan does not fit the model, or (as `BudgetError`) no plan fits the budget."""
 
 
 class BudgetError(PlanError):
     """No plan fits a memory budget.
 
     Args:
-        why: What is lacking where, in a whole sentence.
-        least_bytes: The nearest budget that a plan was found for.
+        why: What does not fit, as a sentence.
+        least_bytes: The smallest budget with a known plan.
     """
 
     def __init__(self, why: str, least_bytes: int) -> None:
@@ -73,12 +72,12 @@ class BudgetError(PlanError):
         self.least_bytes = least_bytes
 
     def __str__(self) -> str:
-        """Return what is lacking, and the fix."""
+        """Return the reason and the fix."""
         return f"{self.why} Give a budget of {_spell_at_least(self.least_bytes)} or more, or spread the model over more ranks."
 
 
 def _spell_at_least(size_bytes: int) -> str:
-    """Return a size as flags take it, of that many bytes or up to a thousandth more: the next GiB may be far."""
+    """Return a size as flags take it, rounded up by at most a thousandth."""
     for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= 1024 * scale:
             return f"{-(-size_bytes // scale)}{unit}"
@@ -86,11 +85,11 @@ def _spell_at_least(size_bytes: int) -> str:
 
 
 class IntegrationError(OffloadError):
-    """A framework lacks a symbol that is needed, or a selected tag found nothing to do."""
+    """A framework lacks a symbol, or a selected tag has no effect."""
 
 
 class StateError(OffloadError, RuntimeError):
-    """Tensors or calls came in a state in which results could not be right."""
+    """Tensors or calls are in a state in which results could be wrong."""
 
 
 class InternalError(OffloadError):

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all: a full disk or an interrupt leaves the older file as it was."""
+"""Writes files atomically: a full disk or an interrupt leaves the old file as it was."""
 
 import contextlib
 import errno
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LONGEST_SUFFIX = 20
-"""Characters, of suffixes that a writer may look at: `.json.gz`."""
+"""Most characters of a suffix that a writer may check, such as `.json.gz`."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path to write to, whose file takes the place of the one at `path` when the body ends.
+    """Yield a temporary path, whose file replaces the one at `path` when the body ends.
 
         with replacing(path) as partial:
             figure.savefig(partial)
 
-    It lies in the same folder and its name ends alike, for writers that look at suffixes. What is no regular file, as
-    `/dev/stdout`, is written to directly. Of a link the file that it leads to is replaced.
+    It is in the same folder and has the same suffix. A `path` that is not a regular file, such as `/dev/stdout`, is written
+    directly. For a link, its target is replaced.
 
     Raises:
-        OSError: The file at `path` cannot be written or replaced. It is as before, and so it is where the body raises.
+        OSError: The file cannot be written or replaced. Then, or if the body raises, the old file stays.
     """
     target = Path(os.path.realpath(path))
     mode = _find_mode(target)
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Not the whole name, which may be as long as names can be.
+    # Only the end of the name, which may have the maximal length.
     partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-_LONGEST_SUFFIX:]}")
     try:
         yield partial
@@ -45,20 +45,20 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to the file at `path`, whole or not at all.
+    """Write `text` as UTF-8 to the file at `path`, atomically.
 
     Raises:
-        OSError: It cannot be written; the older file is as before.
+        OSError: It cannot be written; the old file stays.
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
-    """Check that `path` can be written later on, by writing an empty file beside it.
+    """Check that `path` is writable, by writing an empty file beside it.
 
     Raises:
-        OSError: It cannot.
+        OSError: It is not.
     """
     with contextlib.suppress(_OnlyCheckingError), replacing(path) as partial:
         with partial.open("ab"):
@@ -78,6 +78,6 @@ def _find_mode(path: Path) -> int | None:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Have the file at `path` on disk. Some file systems say only now that they are full."""
+    """Flush the file at `path` to disk. Some file systems report only now that they are full."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,6 +1,6 @@
-"""What happens to each site of a rank: keep, recompute or offload.
+"""Plans: keep, recompute or offload for each site of a rank.
 
-The plan is where planner and engine meet: the planner writes one, the engine reads one, and neither imports the other.
+Planner and engine meet here: the planner writes a plan, the engine reads it, and neither imports the other.
 """
 
 import contextlib
@@ -19,52 +19,52 @@ FORMAT = 1
 
 
 TOKENS = "tokens"
-"""In what a plan was made for: of a microbatch, sequence length times sequences."""
+"""Key of `made_for`: tokens of a microbatch, sequence length times sequences."""
 
 MICROBATCHES = "microbatches"
-"""In what a plan was made for: of a step, on each data-parallel rank. Only there where more of them would be in flight at once
-if the step had more: else a plan holds for any number."""
+"""Key of `made_for`: microbatches of a step on each data-parallel rank. Present only if more microbatches would raise the
+number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""In what a plan was made for: of a parameter, and of what is between layers: 2 for bf16 and fp16, 4 for fp32."""
+"""Key of `made_for`: bytes of a parameter and of activations between layers, 2 for bf16 and fp16, 4 for fp32."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
-"""In what a plan was made for: as in `--fp8-recipe`, and what it is without FP8."""
+"""Key of `made_for`: value of `--fp8-recipe`, and its value without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Of what there may be fewer: then everything is smaller, and the budget holds."""
+"""Keys that may be smaller in a training: then memory is smaller too."""
 
 _LOSS_WINDOW, _MADE_FOR = "loss_window_bytes", "made_for"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, "sites")
 
 
 class Action(enum.Enum):
-    """What is done about a site.
+    """The treatment of a site.
 
-    Offload is about what the site's module saves; recompute is about what the module computes, which nobody has to save where
-    backward runs the module again. So a site can have both: a norm that runs again, and whose input is on the host until then.
+    Offload moves what the module saves. Recompute reruns the module in backward, so that its output need not be saved. A site
+    can have both: a recomputed norm whose input is offloaded.
     """
 
-    KEEP = "keep"  # what it saves stays on the device until backward
-    RECOMPUTE = "recompute"  # the module runs again in backward; what it needs for that stays on the device
-    OFFLOAD = "offload"  # what it saves leaves for host memory during forward and returns before backward
-    RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module runs again in backward; what it needs for that leaves and returns
+    KEEP = "keep"  # saved tensors stay on the device
+    RECOMPUTE = "recompute"  # the module is recomputed in backward; its input stays on the device
+    OFFLOAD = "offload"  # saved tensors are offloaded in forward and reloaded before backward
+    RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module is recomputed in backward; its input is offloaded
 
     __hash__ = object.__hash__
-    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
     def __init__(self, value: str) -> None:
-        # Said once: who makes a plan asks a million times, and to look up other members takes as long as a call.
+        # Computed once: planning reads these a million times, and looking up other members is as slow as a call.
         self._offloads, self._recomputes = "offload" in value, "recompute" in value
 
     @property
     def offloads(self) -> bool:
-        """Return whether what the site saves leaves."""
+        """Return whether the site's saved tensors are offloaded."""
         return self._offloads
 
     @property
     def recomputes(self) -> bool:
-        """Return whether the site's module runs again in backward."""
+        """Return whether the site's module is recomputed in backward."""
         return self._recomputes
 
 
@@ -105,15 +105,15 @@ class OffloadPlan:
 
     @property
     def offloaded_tags(self) -> tuple[str, ...]:
-        """The tags of what leaves, in order."""
+        """The offloaded tags, sorted."""
         return tuple(sorted({site.tag for site, action in self.actions.items() if action.offloads}))
 
     def get_action(self, site: Site) -> Action:
-        """Return the action for `site`: `Action.KEEP` where the plan is silent."""
+        """Return the action for `site`: `Action.KEEP` if the plan has none."""
         return self.actions.get(site, Action.KEEP)
 
     def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
-        """Return what the plan says of one layer, by tag or unit."""
+        """Return the actions of one layer, by tag or unit."""
         return {site.tag: action for site, action in self.actions.items() if site.chunk == chunk and site.layer == layer}
 
     def count(self, action: Action) -> int:
@@ -124,11 +124,11 @@ class OffloadPlan:
     def from_fraction(cls, sites: Sequence[Site], fraction: float) -> "OffloadPlan":
         """Return the plan that offloads `fraction` of `sites` and keeps the rest.
 
-        The sites that stay are the last ones of forward: backward wants them first, so their way out and back could hide
-        behind nothing. The number is exact: of 10 sites, 0.9 keeps 1 and 0.8 keeps 2. A part of a site is not offloaded.
+        The last sites of forward are kept: backward needs them first, so no compute could hide their copies. The count is
+        exact: of 10 sites, 0.9 keeps 1 and 0.8 keeps 2. Sites are never split.
 
         Args:
-            sites: In the order in which forward reaches them.
+            sites: In forward order.
             fraction: From 0 to 1.
         """
         # 1e-9 undoes the binary rounding of decimal fractions: 0.29 * 100 is 28.999999999999996.
@@ -146,13 +146,13 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Check that the plan was made for what it is used for, as far as both say.
+        """Check that the plan was made for this training, as far as both have the same keys.
 
         Args:
-            found: By the names of `made_for`.
+            found: Facts of the training, by the keys of `made_for`.
 
         Raises:
-            PlanError: It was made for something else, with the first difference.
+            PlanError: It was made for another training; names the first difference.
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
@@ -164,14 +164,14 @@ class OffloadPlan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
-        """Return the plan that `text` holds.
+        """Parse a plan.
 
         Args:
-            text: What `to_json` wrote.
-            source: Where `text` came from, for the error.
+            text: Output of `to_json`.
+            source: Origin of `text`, for errors.
 
         Raises:
-            PlanError: `text` is no plan of this format.
+            PlanError: `text` is not a plan of this format.
         """
         fix = "Give a file that `OffloadPlan.to_json` wrote."
         document = parse_json(text, name=source, fix=fix, error_type=PlanError)
@@ -180,7 +180,7 @@ class OffloadPlan:
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
         unknown = [key for key in document if key not in _KEYS]
         if unknown:
-            raise PlanError(f"{source} has {unknown[0]!r}, which is nothing that a plan has: {', '.join(_KEYS)}. Leave it out.")
+            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Leave it out.")
         actions: dict[Site, Action] = {}
         for number, row in _enumerate_rows(document, source):
             site, action = _read_row(row, number, source)
@@ -200,7 +200,7 @@ class OffloadPlan:
         """Return the plan in the file at `path`.
 
         Raises:
-            PlanError: The file cannot be read, or holds no plan.
+            PlanError: The file cannot be read or is not a plan.
         """
         source = f"--offload-plan {path}"
         text = read_text_file(path, name=source, fix="Give the path of a plan file.", error_type=PlanError)
@@ -208,7 +208,7 @@ class OffloadPlan:
 
 
 NOTHING = OffloadPlan(actions={})
-"""The plan that keeps all."""
+"""The plan that keeps everything."""
 
 
 def _is_below(actual: int | str, planned: int | str) -> bool:
@@ -241,7 +241,7 @@ def _read_made_for(document: Mapping[str, Any], source: str) -> dict[str, int | 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
     try:
         chunk, layer = row["chunk"], row["layer"]
-        # By type: int() takes 1.9 for 1 and "3" for 3, and JSON's true is an int in Python.
+        # Compare types: int() accepts 1.9 and "3", and JSON's true is an int in Python.
         if type(chunk) is not int or type(layer) is not int:
             raise TypeError("chunk and layer are whole numbers")
         return Site(chunk=chunk, layer=layer, tag=str(row["tag"])), Action(row["action"])

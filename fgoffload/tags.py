@@ -1,7 +1,7 @@
-"""The registry of tags: module names that users select for offload, and the units that a plan can run again instead.
+"""The registry of tags, which users select for offload, and of units, which a plan can recompute.
 
-A tag says what a module saves for backward, what must be selected with it, and which recompute makes it pointless. Byte counts
-per tag belong to the planner; this file knows names only.
+A tag describes what a module saves for backward, which tags must be selected with it, and which recompute makes it pointless.
+Bytes per tag are in the planner; this file has names only.
 
 Source: which tags are Megatron's, and the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
 `TransformerConfig.__post_init__`, megatron-core 0.16.1.
@@ -36,7 +36,7 @@ class Tag:
     is_in_megatron: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse names that could not be typed as one word of a flag."""
+        """Refuse names that are not one word."""
         if not self.name.isidentifier():
             raise ConfigError(f"tag name {self.name!r} is not one word. Use letters, digits and underscores.")
 
@@ -45,7 +45,7 @@ class Tag:
 class TagRegistry:
     """An immutable set of tags in the order in which a layer's forward reaches them.
 
-    Add your own with `with_tag`; nothing is shared, so two trainings in one process may know different tags:
+    Add your own tags with `with_tag`. Registries are independent, so two trainings in one process may have different tags:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
@@ -57,7 +57,7 @@ class TagRegistry:
     tags: tuple[Tag, ...]
 
     def __post_init__(self) -> None:
-        """Refuse two tags of one name and requirements that nothing meets."""
+        """Refuse duplicate names and unregistered requirements."""
         names = self.names
         for tag in self.tags:
             if names.count(tag.name) > 1:
@@ -98,7 +98,7 @@ class TagRegistry:
         nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         if find_recompute_unit(name) is not None:
-            hint = " It can be recomputed by a plan, and nothing of its own leaves."
+            hint = " A plan can recompute it, but it has no tensors to offload."
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
     def get_place(self, name: str) -> tuple[int, str]:
@@ -127,8 +127,7 @@ class TagRegistry:
             for excluded in tag.excludes:
                 if excluded in chosen_names:
                     raise ConfigError(
-                        f"{flag} names {tag.name!r} and {excluded!r}: where a model has the one, it does not have the other. "
-                        "Leave one of them out."
+                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Leave the other out."
                     )
             for required in tag.requires:
                 if required not in chosen_names:
@@ -141,7 +140,7 @@ class TagRegistry:
 
 @functools.cache
 def default_tags() -> TagRegistry:
-    """Return the tags that fgoffload knows by itself, in the order in which a layer's forward reaches them."""
+    """Return the built-in tags, in forward order."""
     return TagRegistry(_DEFAULT_TAGS)
 
 
@@ -221,20 +220,20 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """What backward can run again by itself, layer by layer, so that what comes after it saves less."""
+    """A unit that a plan can recompute in single layers, so that later modules save less."""
 
     name: str
-    """As a plan says it in a row whose action recomputes. The name of a tag where the unit is that tag's module."""
+    """Name in a plan. It equals a tag's name if the unit is that tag's module."""
     runs: str
-    """What runs again, for people."""
+    """What is recomputed, as text for people."""
     recompute_module: str | None
-    """The value of `--recompute-modules` that does the same in all layers, or None where there is none."""
+    """The value of `--recompute-modules` that does the same in all layers, or None."""
     covers: tuple[str, ...] = ()
-    """Tags and units of the same layer that save nothing then, and are run again with it."""
+    """Tags and units of the layer that are recomputed with it and save nothing."""
     excludes: tuple[str, ...] = ()
-    """Units of the same layer that cannot run again by themselves beside it."""
+    """Units of the layer that cannot be recomputed beside it."""
     reads: tuple[str, ...] = ()
-    """Tags whose modules save what it runs again from, though they do not run again with it."""
+    """Tags that save its inputs but are not recomputed with it."""
 
 
 _MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
@@ -283,7 +282,7 @@ RECOMPUTE_UNITS = (
         runs="the permutation of tokens for experts that are all on their rank",
         recompute_module=None,
         covers=("expert_fc1",),  # the tag
-        excludes=("expert_fc1",),  # the unit, which runs again from what the tag saves
+        excludes=("expert_fc1",),  # the unit, which is recomputed from the tag's tensors
         reads=("router",),
     ),
 )
@@ -292,17 +291,17 @@ linears with what is around them: see `partial_recompute.py` of the Megatron int
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))
-"""The values of `--recompute-modules` that units stand for, each once."""
+"""The values of `--recompute-modules` that units have, each once."""
 
 
 _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}
 
 
 def find_recompute_unit(name: str) -> RecomputeUnit | None:
-    """Return the unit called `name`, or None where there is none."""
+    """Return the unit called `name`, or None."""
     return _UNITS_BY_NAME.get(name)
 
 
 def list_read_tags(units: Iterable[str]) -> set[str]:
-    """Return the tags whose modules save what `units` run again from, though they do not run again with them."""
+    """Return the tags that save the inputs of `units` but are not recomputed with them."""
     return {tag for unit in map(find_recompute_unit, units) if unit is not None for tag in unit.reads}

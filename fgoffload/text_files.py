@@ -1,4 +1,4 @@
-"""Reading the files that users name."""
+"""Reads text files that users name."""
 
 import gzip
 import json
@@ -12,19 +12,19 @@ from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import MIB, format_bytes
 
 LARGEST_TEXT_BYTES = 256 * MIB
-"""Of a file that is read, unpacked. A profile of 128 layers has a few MiB."""
+"""Most bytes of a file, unpacked. A profile of 128 layers has a few MiB."""
 
 
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
-    """Return the text of the file at `path`, which is UTF-8, packed where its name ends with `.gz`.
+    """Return the UTF-8 text of the file at `path`, unpacked if its name ends with `.gz`.
 
-    A byte order mark, as editors of Windows write it, is left out, and lines end as everywhere.
+    A byte order mark is removed, and line ends are normalized.
 
     Args:
         path: The file.
-        name: What it is to the user, for the error: `profile p.json`.
-        fix: What to do instead, as a sentence.
-        error_type: What to raise.
+        name: Its name for errors, as in `profile p.json`.
+        fix: The fix, as a sentence.
+        error_type: Type of the error.
 
     Raises:
         OffloadError: The file cannot be read, as `error_type`.
@@ -32,13 +32,13 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     try:
         content = _read(path)
         if content is None:
-            raise error_type(f"{name}: no regular file. {fix}")
+            raise error_type(f"{name}: not a regular file. {fix}")
         if len(content) > LARGEST_TEXT_BYTES:
             unpacked = ", unpacked" if path.suffix == ".gz" else ""
             raise error_type(f"{name}: larger than {format_bytes(LARGEST_TEXT_BYTES)}{unpacked}. {fix}")
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise error_type(f"{name}: not packed by gzip, or cut off. {fix}") from error
+        raise error_type(f"{name}: not a valid gzip file. {fix}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise error_type(f"{name}: {reason}. {fix}") from error
@@ -46,7 +46,7 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
 
 
 def _read(path: Path) -> bytes | None:
-    """Return what is in the file at `path`, up to a byte more than may be; None where it is no regular file."""
+    """Return the bytes of the file at `path`, up to one more than allowed; None if it is not a regular file."""
     # Opening a pipe that nobody writes to would wait.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -59,16 +59,16 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Return what `text`, which is JSON, describes.
+    """Parse JSON.
 
     Args:
-        text: Of a file.
-        name: What it is to the user, for the error.
+        text: Text of a file.
+        name: Its name for errors.
         fix: What to do instead, as a sentence.
         error_type: What to raise.
 
     Raises:
-        OffloadError: It is not JSON, or none that Python reads: brackets in thousands, a number of thousands of digits.
+        OffloadError: It is not JSON, or Python cannot parse it: thousands of nested brackets or digits.
     """
     try:
         return json.loads(text)

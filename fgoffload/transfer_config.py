@@ -1,4 +1,4 @@
-"""How tensors move, for those who name modules or saved tensors of their own instead of Megatron flags."""
+"""Options of offload for plain PyTorch and Hugging Face."""
 
 import dataclasses
 import enum
@@ -20,10 +20,10 @@ free at start, the planner of what the node has. The rest is for data loaders, c
 
 
 class HostMemory(enum.Enum):
-    """What offloaded bytes lie in on the host."""
+    """Kind of host memory for offloaded bytes."""
 
-    PINNED = "pinned"  # locked: copies run at the link's rate, and beside compute
-    PAGEABLE = "pageable"  # not locked: slower, and the host waits for each copy to it, but the system may swap it
+    PINNED = "pinned"  # copies run at the link's rate and overlap compute
+    PAGEABLE = "pageable"  # slower, and copies block the CPU, but the system may swap it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +67,17 @@ class TransferConfig:
         if not isinstance(self.host_memory, HostMemory):
             raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Give HostMemory.PINNED or .PAGEABLE.")
         if self.keep is not None and not callable(self.keep):
-            raise ConfigError(f"keep {self.keep!r} cannot be called. Give a function of a tensor that returns true to keep it.")
+            raise ConfigError(f"keep {self.keep!r} is not callable. Give a function of a tensor that returns true to keep it.")
 
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the rules of window and prefetch.
 
-        A size that is None becomes a quarter of what is offloaded, but no less than one group and no more than the default:
-        one group is always on its way while the one before it is used, and three quarters of a small model's activations are
-        off the device at its peak.
+        A size of None becomes a quarter of the offloaded bytes, at least one group and at most the default. So one group is
+        always reloaded ahead, and three quarters of a small model's activations are off the device at the peak.
 
         Args:
-            offloaded_bytes: The most that was on the host at once; None before the first forward, when the defaults serve.
-            largest_group_bytes: Of the last forward.
+            offloaded_bytes: Peak bytes on the host; None before the first forward, which takes the defaults.
+            largest_group_bytes: Largest group of the last forward.
         """
 
         def derive(given_bytes: int | None, default_bytes: int) -> int:
@@ -95,9 +94,9 @@ class TransferConfig:
 
     def _check_sizes(self) -> None:
         zeros = {
-            "min_offloaded_bytes": "0 lets all leave",
-            "window_bytes": "0 lets compute wait for each copy",
-            "prefetch_bytes": "0 brings nothing back in advance",
+            "min_offloaded_bytes": "0 offloads storages of any size",
+            "window_bytes": "with 0 compute waits for each copy",
+            "prefetch_bytes": "0 switches prefetch off",
         }
         for name, zero in zeros.items():
             size_bytes = getattr(self, name)

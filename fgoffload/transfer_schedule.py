@@ -46,23 +46,23 @@ class TransferPolicy:
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        """Refuse what is no size, and sizes below zero.
+        """Refuse sizes that are not whole numbers from 0.
 
         Raises:
             ConfigError: With the flag, the value and the fix.
         """
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
-                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB.")
+                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 or a size like 512MiB.")
 
     def must_wait(self, *, in_flight_bytes: int) -> bool:
-        """Return whether compute has to wait for the oldest copy to the host before it goes on."""
+        """Return whether compute must wait for the oldest copy to the host."""
         return in_flight_bytes > self.window_bytes
 
     def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
-        """Return whether it is time to look for groups to bring back.
+        """Return whether to look for groups to reload.
 
-        Not while half of what may be ahead is: several groups at once cost the host less than one after the other.
+        Not while more than half of the prefetch bytes are used: several groups at once cost less CPU time than one by one.
 
         Args:
             ahead_bytes: As for `may_prefetch`.
@@ -70,9 +70,9 @@ class TransferPolicy:
         return 2 * ahead_bytes <= self.prefetch_bytes
 
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
-        """Return whether a group may start its way back before backward asks for it.
+        """Return whether a group may be reloaded before backward asks for it.
 
-        Where nothing is ahead one group may, however large: else it would always be waited for, and so would those behind it.
+        One group of any size may be ahead; otherwise backward would always wait for a large one.
 
         Args:
             ahead_bytes: Bytes that are back on the device, or on the way, for groups that backward has not asked for.
@@ -81,7 +81,7 @@ class TransferPolicy:
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
-        """Return whether a group may start its way back while backward is in layers of which nothing left.
+        """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
         It must not take more than backward has let go of there: else the device would hold more than where forward ended, and
         that is where most steps have their peak.
@@ -109,11 +109,11 @@ class SavedState(enum.Enum):
     FREED = enum.auto()  # nowhere: backward no longer wants them. In the engine nothing is left then that has a state
 
     __hash__ = object.__hash__
-    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
 
 class GroupState(enum.Enum):
-    """How far one execution of a site has come."""
+    """The life cycle of one run of a site."""
 
     SAVING = enum.auto()  # forward is in the site, or behind it and before its end
     HELD = enum.auto()  # ended, and waits until the host has synchronized
@@ -122,7 +122,7 @@ class GroupState(enum.Enum):
 
 
 class ScheduledGroup:
-    """What one execution of a site saves for one microbatch, as far as the schedule knows it."""
+    """One run of a site for one microbatch, as the schedule sees it."""
 
     __slots__ = ("ahead_bytes", "end_position", "position", "state")
 
@@ -256,12 +256,12 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class CallBack(Generic[Group, Saved]):
-    """A decision: these bytes are to be on the device again."""
+    """A decision to reload bytes."""
 
     lane: ScheduledLane[Group, Saved]
-    """Whose they are."""
+    """Their lane."""
     cancelled: list[Saved]
-    """Still on the device: they stay there, and their copies to the host count no more."""
+    """Still on the device: their offload is cancelled."""
     reloaded: dict[Saved, Group]
     """On the host only: their copies to the device start, in this order, each for its group."""
     is_late: bool
@@ -269,7 +269,7 @@ class CallBack(Generic[Group, Saved]):
 
 
 class TransferSchedule:
-    """Decides which bytes come back to the device, and when.
+    """Decides which bytes are reloaded, and when.
 
     Each event returns decisions. Execute one before you ask for the next, and ask for all.
 

@@ -1,7 +1,6 @@
-"""Bytes and seconds, read from and written for people.
+"""Parses and formats bytes and seconds.
 
-G and GiB are 2**30 bytes, GB is 1e9, and so with K, M and T. We write sizes in GiB, and the rates of links in GB/s, as their
-makers do.
+G and GiB are 2**30 bytes, GB is 10**9; likewise for K, M and T. Sizes are shown in GiB, link rates in GB/s, as vendors do.
 """
 
 import math
@@ -27,18 +26,18 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
-    """Return the number of bytes that `text` names: `60GiB`, `18.9 G`, `64GB`, `1048576`. Parts of a byte are dropped.
+    """Parse a size: `60GiB`, `18.9 G`, `64GB`, `1048576`. Fractions of a byte are dropped.
 
     Args:
         text: A number, whole or with a decimal point, and B, KiB, K or KB, or the same of M, G, T (any case; none means bytes).
-        name: The flag or option that `text` was given for, as the user typed it.
-        needs_unit: Refuse a number without a unit, 0 excepted: where sizes are of gigabytes, `76` means no bytes.
+        name: Its flag or option, as the user typed it.
+        needs_unit: Refuse a number without a unit, except 0.
 
     Raises:
-        ConfigError: `text` is no size, its unit is unknown or missing, or it is a part of a byte in bytes.
+        ConfigError: `text` is not a size, its unit is unknown or missing, or it is a fraction of a byte.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
-        raise ConfigError(f"{name} {text!r} is below 0, and sizes cannot be negative. Give 0 or a size like 512MiB.")
+        raise ConfigError(f"{name} {text!r} is negative. Give 0 or a size like 512MiB.")
     match = _SIZE.fullmatch(text)
     if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
@@ -48,26 +47,26 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         raise ConfigError(f"{name} has {len(match['number'])} digits. Give a size that memory can have, as in 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
         raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, as in {match['number']}GiB.")
-    # Of most decimal fractions of a GiB there is no whole number of bytes, and nobody means its last byte.
+    # Most decimal fractions of a GiB are not whole bytes, and nobody means the last byte.
     if bytes_per_unit == 1 and not size_bytes.is_integer():
         raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")
     return int(size_bytes)
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:
-    """Return `size_bytes`, a size that was given in code.
+    """Check a size that was given in code, and return it.
 
     Args:
-        size_bytes: What was given; it may be below 0.
-        name: The field or argument that it was given for, as the user typed it.
+        size_bytes: The size; it may be negative.
+        name: Its field or argument.
 
     Raises:
-        ConfigError: It is not a whole number. Text is not read here: only flags are text.
+        ConfigError: It is not a whole number. Text is refused: only flags are text.
     """
     if isinstance(size_bytes, str):
         raise ConfigError(
-            f"{name} {size_bytes!r} is text, and not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` returns "
-            "it for text like '1MiB'."
+            f"{name} {size_bytes!r} is text, not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` returns it "
+            "for text like '1MiB'."
         )
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
         raise ConfigError(f"{name} {size_bytes!r} is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB.")

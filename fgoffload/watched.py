@@ -1,32 +1,32 @@
-"""Which ops of a Megatron layer are watched where some of its tags leave: the engine's rule, and the simulator's."""
+"""Which ops of a Megatron layer are watched, for the engine and the simulator."""
 
 import enum
 from collections.abc import Collection
 
 
 class Watched(enum.Enum):
-    """Which ops of a layer are watched, for what they save of storages that leave: see `OffloadEngine.watch`.
+    """Which ops of a layer are watched for saves that share offloaded storages: see `OffloadEngine.watch`.
 
-    Each tensor that autograd saves inside costs the host a few microseconds both ways, and a layer with experts saves over a
+    Each watched save costs a few microseconds of CPU time in forward and backward, and a layer with experts has over a
     hundred: a view of the tokens and a weight for each expert.
     """
 
     LAYER = "all of it"
     FOLLOWED = "all of it, and nothing that leaves is among it"
     ATTENTION = "attention alone"
-    NOTHING = "nothing"  # nobody but the sites themselves saves what leaves
+    NOTHING = "nothing"  # only the sites save offloaded storages
 
     @property
     def covers_layer(self) -> bool:
-        """Return whether what backward takes anywhere in the layer tells how far it has come."""
+        """Return whether any unpacked tensor of the layer shows the position of backward."""
         return self in (Watched.LAYER, Watched.FOLLOWED)
 
 
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages no op outside of their sites saves: the residual, what the projections of attention multiply, the
-experts' tokens and what they compute."""
+"""Tags whose storages no op outside their sites saves: residual, inputs of attention's projections, the experts' tokens and
+outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
 """Tags whose storages ops of attention save too: the projection what core attention returns, norms of query and key the storage
@@ -37,10 +37,10 @@ _ROUTER = frozenset({"router"})
 
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
-    """Return what of a layer has to be watched where `tags` leave.
+    """Return what to watch in a layer of which `tags` are offloaded.
 
     Args:
-        tags: Of the layer.
+        tags: Offloaded tags of the layer.
         shares_router_input: Whether something else than the router saves the hidden states that it gets, as shared experts do,
             and a permutation that runs again.
     """

@@ -1,4 +1,4 @@
-"""The engine that moves saved tensors to the host and back. It needs torch, and knows no framework."""
+"""The engine that offloads and reloads saved tensors. It needs torch, but no framework."""
 
 from fgoffload.engine.capture import Capture, CapturedRegion
 from fgoffload.engine.delayed import DelayedCpuDevice

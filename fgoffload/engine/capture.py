@@ -1,10 +1,9 @@
-"""What autograd saves in a layer that a CUDA graph captures, and which of it leaves through the staging slots.
+"""Offload of layers that a CUDA graph captures, through the staging slots.
 
-[Note: Captured layers]
-The layer runs twice: once to warm up, where nothing leaves and the bytes that will are counted, and once for the graph. Hooks
-are around all of it. A region only says whose tag is saved now: an op outside of every region may save a view of what a region
-saves, and would hold its memory. At the end of forward, when all frames of the layer are gone, a storage leaves if a region
-saved it and nothing but this capture looks at it. Static inputs and outputs of the graph stay.
+[Note: Captured layers] The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover
+the whole layer, and regions only set the current tag: an op outside all regions may save a view of a region's tensor and would
+hold its memory. At the end of forward, when the layer's frames are gone, a storage is offloaded if a region saved it and only
+this capture references it. Static inputs and outputs of the graph stay on the device.
 """
 
 from collections.abc import Iterable
@@ -41,7 +40,7 @@ class StagingEngine(Protocol):
 
 
 class CapturedHandle:
-    """What a saved tensor is packed into while its layer is captured."""
+    """Handle of a tensor saved during a capture."""
 
     __slots__ = ("_part", "_view", "place")
 
@@ -52,12 +51,12 @@ class CapturedHandle:
         """Where the tensor was saved."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd: in a captured backward, where the bytes will lie when that is replayed."""
+        """Return the tensor for autograd: in a captured backward, at the address that a replay reads."""
         return self._part.take(self._view)
 
 
 class Capture:
-    """One forward of a layer that is captured, or warms up for that. It is the pack hook of all of it too.
+    """One forward of a layer during capture or warm-up; also its pack hook.
 
     Args:
         engine: Knows what may leave, and stages it.
@@ -103,13 +102,13 @@ class Capture:
         pop_hooks()
 
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
-        """Let what regions saved leave, now that the frames of the forward are gone.
+        """Offload what regions saved, now that the frames of the forward are gone.
 
         Args:
             static: Inputs and outputs of the graph.
 
         Returns:
-            What was staged, for replays; None while the layer warms up, and where nothing leaves.
+            The staged forward for replays; None during warm-up, or if nothing is offloaded.
         """
         staging, is_capturing = self._engine.staging, self._engine.device.is_capturing()
         keys = {get_key(tensor) for tensor in static}
@@ -134,7 +133,7 @@ class Capture:
 
 
 class CapturedRegion:
-    """A region inside of a captured layer: says whose tag is saved. It has the methods of `Region`."""
+    """A region inside a captured layer: sets the current tag. It has the methods of `Region`."""
 
     __slots__ = ("_before", "_capture", "_stats")
 
@@ -144,10 +143,10 @@ class CapturedRegion:
         self._before: TagStats | None = None
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Do nothing: no backward of a graph asks where it is."""
+        """Do nothing: a graph's backward needs no position."""
 
     def saving(self) -> "CapturedRegion":
-        """Return the context in which what autograd saves is the region's."""
+        """Return the context in which saves belong to the region."""
         return self
 
     def __enter__(self) -> None:
@@ -159,4 +158,4 @@ class CapturedRegion:
         self._capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Do nothing: all of the layer leaves together."""
+        """Do nothing: the whole layer is offloaded together."""

@@ -1,12 +1,10 @@
-"""Copies that are queued by CUDA's runtime itself.
+"""Copies queued directly by the CUDA runtime.
 
-[Note: Copies past torch]
-`Tensor.copy_` takes the host several times as long as the runtime's call below it: it goes through the dispatcher, works out
-types and strides, asks whose memory it is, and copies on the current stream, which has to be switched around it. Of what moves
-here all that is known: contiguous bytes, pinned memory, a stream of our own. What torch would note of the copy, the engine does
-itself: both ends live until an event behind it.
+[Note: Copies past torch] `Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and
+strides, pinned-memory check, and a switch of the current stream. Here all of that is known: contiguous bytes, pinned memory,
+our own stream. The engine also does what torch would: it keeps both ends alive until an event after the copy.
 
-PyTorch's stream sanitizer knows copies from the dispatcher alone. Where it is on, copies go through torch.
+PyTorch's stream sanitizer sees copies only in the dispatcher. If it is on, copies go through torch.
 """
 
 import ctypes
@@ -16,7 +14,7 @@ import torch
 from fgoffload.engine.torch_internals import is_sanitizer_on
 
 _DEFAULT = 4
-"""`cudaMemcpyDefault`: the addresses tell the direction."""
+"""`cudaMemcpyDefault`: the addresses determine the direction."""
 
 
 class CudaCopies:
@@ -52,7 +50,7 @@ class CudaCopies:
 
 
 def find_cuda_copies() -> CudaCopies | None:
-    """Return what queues copies, or None where copies have to go through torch."""
+    """Return the copy function, or None if copies must go through torch."""
     if is_sanitizer_on():
         return None
     try:

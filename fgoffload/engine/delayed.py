@@ -1,8 +1,8 @@
-"""A device for tests, on which copies happen as late as they may.
+"""A device for tests that runs copies as late as possible.
 
-On the CPU a copy is done when the call returns, so an engine that forgot to wait would be right by luck. Here a copy is only
-queued. It runs when something waits for it, and not before; until then its destination holds poison, and a source that
-everybody has let go of is overwritten with poison before it is read. So a missing wait shows as a wrong result.
+On the CPU a copy is done when the call returns, so a missing wait would go unnoticed. Here a copy is only queued and runs when
+something waits for it. Until then its destination holds poison, and a source without references is poisoned before it is read.
+So a missing wait gives a wrong result.
 """
 
 import collections
@@ -30,7 +30,7 @@ class _Point:
 
 
 class DelayedCpuDevice(CpuDevice):
-    """The CPU, with copies that wait until somebody waits for them. Compute is not delayed."""
+    """The CPU with copies that run only when something waits for them. Compute is not delayed."""
 
     def __init__(self) -> None:
         super().__init__()

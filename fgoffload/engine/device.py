@@ -1,13 +1,11 @@
 """Devices: streams, events, byte copies and memory, behind one interface.
 
-[Note: Who waits for whom]
-Compute stays on the streams that the training uses; copies run on two streams of the device's own, one each direction,
-so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams touch
-is handed over with an event, and the engine names the hazard at each wait.
+[Note: Who waits for whom] Compute stays on the training's streams. Copies run on two streams of our own, one for each
+direction, so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams
+use is handed over with an event, and the engine names the hazard at each wait.
 
-On the CPU both memories are RAM and a copy is done when it returns, so every event has passed when it is recorded. The
-rules of the engine still hold there: it copies to another buffer and drops the source, and a fault shows as a wrong
-gradient.
+On the CPU both memories are RAM and copies are synchronous, so an event has passed once it is recorded. The engine's rules
+still hold: it copies to another buffer and drops the source, so a fault gives a wrong gradient.
 """
 
 import abc
@@ -42,25 +40,25 @@ _COMPARED_BYTES = 16 * MIB
 
 
 class HostSlab:
-    """Host memory that copies may read and write while the host goes on.
+    """Host memory for asynchronous copies.
 
     Args:
         buffer: uint8 `[size_bytes]`, on the CPU.
-        free: Gives the memory back to the system when the copies queued so far are done. It must not refer to the slab.
+        free: Releases the memory once the copies queued so far are done. It must not reference the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
         self.buffer = buffer
         self._finalizer = weakref.finalize(self, free)
-        self._finalizer.atexit = False  # the driver may be gone by then, and the system takes the memory anyway
+        self._finalizer.atexit = False  # the driver may be gone by then, and the system frees the memory anyway
 
     def close(self) -> None:
-        """Give the memory back to the system, once; so does dropping the slab. The host blocks until its copies are done."""
+        """Release the memory; dropping the slab does so too. The host blocks until its copies are done."""
         self._finalizer()
 
 
 class Device(abc.ABC):
-    """What the engine needs of a device."""
+    """The interface of a device."""
 
     type: str
     """As in `torch.device.type`."""
@@ -77,7 +75,7 @@ class Device(abc.ABC):
         return tensor.device.type == self.type
 
     def is_capturing(self) -> bool:
-        """Return whether what the caller's thread queues now is recorded for a graph, and not run."""
+        """Return whether the caller's thread is capturing a graph."""
         return False
 
     @abc.abstractmethod
@@ -113,7 +111,7 @@ class Device(abc.ABC):
         """Return the seconds between two timed events that have passed."""
 
     def stall(self, seconds: float) -> None:
-        """Let the current stream do nothing for about `seconds`, so that the host gets ahead of it. A host ignores it."""
+        """Keep the current stream idle for about `seconds`, so that the CPU gets ahead. The CPU device ignores it."""
         return
 
     @abc.abstractmethod
@@ -122,7 +120,7 @@ class Device(abc.ABC):
 
         Args:
             destination: Contiguous, of the type and size of `source`.
-            source: Contiguous, and no bools: a copy of those need not keep every bit.
+            source: Contiguous, not bool: a copy of bools need not keep every bit.
             stream: Inside of `copying_on` for it: to switch costs the host half a copy, and who queues several does it once.
         """
 
@@ -158,13 +156,13 @@ class Device(abc.ABC):
             Until the slab is closed or dropped; the memory goes back when the copies that touch it are done.
 
         Raises:
-            StateError: The system refuses the memory, or refuses to lock it.
+            StateError: The memory cannot be allocated or pinned.
         """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuStream:
-    """A name for an order of copies; on the CPU all work is done when the call returns."""
+    """A named stream; on the CPU all work is synchronous."""
 
     name: str
 
@@ -212,7 +210,7 @@ class CpuDevice(Device):
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-"""One for all, since it holds nothing."""
+"""One instance for all, since it has no state."""
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
@@ -241,7 +239,7 @@ class AcceleratorDevice(Device):
             self._get_address = find_raw_stream_getter()
         self._streams: dict[int, Stream] = {}
         """By the driver's address, which is all that a stream is to driver and allocator: equal ones are one queue."""
-        # The driver itself waits for copies of memory that is not locked, and torch knows what to do about them.
+        # The driver synchronizes on copies of pageable memory; torch handles them.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
@@ -304,7 +302,7 @@ class AcceleratorDevice(Device):
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
-            # The driver copies from and to such memory while the host waits, through buffers of its own: nothing is under way.
+            # Copies of pageable memory are synchronous: none is in flight.
             return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
@@ -316,20 +314,20 @@ _CYCLES_PER_S = 1.7e9
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
-    """Return anonymous memory that is locked at its exact size; torch's pinned allocator rounds up to powers of two."""
+    """Return pinned anonymous memory of the exact size; torch's pinned allocator rounds up to powers of two."""
     buffer = torch.frombuffer(_map_host(size_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
     if status != 0:
         _clear_last_error()
         raise StateError(
-            f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit of "
-            f"pinned memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or lower "
-            f"{_HOST_BUDGET}."
+            f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit "
+            f"for pinned memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or "
+            f"lower {_HOST_BUDGET}."
         )
 
     def free() -> None:
-        torch.cuda.synchronize(device)  # the driver must not lose memory that a copy still reads or writes
+        torch.cuda.synchronize(device)  # a copy must not still read or write the memory
         status = int(cudart.cudaHostUnregister(buffer.data_ptr()))
         if status != 0:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
@@ -338,7 +336,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 
 
 def _map_host(size_bytes: int) -> mmap.mmap:
-    """Return anonymous memory, of huge pages where the system has such. Nothing is taken before somebody touches it."""
+    """Return anonymous memory, with huge pages if available. Pages are allocated on first touch."""
     try:
         # Private: what is shared is a file in memory to the kernel, and of huge pages only by a setting of its own.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -347,9 +345,9 @@ def _map_host(size_bytes: int) -> mmap.mmap:
             f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not hold the memory
+        pages.madvise(mmap.MADV_DONTFORK)  # data loaders forked later must not keep the memory
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: small pages do as well, and take longer to lock
+        with contextlib.suppress(OSError):  # no huge pages: small ones work too, but take longer to pin
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -374,10 +372,10 @@ def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED
 
     Args:
         device_type: As in `cuda` or `cpu`.
-        host_memory: What the host memory of an accelerator is; on the CPU all memory is pageable.
+        host_memory: Kind of an accelerator's host memory; on the CPU all memory is pageable.
 
     Raises:
-        StateError: No such device is here.
+        StateError: There is no such device.
     """
     if device_type == "cpu":
         return CpuDevice()

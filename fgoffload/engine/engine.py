@@ -1,8 +1,8 @@
-"""The engine: what may leave, when it leaves, and when it comes back.
+"""The engine: decides what is offloaded and when, and serves autograd.
 
-It knows tensors, groups, lanes and a device, and no framework. An integration constructs an engine, holds it, and tells it
-where regions are; autograd calls it through the hooks of those regions. What stays for what it is, `keep_rules.py` says; what
-comes back when, `fgoffload.transfer_schedule`; how bytes move and what waits for what, `transfers.py`.
+It handles tensors, groups, lanes and a device, and knows no framework. An integration constructs an engine, holds it and opens
+regions; autograd calls it through their hooks. `keep_rules.py` decides which tensors stay on the device,
+`fgoffload.transfer_schedule` when bytes are reloaded, and `transfers.py` copies and orders streams.
 """
 
 import contextlib
@@ -51,17 +51,16 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
-    """Moves what autograd saves to the host and back.
+    """Offloads and reloads what autograd saves.
 
     Args:
         device: Where the tensors live.
         policy: Window and prefetch.
-        min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
+        min_offloaded_numel: Elements. Storages of which fewer are saved stay on the device.
         min_offloaded_bytes: The same in bytes; both must be reached.
-        keep: The user's filter: a saved tensor for which it returns true stays.
-        host_budget_bytes: The most host memory; None shares one budget with all other engines of the process that have none
-            of their own.
-        is_timed: Measure copies and waits. It costs a few events more for each group, and `finish_step` waits for them.
+        keep: The user's filter: a saved tensor for which it returns true stays on the device.
+        host_budget_bytes: Most host memory. Engines of a process with None share one budget.
+        is_timed: Measure copies and waits, with a few more events for each group; `finish_step` waits for them.
     """
 
     def __init__(
@@ -79,20 +78,20 @@ class OffloadEngine:
         self.device = device
         self._schedule = TransferSchedule(policy or TransferPolicy())
         self.most_in_flight: int | None = None
-        """How many groups of each tag may be on their way to the host before compute waits, beside the window; None for any."""
+        """How many groups of each tag may be in flight to the host before compute waits, besides the window; None for any."""
         self._rules = KeepRules(
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
         self.is_always_too_small = self._rules.is_always_too_small
-        """Whether a tensor stays whatever else is saved of its storage, so that `save` need not be asked."""
+        """Whether a tensor stays on the device in any case, so that `save` is not needed."""
         self.arena = HostArena(
             device,
             budget=get_process_budget() if host_budget_bytes is None else HostBudget(host_budget_bytes),
             min_part_bytes=MIN_PART_BYTES,
         )
-        # Backward runs on a thread of autograd's own, and two models may train on two threads.
+        # Backward runs on autograd's own thread, and two models may train on two threads.
         self._lock = threading.RLock()
-        # Before the transfers: an engine that is dropped gives its host memory back, and waits for copies, before its buffers.
+        # Before the transfers: a dropped engine releases its host memory, after its copies, before its buffers.
         self.staging = Staging(device, self.arena, self._lock)
         """Of what captured graphs save."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
@@ -121,16 +120,16 @@ class OffloadEngine:
         """Of what is saved between the regions and moves with none of them: nobody asks for it."""
 
     def set_policy(self, policy: TransferPolicy) -> None:
-        """Let copies run as far as `policy` says from here on."""
+        """Set window and prefetch from here on."""
         with self._lock:
             self._schedule.policy = policy
 
     # Regions: what an integration calls in forward.
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one execution of `site`, or None where the engine has to leave everything alone.
+        """Return a region for one run of `site`, or None where offload does nothing.
 
-        The group joins `lane` at once: what counts for the way back is the order in which forward reaches the sites.
+        The group joins `lane` at once: reloads follow the order in which forward reaches the sites.
         """
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
@@ -148,7 +147,7 @@ class OffloadEngine:
             return lane.add(site, stats)
 
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
-        """Return a context whose saves join the group whose storage they share, and stay where there is none.
+        """Return a context whose saves join the group that owns their storage; the rest stay on the device.
 
         An op outside of every region may save a view of what a region saves: the rotary embedding keeps query and key, which
         share a storage with the value that core attention keeps. Were it not watched, its save would hold the storage, and
@@ -173,7 +172,7 @@ class OffloadEngine:
         return True
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """When backward has the whole gradient of `tensor`, call back what it wants next of `lane`.
+        """Once backward has the gradient of `tensor`, reload the next groups of `lane`.
 
         For stretches of forward that neither regions nor `watch` cover, with `tensor` at their begin: backward has left them
         then, and let go of what they saved.
@@ -182,20 +181,20 @@ class OffloadEngine:
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
 
     def pass_backward(self, lane: Lane) -> None:
-        """Backward has passed a stretch of which nothing left: bring back what comes next."""
+        """Backward has passed a segment without offloaded tensors: reload what comes next."""
         with self._lock:
             self._transfers.poll()
             self._reloads.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
-        """Forward of `lane` is over and its backward comes next: the last groups stay, where they are still on their way.
+        """Cancel the offload of the last groups of `lane` that are in flight: its backward comes next.
 
-        They would be gone just when backward asks for them, and be waited for all the way back.
+        Otherwise they would be freed just when backward needs them, and backward would wait for the reload.
 
         Args:
-            lane: Of the microbatch.
-            window_bytes: The most that may be on its way. More is let go of first, so that the loss, with which memory is at
-                its highest, finds what was planned for, whatever the pace of copies and however far the host is ahead.
+            lane: Lane of the microbatch.
+            window_bytes: How many bytes may stay in flight. Compute waits for the rest, so that the loss, where memory peaks,
+                finds the planned memory however slow copies are and however far the CPU is ahead.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
@@ -212,7 +211,7 @@ class OffloadEngine:
             self._reloads.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
-        """Return a context for the forward of a layer that a graph captures, or that warms up for it."""
+        """Return a context for the forward of a layer during capture or warm-up."""
         return Capture(self, place)
 
     def keep_static(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -226,19 +225,19 @@ class OffloadEngine:
     def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never move the storages of `tensors`: a recompute empties them and fills them again, in place.
 
-        Such a storage's version counter does not move. A copy that is made after it was emptied would bring back garbage; a
-        handle that keeps the storage gets the recomputed bytes with it.
+        Such a storage's version does not change. A copy made after it was emptied would reload garbage; a handle that keeps
+        the storage sees the recomputed bytes.
         """
         self._mark(tensors, KeptReason.RECOMPUTED)
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Let `group` leave: now, or with `is_held` at the next `flush`.
+        """Offload `group` now, or with `is_held` at the next `flush`.
 
         Streams:
             Queues copies on the device-to-host stream, after what the compute streams have queued. The host does not block.
 
         Raises:
-            StateError: The group was ended before; or one of its tensors was changed in place, or resized, since it was saved.
+            StateError: The group was ended before, or one of its tensors was changed in place or resized since it was saved.
         """
         with self._lock:
             if group.state is not GroupState.SAVING:
@@ -254,7 +253,7 @@ class OffloadEngine:
                 self._submit(group)
 
     def poll(self) -> None:
-        """Let go of what finished copies no longer need. Every end of a group does so too. The host does not block."""
+        """Release the memory of finished copies. Every end of a group does so too. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -265,7 +264,7 @@ class OffloadEngine:
             return self._transfers.in_flight_bytes > 0 or self.staging.is_copying_out()
 
     def flush(self) -> None:
-        """Let the held groups leave, in the order in which they ended."""
+        """Offload the held groups, in the order in which they ended."""
         with self._lock:
             held, self._held = self._held, []
             for group in (reference() for reference in held):
@@ -275,7 +274,7 @@ class OffloadEngine:
     # Hooks: what autograd calls.
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
-        """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
+        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if None."""
         local = find_local_tensor(tensor)
         if local is not None:
             return WrappedHandle(self.save(local, lane=lane, group=group), wrap_like(tensor))
@@ -361,9 +360,9 @@ class OffloadEngine:
                 self._reloads.execute(self._schedule.let_go(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return what `view` saw when it was saved.
+        """Return the saved tensor of `view`.
 
-        The first tensor that backward takes of a group tells that it has come to it, where no end mark has told so before.
+        The first unpacked tensor of a group shows that backward has reached it, unless an end mark did.
 
         Streams:
             The current stream waits for the copy to the device, where there was one. The host does not block.
@@ -393,12 +392,12 @@ class OffloadEngine:
             return self._transfers.take(saved, view)
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has come to `group`, and has left what came after it: bring back what comes next."""
+        """Backward has reached `group` and left the later ones: reload what comes next."""
         with self._lock:
             self._reloads.approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has passed the start mark of `group`: drop what it no longer needs, bring back what comes next."""
+        """Backward has passed the start mark of `group`: release what it no longer needs, reload what comes next."""
         with self._lock:
             self._reloads.leave(lane, group.position)
             self._reloads.execute(self._schedule.prefetch(lane))
@@ -433,7 +432,7 @@ class OffloadEngine:
     # The life of an engine.
 
     def finish_step(self) -> StepStats:
-        """Return the numbers since the last call, and start from nought.
+        """Return the statistics since the last call, and reset them.
 
         Where times are measured, the host blocks until the copies so far are done.
         """
@@ -451,7 +450,7 @@ class OffloadEngine:
             return stats
 
     def read_tags(self) -> dict[str, TagStats]:
-        """Return the numbers of each tag since the last `finish_step`, and go on counting."""
+        """Return the statistics of each tag since the last `finish_step`, without a reset."""
         with self._lock:
             return self._counters.read_tags()
 
@@ -463,13 +462,13 @@ class OffloadEngine:
             return self._counters.get_tag(tag)
 
     def find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
-        """Return why `tensor` stays for what it is, or None where it may leave."""
+        """Return why a tensor of this kind stays on the device, or None."""
         with self._lock:
             reason = self._rules.find_kind_to_keep(tensor) or self._staying.find_reason(get_key(tensor))
             return KeptReason.FILTERED if reason is None and self._rules.is_filtered(tensor) else reason
 
     def is_too_small(self, saved: SavedStorage) -> bool:
-        """Return whether `saved` stays since all that was saved of it is too small to leave."""
+        """Return whether `saved` stays on the device because it is too small."""
         return self._rules.is_too_small(saved)
 
     def make_saved(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
@@ -486,18 +485,16 @@ class OffloadEngine:
             self.observers.remove(ledger)
 
     def close(self) -> None:
-        """Give back all memory. The host blocks until the copies under way are done.
+        """Release all memory. The host blocks until copies in flight are done.
 
-        What a graph still wants stays on the host: its backward works as before, and the memory goes when both the graph and
-        the engine are dropped, or at the next call. So an exception that holds a graph does not become another one here.
+        Memory that a graph still needs stays on the host: its backward works as before, and the memory is freed with graph and
+        engine, or at the next call. So an exception that holds a graph causes no second one here.
         """
         with self._lock:
             self._held.clear()
             self._transfers.close()
             if self.arena.used_bytes:
-                logger.warning(
-                    "a graph still wants %s back from the host: they stay there", format_bytes(self.arena.used_bytes)
-                )
+                logger.warning("a graph still needs %s on the host: they stay there", format_bytes(self.arena.used_bytes))
             else:
                 self.arena.close()
 
@@ -541,7 +538,7 @@ class OffloadEngine:
                     self._staying.add(StorageRef(tensor), reason)
 
     def _submit(self, group: Group) -> None:
-        self._transfers.poll()  # ahead of copies that cannot be done yet: to ask for them costs as much as to queue a wait
+        self._transfers.poll()  # before copies that cannot be done yet: a query costs as much as a wait
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
@@ -574,7 +571,7 @@ class OffloadEngine:
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
-        if saved.find_change("it left for the host") is not None:
+        if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
             return None  # perhaps no backward wants it; one that does is told
         if saved.storage.key in group.filtered:  # since it was saved
@@ -592,8 +589,8 @@ class OffloadEngine:
 
 
 _CAPTURING = (
-    "A CUDA graph is being captured, and this version cannot offload inside of one: a replay would not copy again. "
-    "Capture without offload, or leave the captured part out of it."
+    "A CUDA graph is being captured, and offload inside it is not supported: a replay would not copy again. Capture without "
+    "offload, or do not offload the captured part."
 )
 
 

@@ -1,4 +1,4 @@
-"""Where in its storage a tensor lies, in bytes."""
+"""Location and layout of tensors in their storage, in bytes."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT_BYTES = 512
-"""What is copied starts at a multiple of this in its storage. A kernel may choose another path for another alignment of its
-input, and then differ in the last bit; torch's device allocator starts blocks at multiples of 512 bytes, so a tensor that
-comes back has the alignment that it left with."""
+"""Copied ranges start at a multiple of this in their storage. A kernel may take another path for another alignment and differ
+in the last bit. torch's device allocator aligns blocks to 512 bytes, so a reloaded tensor keeps its alignment."""
 
 
 class View(NamedTuple):
-    """One way to look at a storage. Equal views of one storage are the same bytes."""
+    """One view of a storage. Equal views of one storage have the same bytes."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -91,7 +90,7 @@ def get_gathered_bytes(views: Sequence[View]) -> int:
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return `views` in packing order where packed they are less than half of the stretch that they lie in, else none.
+    """Return `views` in packing order if packed they are less than half of their range, else none.
 
     Args:
         views: Of one storage, each once.
@@ -117,7 +116,7 @@ def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> 
 
 
 def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
-    """Put what `gather` packed back into its places; the bytes in between stay as they are.
+    """Scatter what `gather` packed; the bytes in between are unchanged.
 
     Args:
         views: In packing order.

@@ -1,4 +1,4 @@
-"""Groups, and the lanes in which backward walks them back."""
+"""Groups, and the lanes that order them."""
 
 import weakref
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, 
 
 
 class Group(ScheduledGroup):
-    """What one execution of a site saves for one microbatch: the tensors that move together."""
+    """What one run of a site saves for one microbatch: the tensors that move together."""
 
     __slots__ = (
         "__weakref__",
@@ -38,7 +38,7 @@ class Group(ScheduledGroup):
         self.stats = stats
         """Of the site's tag."""
         self.moved_bytes = 0
-        """Bytes that left for the host with this group."""
+        """Bytes offloaded with this group."""
         self.site: Site | None = None
         """Set where each execution saves the same in the same order, so that one teaches something about the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
@@ -61,12 +61,12 @@ class Group(ScheduledGroup):
         return not (self.saved_tensors or self.passed_tensors)
 
     def add(self, saved: SavedStorage) -> None:
-        """Let `saved` move with this group."""
+        """Offload `saved` with this group."""
         if self.state is GroupState.SAVING:
             self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count `tensor`, which stays: what several ops save once, and of a storage no more than it has."""
+        """Count `tensor`, which stays on the device: each tensor once, each storage at most with its size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
@@ -95,7 +95,7 @@ class Group(ScheduledGroup):
         return living
 
     def spend(self) -> None:
-        """Backward has left: autograd alone decides how long the tensors are wanted."""
+        """Mark the group as left by backward: autograd alone decides how long its tensors are needed."""
         if self.state is GroupState.SUBMITTED:
             for saved in self._list_living():
                 saved.uses -= 1
@@ -111,7 +111,7 @@ class Group(ScheduledGroup):
 
 
 class Lane(ScheduledLane[Group, SavedStorage]):
-    """The groups of one microbatch in one model chunk, in the order in which forward reached them."""
+    """The groups of one microbatch in one model chunk, in forward order."""
 
     __slots__ = ("_name", "filtered", "place")
 
@@ -121,10 +121,10 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.place = Place(None, self._name)
         """The microbatch, and the chunk where it is not the first."""
         self.filtered: set[int] = set()
-        """The keys of storages of which the user's filter kept a tensor. They stay whole: moving the rest frees nothing."""
+        """Keys of storages of which the user's filter kept a tensor. They stay whole, since moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
-        """Return a new group of `site`, behind the others.
+        """Append a new group of `site` and return it.
 
         Args:
             site: What it is a group of.

@@ -1,4 +1,4 @@
-"""Handles: what autograd holds in place of the tensors that it saved, and gets them back through.
+"""Handles, which autograd holds in place of saved tensors and unpacks later.
 
 [Note: Which tensor is handed back]
 While the bytes are on the device, a saved tensor that requires no gradient is handed back as the very object that was saved,
@@ -36,7 +36,7 @@ class TakingEngine(Protocol):
 
 
 class Handle:
-    """What a saved tensor is packed into, where its storage may move."""
+    """Handle of a saved tensor whose storage may be offloaded."""
 
     __slots__ = ("_attributes", "_engine", "_group", "_lane", "_origin", "_saved", "_view")
 
@@ -78,7 +78,7 @@ class Handle:
 
 
 class WrappedHandle:
-    """What a tensor subclass is packed into whose inner tensor may move.
+    """Handle of a tensor subclass whose inner tensor may be offloaded.
 
     Args:
         inner: Of the inner tensor.
@@ -102,10 +102,10 @@ class WrappedHandle:
 
 
 class KeptHandle:
-    """What a saved tensor is packed into, where it stays on the device.
+    """Handle of a saved tensor that stays on the device.
 
     Args:
-        tensor: What autograd gets back, without a graph of its own.
+        tensor: The tensor that autograd unpacks, without a graph.
         version: Of the tensor.
         nbytes: Of its storage, which must be as large then; None where the tensor has none, or may get another one.
         place: Where it was saved.
@@ -127,7 +127,7 @@ class KeptHandle:
             StateError: It was changed in place, or its storage is not as large as it was.
         """
         tensor, nbytes = self._tensor, self._nbytes
-        # The same question twice: here for every weight of every step, and there for a sentence.
+        # Checked here for speed, for every weight of every step, and again in `find_change` for the message.
         if get_version(tensor) != self._version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
             raise StateError(
                 find_change(tensor, version=self._version, nbytes=nbytes, place=self.place, act="backward took it")
@@ -136,7 +136,7 @@ class KeptHandle:
 
 
 class FollowedHandle:
-    """What a saved tensor is packed into, where it stays and tells how far backward has come.
+    """Handle of a saved tensor that stays on the device and shows the position of backward.
 
     Args:
         engine: Is told when backward takes it.
@@ -164,13 +164,13 @@ class FollowedHandle:
         Raises:
             StateError: It was changed in place, or its storage is not as large as it was.
         """
-        size_bytes, self._size_bytes = self._size_bytes, 0  # another backward of a graph that is kept lets go of nothing more
+        size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases nothing more
         self._engine.follow_backward(self._lane, size_bytes)
         return self._kept.take()
 
 
 Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
-"""What pack hooks return."""
+"""The result of a pack hook."""
 
 
 def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
@@ -186,7 +186,7 @@ def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
         return KeptHandle(kept, version, None, place)
     nbytes = tensor.untyped_storage().nbytes()
     if nbytes and tensor.numel() == 0:
-        # An expert that gets no tokens saves an empty slice of the storage that all experts' tokens lie in, and would hold it.
+        # An expert without tokens saves an empty slice of all experts' tokens, which would keep that storage alive.
         kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return KeptHandle(kept, get_version(kept), None, place)
     return KeptHandle(kept, version, nbytes, place)

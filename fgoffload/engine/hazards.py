@@ -1,4 +1,4 @@
-"""What the waits of the engine prevent, by name. Every wait that it queues on a stream carries one of these.
+"""The hazards that the engine's waits prevent. Every wait that it queues names one.
 
 [Note: Ordering of a copy to the host]
 The copy reads its source while compute goes on, and writes a host block that an earlier copy to the device may still read. The
@@ -15,7 +15,7 @@ import enum
 
 
 class Hazard(enum.Enum):
-    """The access that would come too early or too late without the wait; the value says it in a sentence."""
+    """The access that would come too early or too late without the wait; the value describes it."""
 
     # A copy to the host.
     SOURCE_UNWRITTEN = "the copy to the host reads its source before the kernels of a compute stream have written it"

@@ -1,26 +1,23 @@
-"""Host memory for what has been offloaded: slabs, cut by offset, under a budget in bytes.
+"""Host memory for offloaded storages: slabs, divided by offset, within a budget.
 
-[Note: A host block that is still read]
-A block goes back to the arena when the last handle that needs it dies, which can be while the copy to the device that reads
-it is only queued. So a returned range remembers that copy's event, and whoever writes the range next gets the event to wait
-for. A copy to the host that is still writing the range needs no event: all those copies run in order on one stream.
+[Note: A host block that is still read] A block returns to the arena when its last handle dies, possibly while the copy to the
+device that reads it is only queued. So a free range keeps that copy's event, and the next writer waits for it. A copy to the
+host that still writes the range needs no event: those copies run in order on one stream.
 
-[Note: A block of several parts]
-Locked memory grows in slabs, since locking it all at once would stop a step for as long as it takes. A block cannot lie across
-two of them. Where the shapes of a mixture of experts change with the routing, what is left at the end of each slab is lost to
-a block that is a little larger: of what blocks in one piece reserve over thousands of steps a fifth to a half is never needed
-(simulated). So a block that fits into no free range takes several, the largest first, and only
-what is missing then is reserved. The price is one queued copy for each part.
+[Note: A block of several parts] Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous
+block cannot span two slabs. With the varying shapes of mixture-of-experts routing, the rest of each slab would be lost to
+slightly larger blocks: over thousands of steps, a fifth to a half of the reserved memory is never used (simulated). So a block
+that fits into no free range takes several, the largest first, and only the missing bytes are reserved. The price is one copy
+for each part.
 
-[Note: A block that comes back]
-Most steps ask for the same sizes in the same order, and a search costs the host several times what the driver takes for a copy.
-So a block that comes back is put aside as it is, for the next one that asks for its size. Only when nothing of the size lies
-there is all that lies there joined to the free ranges, and the search begins. What lies aside keeps the tensors through which
-it was looked at, since most steps ask for the same types and sizes too.
+[Note: Returned blocks] Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
+copy. So a returned block is cached as it is for the next request of its size. Only without such a block are all cached blocks
+joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps request the same types and
+sizes too.
 
-[Note: Interrupted arenas]
-Ctrl-C may come between any two lines. So a block is returned by a weak reference that appends itself to a queue, without a line
-of Python that could be left out. After an exception the free ranges are made anew: all that no living block has.
+[Note: Interrupted arenas] Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
+itself to a queue, without Python code that could be skipped. After an exception, the free ranges are rebuilt: everything that
+no living block has.
 """
 
 import bisect
@@ -38,21 +35,21 @@ from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
 MAX_SLAB_BYTES = 256 * MIB
-"""Bytes. Locking memory costs 0.34 s a GiB in huge pages and 0.67 without (measured, H100 hosts), so slabs come in pieces that
-a step can bear."""
+"""Bytes. Pinning costs 0.34 s per GiB with huge pages and 0.67 without (measured, H100 hosts), so slabs are small enough for
+one step."""
 
 MIN_SLAB_BYTES = 4 * MIB
-"""Bytes. Less than this is not worth a call to the driver."""
+"""Bytes. Smaller slabs are not worth a driver call."""
 
 GROWTH_FRACTION = 1 / 16
-"""A slab adds this part of what is reserved already, within the two sizes above, or what is missing if that is more: so less
-than 1/17 of the memory is reserved for nothing, whatever the model's size."""
+"""A new slab is this fraction of the reserved memory, within the two sizes above, or the missing bytes if they are more. So
+less than 1/17 of the memory is unused, for any model."""
 
 MIN_PART_BYTES = 4 * MIB
-"""Bytes. At 50 GB/s a copy of this takes 84 us, several times what the host needs to queue it."""
+"""Bytes. At 50 GB/s this copy takes 84 us, several times the CPU time to queue it."""
 
 MAX_LOOKS = 8
-"""Types and sizes that one place is remembered as. A training's tensors of one size in bytes have two or three."""
+"""Cached views of one block. Tensors of one size in bytes have two or three types and shapes in a training."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,20 +65,20 @@ class _FreeRange:
 
 
 class _Place:
-    """Where a block lies."""
+    """The location of a block."""
 
     __slots__ = ("last_read", "looks", "parts", "ranges", "size_bytes", "used_bytes")
 
     def __init__(self, size_bytes: int, ranges: Sequence[_FreeRange], parts: Sequence[torch.Tensor]) -> None:
         self.last_read: Event | None = None
-        """The event after the last copy to the device that reads the block that lies here."""
+        """The event after the last copy to the device that reads this block."""
         self.size_bytes = size_bytes
         self.used_bytes = sum(taken.size_bytes for taken in ranges)
         """Alignment included."""
         self.ranges = ranges
         self.parts = tuple(parts)
         self.looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
-        """The only part as a contiguous tensor of other types and sizes. See [Note: A block that comes back]."""
+        """Contiguous tensors over the only part, by type and size. See [Note: Returned blocks]."""
 
     def look(self, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
         """Return a new one of `looks`."""
@@ -93,7 +90,7 @@ class _Place:
 
 
 class HostBlock:
-    """Host memory for one offloaded storage. It goes back to the arena when the last reference to it dies."""
+    """Host memory of one offloaded storage. It returns to the arena with its last reference."""
 
     __slots__ = ("__weakref__", "_place", "reads_to_wait_for")
 
@@ -114,18 +111,18 @@ class HostBlock:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """uint8 `[n]` each, on the host; one behind the other they are the block. See [Note: A block of several parts]."""
+        """uint8 `[n]` each, on the host; in order they form the block. See [Note: A block of several parts]."""
         return self._place.parts
 
     @property
     def buffer(self) -> torch.Tensor:
-        """uint8 `[size_bytes]`, on the host: the block, where it is in one part.
+        """uint8 `[size_bytes]`, on the host: the block, if it has one part.
 
         Raises:
-            InternalError: It is not.
+            InternalError: It has several parts.
         """
         if len(self.parts) > 1:
-            raise InternalError(f"A host block of {len(self.parts)} parts was looked at as one.")
+            raise InternalError(f"A host block of {len(self.parts)} parts was used as one tensor.")
         return self.parts[0]
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -161,15 +158,15 @@ class _Lent(weakref.ref[HostBlock]):
 
 
 class HostArena:
-    """Hands out host blocks, best fit first, and joins what comes back with its neighbours.
+    """Allocates host blocks by best fit, and joins returned ranges with their neighbours.
 
-    Not thread-safe but for the return of blocks; the engine calls it under its lock.
+    Only the return of blocks is thread-safe; the engine calls the rest under its lock.
 
     Args:
-        device: Gives the slabs.
-        budget: The most bytes of all slabs together, a number of bytes where this arena has it alone.
-        slab_bytes: The most bytes of a slab, but for what is missing for one block.
-        min_part_bytes: Of the parts of a block all but the last are as large as this; None leaves all blocks in one part.
+        device: Allocates the slabs.
+        budget: Most bytes of all slabs; a plain number for an arena with its own budget.
+        slab_bytes: Most bytes of a slab, unless one block needs more.
+        min_part_bytes: Smallest part of a block, except the last; None never splits blocks.
     """
 
     def __init__(
@@ -189,16 +186,16 @@ class HostArena:
         self._lent: dict[int, _Lent] = {}
         """The blocks in use, and those in `_returned`, by the id of each."""
         self._returned: collections.deque[_Lent] = collections.deque()
-        """The blocks that came back."""
+        """The returned blocks."""
         self._aside: dict[int, list[tuple[_Place, Sequence[Event]]]] = {}
-        """The same, by size. See [Note: A block that comes back]."""
+        """Cached returned blocks, by size. See [Note: Returned blocks]."""
         # The free ranges three times: by size for the best fit, by either end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], _FreeRange] = {}
         self._by_end: dict[tuple[int, int], _FreeRange] = {}
         self._used_bytes = 0
         self.peak_bytes = 0
-        """The most bytes in use at any time, alignment included."""
+        """Peak bytes in use, alignment included."""
 
     @property
     def budget_bytes(self) -> int:
@@ -221,10 +218,10 @@ class HostArena:
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Return a block of `size_bytes`, or None where the budget does not allow it.
+        """Return a block of `size_bytes`, or None if the budget is used up.
 
         Lifetime:
-            The block is the caller's until its last reference dies.
+            The caller owns the block until its last reference dies.
         """
         try:
             self._put_aside()
@@ -265,7 +262,7 @@ class HostArena:
         return block
 
     def _mend(self) -> None:
-        """Make the free ranges anew after an exception that left a change half made. See [Note: Interrupted arenas]."""
+        """Rebuild the free ranges after an exception interrupted a change. See [Note: Interrupted arenas]."""
         if self._is_whole():
             return
         reads = [self._device.record_event(self._device.h2d_stream)]  # whatever was read is read before that
@@ -281,7 +278,7 @@ class HostArena:
         self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
 
     def _is_whole(self) -> bool:
-        """Return whether every byte is in use, aside or free, and counted as what it is."""
+        """Return whether every byte is in use, cached or free, and the counts agree."""
         free_bytes = sum(size_bytes for size_bytes, _, _ in self._by_size)
         aside_bytes = sum(place.used_bytes for aside in self._aside.values() for place, _ in aside)
         lent_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
@@ -307,7 +304,7 @@ class HostArena:
             aside[:] = [(place, ()) for place, _ in aside]
 
     def close(self) -> None:
-        """Give all slabs back to the system. No block may be in use and no copy under way.
+        """Release all slabs. No block may be in use and no copy in flight.
 
         Raises:
             InternalError: A block is still in use.
@@ -388,8 +385,8 @@ class HostArena:
             self._returned.popleft()
 
     def _join_aside(self) -> None:
-        """Join all that lies aside to the free ranges."""
-        # Ask the device before anything moves: what it raises must not lose a range.
+        """Join all cached blocks to the free ranges."""
+        # Query the device first: an exception must not lose a range.
         for free in self._by_start.values():
             if free.reads:
                 free.reads = self._list_unfinished(free.reads)

@@ -1,4 +1,4 @@
-"""How much host memory a rank may take when the user names no budget.
+"""The default host budget of a rank.
 
 A process lies in a control group, which lies in others, and each of them may have a limit: the tightest counts. A container
 sees only its own part of that tree, mounted at its root, and version 1 and version 2 may be mounted side by side.
@@ -18,14 +18,14 @@ SHARE = HOST_SHARE
 """The part of the memory that is free at start that all ranks of a node together take at most."""
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""What torchrun, Open MPI and Slurm say; the first that is set counts. torchrun's comes first, since each of its agents may be
-a Slurm task of its own."""
+"""Variables of torchrun, Open MPI and Slurm; the first one set counts. torchrun's is first, since each of its agents may be a
+Slurm task."""
 
 _NO_LIMIT = 1 << 62
 
 
 class Reserving(Protocol):
-    """Something that takes host memory from a budget: an arena."""
+    """A user of a host budget: an arena."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -33,7 +33,7 @@ class Reserving(Protocol):
 
 
 class HostBudget:
-    """The most host memory that some arenas take together.
+    """A host budget that arenas share.
 
     Args:
         total_bytes: Of all of them.
@@ -59,7 +59,7 @@ class HostBudget:
 
 
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""By process, since a fork is another one. Memory is the process's, however many engines it has."""
+"""By process id, since a fork is another process. All engines of a process share its memory."""
 
 
 def get_process_budget() -> HostBudget:
@@ -96,8 +96,8 @@ def _read_ranks_per_node() -> int:
         if text is not None:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise ConfigError(
-                    f"The environment has {name}={text!r}, which is no number of ranks of a node. It divides the host memory "
-                    "among them: set it to 1 or more, unset it, or give --offload-host-budget."
+                    f"The environment has {name}={text!r}, which is not a number of ranks per node. It divides the host "
+                    "memory among them: set it to 1 or more, unset it, or give --offload-host-budget."
                 )
             return int(text)
     return 1
@@ -131,7 +131,7 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
     Cached files that were not read lately count as free: the kernel drops them first, and data loaders fill a group with them.
     """
     if kind == "cgroup2":
-        # Above `high` the kernel slows the group down to take memory back, and pinned memory it cannot take.
+        # Above `high` the kernel throttles the group to reclaim memory, and pinned memory cannot be reclaimed.
         limits, usage, cache = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     else:
         limits, usage, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"

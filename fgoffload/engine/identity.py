@@ -1,4 +1,4 @@
-"""The identity, version and life of a tensor's bytes, which torch has only private names for."""
+"""Identity, version and lifetime of a tensor's bytes, for which torch has only private names."""
 
 from typing import NamedTuple
 
@@ -56,9 +56,9 @@ def is_of_leaf(tensor: torch.Tensor) -> bool:
 
 
 class Contents(NamedTuple):
-    """What names the bytes of a storage at one moment: equal contents of one storage are the same bytes.
+    """Identifies the bytes of a storage at one moment: equal values of one storage mean unchanged bytes.
 
-    But for writes that torch does not see: through `tensor.data`, or from outside of torch.
+    Except for writes that torch does not count: through `tensor.data`, or from outside torch.
     """
 
     version: int
@@ -81,7 +81,7 @@ def count_tensors(tensor: torch.Tensor) -> int:
 
 
 class StorageRef:
-    """A reference to a storage that keeps its address from being given to another one, and not its memory.
+    """A weak reference to a storage that reserves its address but not its memory.
 
     As torch's `StorageWeakRef`, which takes twice the steps; there is one for each saved storage.
     """
@@ -99,7 +99,7 @@ class StorageRef:
         return bool(is_expired(self.key))
 
     def __del__(self) -> None:
-        if hasattr(self, "key"):  # no interrupt came while it was made
+        if hasattr(self, "key"):  # no interrupt occurred during construction
             self._free(self.key)
 
     def find_storage(self) -> torch.UntypedStorage | None:

@@ -1,4 +1,4 @@
-"""Which saved tensors stay on the device for what they are, and which storages for how small they are."""
+"""Which saved tensors stay on the device because of their kind or size."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,10 @@ from fgoffload.engine.stats import KeptReason
 
 
 class KeepRules:
-    """What a user has set, and what no copy could bring back as it was.
+    """The user's limits, and the kinds of tensors that cannot be copied faithfully.
 
     Args:
-        device: Where tensors lie that may leave.
+        device: Device of offloaded tensors.
         min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
         min_offloaded_bytes: The same in bytes; both must be reached.
         keep: The user's filter: a saved tensor for which it returns true stays.
@@ -36,7 +36,7 @@ class KeepRules:
         self._keep = keep
 
     def find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
-        """Return why a tensor of this kind cannot leave, or None where it can."""
+        """Return why a tensor of this kind stays on the device, or None."""
         if type(tensor) is not torch.Tensor:
             return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
         base = tensor._base  # noqa: SLF001 - no public name
@@ -67,9 +67,9 @@ class KeepRules:
         return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
 
     def is_too_small(self, saved: SavedStorage) -> bool:
-        """Return whether what was saved of a storage stays, since all of it together is too small to leave."""
+        """Return whether a storage stays on the device because all saved bytes together are too few."""
         covered_bytes = saved.covered_bytes
         if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
             return False
-        # A piece that stayed would hold what it is a piece of, and that the others leave would free nothing.
+        # A piece that stayed would keep the whole allocation alive, so offloading the others would free nothing.
         return not is_piece(saved.get_any_alias())

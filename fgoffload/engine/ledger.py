@@ -1,7 +1,7 @@
 """An independent count of the device bytes that autograd keeps alive.
 
-The ledger looks at storages, each counted once, and asks torch whether they are still alive; it does not believe the engine.
-It costs about a microsecond for each living storage and each saved tensor, so a measured step is not a timed one.
+The ledger counts each storage once and checks in torch whether it is alive, independently of the engine. It costs about a
+microsecond for each living storage and saved tensor, so a measured step cannot be timed.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class ActivationLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at any sample; 0 before the first."""
+        """Peak bytes alive over all samples; 0 before the first."""
         peak = self.find_peak()
         return 0 if peak is None else peak.resident_bytes
 

@@ -1,13 +1,12 @@
-"""Regions: where in forward a group saves, and the marks by which backward finds out where it is.
+"""Regions of forward whose saves form a group, and the marks that show the position of backward.
 
-[Note: Marks]
-That backward has come to a site, the first tensor that it takes of the site tells. Where that would be late, a mark tells it: a
-hook on the gradient of the site's output; a hook on the gradient of a lane's first input tells that backward has left the lane.
-A mark adds nothing to the graph. An identity autograd function in its place would change results:
-where the site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the
-gradients of the site would be summed first and the residual's added then, and floating-point sums depend on their order. The
-end mark is a call of its own, since some groups may only move after their region: the input of a norm is the residual too,
-and is used again after attention.
+[Note: Marks] The first unpacked tensor of a site shows that backward has reached it. Where that is late, a mark shows it
+earlier: a hook on the gradient of the site's output. A hook on the gradient of a lane's first input shows that backward has
+left the lane. A mark adds nothing to the graph. An identity autograd function in its place would change results: where the
+site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the gradients of
+the site would be summed first and the residual's added then, and floating-point sums depend on their order. The end mark is a
+call of its own, since some groups may only move after their region: the input of a norm is the residual too, and is used again
+after attention.
 
 [Note: When a region is inert]
 A region does nothing without grad mode; during a backward, where a recompute runs forward code again and its tensors are wanted
@@ -45,7 +44,7 @@ def is_in_backward() -> bool:
 
 
 def is_inert() -> bool:
-    """Return whether a region that began here would have to leave everything alone. See [Note: When a region is inert]."""
+    """Return whether a region that begins here would do nothing. See [Note: When a region is inert]."""
     if not torch.is_grad_enabled() or get_graph_task() != -1 or is_tracing() or find_forbidding_message() is not None:
         return True
     if peek_transform() is not None:
@@ -87,7 +86,7 @@ class SavingEngine(Protocol):
 
 
 class Saving:
-    """A stretch of forward in which what autograd saves goes to a group, or to none where a layer is only watched.
+    """A segment of forward whose saves go to a group, or to none if a layer is only watched.
 
     It is the pack hook of that stretch too. May be entered again after it was left.
     """
@@ -100,7 +99,7 @@ class Saving:
         self.group = group
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         engine, lane, group = self._engine, self.lane, self.group
         # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
         # that it does not have, while the device waits for the host.
@@ -135,12 +134,12 @@ class Saving:
         push_hooks(self, self.take_back)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, on an exception too: hooks that stay installed would reach into whatever the process does next."""
+        """Stop, also on an exception: leftover hooks would affect whatever the process does next."""
         pop_hooks()
 
 
 class Following(Saving):
-    """A stretch of forward of which backward's progress is wanted alone: see `OffloadEngine.follow`."""
+    """A segment of forward that only shows the position of backward: see `OffloadEngine.follow`."""
 
     __slots__ = ("_seen",)
 
@@ -157,7 +156,7 @@ class Following(Saving):
 
 
 class Region(Saving):
-    """One execution of a site: `enter` marks its input, `saving` is where it saves, `end` marks its output."""
+    """One run of a site: `enter` marks its input, `saving` is its context, `end` marks its output."""
 
     __slots__ = ()
 
@@ -171,17 +170,17 @@ class Region(Saving):
         mark_start(self._engine, self.lane, self.group, tensor)
 
     def saving(self) -> Saving:
-        """Return the context in which what autograd saves goes to the group."""
+        """Return the context whose saves go to the group."""
         return self  # one object for both, since there are as many as regions
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Let the group leave, and put the end mark on `tensor`.
+        """Offload the group, and put the end mark on `tensor`.
 
         Args:
             tensor: An output of the site, or of something after it that no longer needs what the group saved. None puts no
                 mark, which costs the host less: then the first tensor that backward takes tells that it is here. A mark is
                 earlier where much of a site saves nothing at its end, and nothing was brought back ahead.
-            is_held: Wait with the departure until `OffloadEngine.flush`.
+            is_held: Hold the group until `OffloadEngine.flush`.
 
         Raises:
             StateError: The region was ended before, or a tensor that it saved was changed in place or resized since.
@@ -205,6 +204,6 @@ def mark_end(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tenso
 
 def add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
-    # A leaf outlives the graph, and would gather the marks of all steps.
+    # A leaf outlives the graph, so marks would accumulate over steps.
     if tensor.requires_grad and not tensor.is_leaf:
         tensor.register_hook(reach)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Does what the transfer schedule decides about the way back: cancels copies to the host, starts copies to the device."""
+"""Executes the transfer schedule's reload decisions: cancels copies to the host, starts copies to the device."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reloads:
-    """Brings back what the schedule says, and drops what backward no longer wants. Called under the engine's lock.
+    """Reloads what the schedule decides, and releases what backward no longer needs. Called under the engine's lock.
 
     Args:
         transfers: Move the bytes.
@@ -59,7 +59,7 @@ class Reloads:
         self._transfers.poll()
 
     def execute(self, decisions: Iterable[CallBack[Group, SavedStorage]]) -> None:
-        """Keep on the device what has not left yet, and bring back what has."""
+        """Cancel the offload of what is still on the device, and reload the rest."""
         for decision in decisions:
             for saved in decision.cancelled:
                 saved.stats.recalled_bytes += saved.moved_bytes

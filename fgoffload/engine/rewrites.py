@@ -1,4 +1,4 @@
-"""Which places save again what a kernel has written over since it left.
+"""Detects storages that a kernel overwrote between two saves.
 
 [Note: Writes that torch does not count]
 Autograd notices a write to a saved tensor by its version. A Triton kernel, a collective, or NumPy writes without counting one,
@@ -19,7 +19,7 @@ from fgoffload.engine.transfers import Transfers
 from fgoffload.plan import Site
 
 COMPARISONS = 8
-"""Re-saves at one pair of places that are compared. A comparison blocks the host and reads the tensor over the link."""
+"""Number of compared re-saves for a pair of places. A comparison blocks the host and reads the tensor over the link."""
 
 
 class Rewrites:

@@ -1,4 +1,4 @@
-"""A storage that autograd saved: where its bytes are, and in which form they move.
+"""A saved storage: where its bytes are, and in which form they are copied.
 
 [Note: What owns what]
 Autograd's graph owns handles (`handles.py`); a handle owns its saved storage; a saved storage owns its host block and its
@@ -37,7 +37,7 @@ _ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 
 
 class Reload:
-    """A device buffer, and the streams that it has to do with."""
+    """A device buffer and the streams that use it."""
 
     __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version", "views")
 
@@ -70,7 +70,7 @@ class Leftovers(Protocol):
 
 
 class SavedStorage:
-    """The bytes of one storage as one version of them, however many saved tensors look at it."""
+    """One version of a storage's bytes, shared by all saved tensors on it."""
 
     __slots__ = (
         "__weakref__",
@@ -152,7 +152,7 @@ class SavedStorage:
         self.uses = 0
         """The groups that list it and that backward has not left."""
         self.fault: str | None = None
-        """Why the bytes cannot be given back any more, if so. Said when somebody wants them, since perhaps nobody does."""
+        """Why the bytes are lost, if so. Raised only when they are needed."""
 
     @property
     def views(self) -> Collection[View]:
@@ -231,7 +231,7 @@ class SavedStorage:
                 break
 
     def find_change(self, act: str, view: View | None = None) -> str | None:
-        """Return what happened to the bytes since autograd saved them, or None where nothing did.
+        """Describe how the bytes changed since autograd saved them, or return None.
 
         Args:
             act: What is about to happen to the bytes.
@@ -239,13 +239,13 @@ class SavedStorage:
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
-            # The same question twice: here for every tensor of every step, and there for a sentence.
+            # Checked here for speed, for every tensor of every step, and again in `find_change` for the message.
             if get_version(alias) != version or alias.untyped_storage().nbytes() != nbytes:
                 return find_change(alias, version=version, nbytes=nbytes, place=self.place, act=act)
         return None
 
     def check_unchanged(self, act: str, view: View | None = None) -> None:
-        """Refuse bytes that are not those that autograd saved.
+        """Refuse bytes that changed since autograd saved them.
 
         Args:
             act: What is about to happen to the bytes.
@@ -287,14 +287,14 @@ class SavedStorage:
         self.recall()
 
     def drop_aliases(self) -> None:
-        """Let go of the device memory: from here on the host block has the bytes."""
+        """Release the device memory: from here on the host block has the bytes."""
         self._copied_views = tuple(self._aliases)
         self._aliases.clear()
 
     def __del__(self) -> None:
         if not hasattr(self, "has_left"):
             return  # an interrupt came while it was made
-        # Any thread may get here, in the middle of anything: only atomic appends. Who runs next does the rest.
+        # Any thread may run this at any time: only atomic appends are safe. The next caller does the rest.
         if self.reload is not None and not self.reload.is_ordered:
             self._leftovers.abandoned.append(self.reload)
         self._leftovers.dropped.append((self.storage, self.has_left))
@@ -306,7 +306,7 @@ def _find_base(tensor: torch.Tensor) -> int:
 
 
 def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:
-    """Return what happened to the bytes of `tensor` since autograd saved it, or None where nothing did.
+    """Describe how the bytes of `tensor` changed since autograd saved it, or return None.
 
     Args:
         tensor: What was saved.

@@ -1,4 +1,4 @@
-"""Offload of what captured graphs save: staged on the device while a graph runs, copied to the host and back between replays.
+"""Offload for captured graphs: staged on the device during a replay, copied between replays.
 
 [Note: Staging]
 A CUDA graph replays its kernels on the addresses that it was captured with, and no Python runs. So a captured forward ends with
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class StagingSlot:
-    """Device memory at a fixed address, which one pass after another uses.
+    """Device memory at a fixed address that passes share in turn.
 
     Args:
         buffer: uint8 `[size_bytes]` on the device.
@@ -138,7 +138,7 @@ class CapturedForward:
 
 
 class Staging:
-    """The ring of slots, and what goes through it. See [Note: Staging].
+    """The ring of slots and their copies. See [Note: Staging].
 
     Args:
         device: Where graphs run.
@@ -230,7 +230,7 @@ class Staging:
     # While they are replayed.
 
     def replay_forward(self, forward: CapturedForward, replay: Callable[[], Result]) -> Result:
-        """Replay a captured forward by calling `replay`, and let what it staged leave for the host.
+        """Replay a captured forward by calling `replay`, and offload what it staged.
 
         Streams:
             The current stream, on which the graph is replayed, waits for earlier copies of its slot. The host does not block.
@@ -302,7 +302,7 @@ class Staging:
         if block is None:
             raise StateError(
                 f"A captured graph offloads {format_bytes(forward.size_bytes)}, and the host budget is used up. Raise "
-                "--offload-host-budget (`host_budget_bytes` of a TransferConfig), or offload fewer modules inside of graphs."
+                "--offload-host-budget (`host_budget_bytes` of a TransferConfig), or offload fewer modules inside graphs."
             )
         if slot.last_use is not None:
             device.wait_event(d2h, slot.last_use, Hazard.SLOT_UNWRITTEN)

@@ -32,7 +32,7 @@ class TimeKind(enum.Enum):
 
     D2H = "copies to the host"  # from the start of the first of a group to the end of the last
     H2D = "copies to the device"
-    WAIT = "compute waits"  # for a copy to the device that it wants, or for one to the host because the window is full
+    WAIT = "compute waits"  # for a reload, or for a copy to the host because the window is full
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +82,7 @@ class StepStats:
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0
-    """The most host bytes in use at any time since the engine was made."""
+    """Peak host bytes in use since the engine was created."""
     host_reserved_bytes: int = 0
     """Host bytes taken from the system, at the end of the step."""
 
@@ -102,7 +102,7 @@ class StepStats:
         return sum(tag.prefetch_misses for tag in self.tags.values())
 
     def __rich__(self) -> "Table":
-        """Return the numbers as a table, a row for each tag."""
+        """Return the statistics as a table, a row for each tag."""
         from rich.table import Table
 
         table = Table(
@@ -115,7 +115,7 @@ class StepStats:
         kinds = [kind for kind in TimeKind if any(kind in tag.seconds for tag in self.tags.values())]
         for kind in kinds:
             table.add_column(f"{kind.name.lower()} ms", justify="right")
-        table.add_column("stayed, and why")
+        table.add_column("kept, and why")
         for name, tag in self.tags.items():
             sizes = (tag.d2h_bytes, tag.h2d_bytes, tag.shared_bytes, tag.recalled_bytes, tag.held_elsewhere_bytes)
             table.add_row(
@@ -130,25 +130,25 @@ class StepStats:
 
 
 class Counters:
-    """The numbers of the step that is under way. The objects in it live as long as the engine, so groups may hold them."""
+    """Statistics of the current step. Its objects live as long as the engine, so groups may hold them."""
 
     def __init__(self) -> None:
         self._tags: dict[str, TagStats] = {}
         self.window_waits = 0
 
     def get_tag(self, tag: str) -> TagStats:
-        """Return the numbers of `tag`, from nought where it is new."""
+        """Return the statistics of `tag`, new ones if needed."""
         stats = self._tags.get(tag)
         if stats is None:
             stats = self._tags[tag] = TagStats()
         return stats
 
     def read_tags(self) -> dict[str, TagStats]:
-        """Return the numbers of every tag that was active."""
+        """Return the statistics of every active tag."""
         return {name: dataclasses.replace(tag) for name, tag in self._tags.items() if tag != TagStats()}
 
     def finish(self) -> StepStats:
-        """Return the numbers of every tag that was active, and start from nought."""
+        """Return the statistics of every active tag, and reset them."""
         finished = StepStats(tags=self.read_tags(), window_waits=self.window_waits)
         self.window_waits = 0
         for name, tag in self._tags.items():

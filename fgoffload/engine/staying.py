@@ -1,4 +1,4 @@
-"""Storages that stay on the device whatever saves them: marked to stay, or held by something else than autograd."""
+"""Storages that always stay on the device: marked, or referenced by something else than autograd."""
 
 from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.stats import KeptReason
@@ -6,17 +6,17 @@ from fgoffload.plan import Site
 
 
 class StayingStorages:
-    """Storages that are never moved, as long as they live. Known by address, and not held."""
+    """Storages that are never moved, identified by address without a reference."""
 
     def __init__(self) -> None:
         self._reasons: dict[int, tuple[StorageRef, KeptReason]] = {}
         self._limit = 1024
         """Entries at which the freed ones are dropped."""
         self._outlived: list[StorageRef] = []
-        """Storages that left, that autograd no longer wants, and that are alive."""
+        """Offloaded storages that autograd has dropped but that are still alive."""
 
     def find_reason(self, key: int) -> KeptReason | None:
-        """Return why the storage named `key` stays, or None where it may move."""
+        """Return why the storage with `key` stays on the device, or None."""
         entry = self._reasons.get(key)
         return None if entry is None else entry[1]
 

@@ -1,4 +1,4 @@
-"""Seconds of copies and waits by the device's own clock, with a pair of timed events around each."""
+"""Measures copies and waits by the device's clock, with a pair of timed events around each."""
 
 import collections
 from typing import NamedTuple

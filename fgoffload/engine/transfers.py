@@ -1,6 +1,6 @@
-"""Copies to the host and back, and the order that keeps them right.
+"""Copies to the host and back, and the stream ordering that they need.
 
-Every wait names the hazard that it prevents; the notes in `hazards.py` explain them together.
+Every wait names the hazard that it prevents; the notes in `hazards.py` explain them.
 """
 
 import collections
@@ -41,13 +41,13 @@ class _InFlight(NamedTuple):
 
 
 class Transfers:
-    """What is on its way, each way, on one device.
+    """The copies in flight in both directions on one device.
 
     Args:
         device: Where the tensors live.
         arena: Where they go.
         observers: Are told of each device buffer that is made here.
-        watch: Measures copies and waits, where somebody wants to know. Nobody is asked for each of them where it is None.
+        watch: Measures copies and waits, or None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Transfers:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes on their way to the host.
+        """Bytes in flight to the host.
 
         No count of its own: an interrupt between a change of the queue and one of the count would leave a wrong one for good.
         """
@@ -77,7 +77,7 @@ class Transfers:
         return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
-        """Start the copies to the host of what leaves together, and return their bytes.
+        """Start the copies of one group to the host, and return their bytes.
 
         Args:
             leaving: Each with its block.
@@ -129,7 +129,7 @@ class Transfers:
         return size_bytes
 
     def poll(self) -> None:
-        """Drop what no copy touches any more, without waiting for anything."""
+        """Release what no copy uses any more, without a wait."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
             self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
@@ -137,11 +137,11 @@ class Transfers:
             self.abandoned.popleft()  # only now: what raises before must not drop a buffer that is still touched
 
     def count_in_flight(self, stats: TagStats) -> int:
-        """Return how many groups of the tag that `stats` are of are on their way to the host."""
+        """Return how many groups of the tag of `stats` are in flight to the host."""
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
-        """Let go of the sources of the oldest copies to the host, their device memory with them, though they may be under way.
+        """Release the sources of the oldest copies to the host, which may still be in flight.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
@@ -219,7 +219,7 @@ class Transfers:
         return tensor
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
-        """Let go of the device buffer of `saved`; the host block still has the bytes.
+        """Release the device buffer of `saved`; the host block still has the bytes.
 
         Streams:
             The buffer's stream waits for whoever may still touch it. The host does not block.
@@ -246,7 +246,7 @@ class Transfers:
         self.poll()
 
     def forget_streams(self) -> None:
-        """Let the next `join` wait for no copy that was queued before."""
+        """Exclude earlier copies from the next `join`."""
         self._used.clear()
 
     def close(self) -> None:
@@ -325,8 +325,8 @@ class Transfers:
     def _allocate_for(self, saved: SavedStorage, current: Stream) -> torch.Tensor:
         """Return a buffer of the stream that saved `saved`, on which autograd runs backward too.
 
-        Backward may hand out what it takes as a gradient, which outlives whatever the engine knows. Were the buffer another
-        stream's, nothing would order its memory behind those who read that gradient.
+        Autograd may return the unpacked tensor as a gradient, which the engine cannot track. If another stream owned the
+        buffer, nothing would order its memory after the readers of that gradient.
         """
         if saved.owner == current:
             return self._allocate(saved.moved_bytes, saved.whole)
@@ -350,7 +350,7 @@ class Transfers:
                     self._device.wait_event(stream, events[other], hazard)
 
     def _order(self, reload: Reload) -> None:
-        """Order a buffer's own stream behind whoever may still touch it, so that it can be dropped."""
+        """Make a buffer's own stream wait for all its users, so that it can be dropped."""
         device = self._device
         if not reload.taken_on:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)

@@ -135,10 +135,10 @@ def make_packed_bomb(path):
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("pipe.json", make_pipe, "profile: no regular file. Measure again."),
+        ("pipe.json", make_pipe, "profile: not a regular file. Measure again."),
         ("large.json", make_large_file, "profile: larger than 100 B. Measure again."),
         ("bomb.json.gz", make_packed_bomb, "profile: larger than 100 B, unpacked. Measure again."),
-        ("/dev/zero", lambda path: None, "profile: no regular file. Measure again."),
+        ("/dev/zero", lambda path: None, "profile: not a regular file. Measure again."),
     ],
 )
 def test_a_file_that_has_no_end_or_is_too_large_is_refused(monkeypatch, name, make, message):

@@ -15,8 +15,8 @@ ALL_TAGS = " ".join(default_tags().names)
 REFUSALS = [
     (
         {"offload_modules": ()},
-        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would leave. Name at least one "
-        f"of: {ALL_TAGS}.",
+        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Give at least "
+        f"one of: {ALL_TAGS}.",
     ),
     (
         {"offload_modules": ("core_atn",)},
@@ -24,21 +24,24 @@ REFUSALS = [
     ),
     ({"offload_modules": ("attn_proj",)}, "--offload-modules 'attn_proj' needs 'core_attn' with it: both save the same"),
     ({"offload_modules": ("moe_act", "moe_act")}, "--offload-modules names 'moe_act' twice. Name each tag once."),
-    ({"min_offloaded_tensor_size": -1}, "--min-offloaded-tensor-size -1 is below 0. Give elements; 0 lets all leave."),
+    (
+        {"min_offloaded_tensor_size": -1},
+        "--min-offloaded-tensor-size -1 is below 0. Give elements; 0 offloads storages of any size.",
+    ),
     ({"activation_offload_fraction": 1.5}, "--activation-offload-fraction 1.5 is outside 0 to 1. Give a part, as in 0.8."),
     ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is outside 0 to 1. Give a part, as"),
     ({"activation_offload_fraction": True}, "--activation-offload-fraction True is not a number. Give a part, as in 0.8."),
-    ({"offload_host_budget_bytes": "64GiB"}, "--offload-host-budget '64GiB' is text, and not a number of bytes. Give an"),
+    ({"offload_host_budget_bytes": "64GiB"}, "--offload-host-budget '64GiB' is text, not a number of bytes. Give an"),
     ({"offload_host_budget_bytes": 0}, "--offload-host-budget 0 leaves no host memory. Give a size like 64GiB."),
     ({"offload_plan": Path("plan.json"), "activation_offload_fraction": 0.5}, "--offload-plan and"),
-    ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Give 0 (nothing in advance) or a size like 512MiB."),
-    ({"offload_modules": ("auto",)}, "--offload-modules auto plans for a budget, and there is none. Give"),
+    ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Give 0 or a size like 512MiB."),
+    ({"offload_modules": ("auto",)}, "--offload-modules auto needs a memory budget. Give"),
     ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules names auto and"),
     (
         {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "offload_plan": Path("plan.json")},
-        "--offload-modules auto and --offload-plan both choose what leaves. Give one of them.",
+        "--offload-modules auto and --offload-plan both choose what is offloaded. Give one of them.",
     ),
-    ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB is for --offload-modules auto, which plans"),
+    ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB needs --offload-modules auto, which plans"),
 ]
 
 
@@ -54,8 +57,8 @@ def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
     assert str(caught.value) == (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
-        "nothing would leave. Leave one of them out."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
+        "so nothing would be offloaded. Leave one of them out."
     )
 
 
@@ -95,5 +98,5 @@ def test_auto_excludes_megatrons_recompute_flags():
     config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**30)
     assert config.is_auto
     config.check_recompute(())
-    with pytest.raises(ConfigError, match="--offload-modules auto chooses what runs again, layer by layer, and --recompute-m"):
+    with pytest.raises(ConfigError, match="--offload-modules auto chooses recompute layer by layer, but --recompute-m"):
         config.check_recompute(("moe", "core_attn"))

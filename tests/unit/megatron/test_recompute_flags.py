@@ -95,6 +95,6 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
     with pytest.raises(ConfigError) as refused:
         parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
     assert (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: what is recomputed is not saved, so "
-        "nothing would leave. Leave one of them out."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
+        "so nothing would be offloaded. Leave one of them out."
     ) in str(refused.value)

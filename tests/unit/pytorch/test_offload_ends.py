@@ -223,7 +223,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
         ("min_offloaded_bytes", -1, "min_offloaded_bytes -1 is below 0"),
         ("host_budget_bytes", 0, "host_budget_bytes 0 leaves no host memory"),
         ("enabled", "yes", "enabled 'yes' is neither True nor False"),
-        ("keep", 3, "keep 3 cannot be called"),
+        ("keep", 3, "keep 3 is not callable"),
         ("host_memory", "pinned", "host_memory 'pinned' is not a HostMemory"),
     ],
 )
