@@ -10,8 +10,8 @@ what it decides, and answer where bytes are (`SavedBytes`). Locks, weak referenc
     `list_held`, `reach` and `prefetch` the executor releases what finished copies no longer need.
 
     [Note: Prefetch across passes]
-    Who knows the pipeline's schedule announces, as each pass begins, the lane whose backward follows right behind that pass.
-    Its last groups are called back during the pass: in a backward once all groups of its own lane were, in a forward at once.
+    Who knows the order of passes announces, as each begins, the lane whose backward comes next: right behind the pass, or after
+    one forward behind a backward. Its last groups return meanwhile, in a backward once all of its own lane have.
     Bytes ahead in both lanes count together, and stay within the prefetch bytes: no single larger group comes. They are on the
     device where that forward ends and a step has its peak; docs/decisions.md says why. An announcement is a hint: it calls back
     only groups that are on the host alone, and where another backward comes the executor drops what was reloaded in vain.
@@ -280,28 +280,28 @@ class TransferSchedule:
     def __init__(self, policy: TransferPolicy) -> None:
         self.policy = policy
         """As `policy`; it may change between any two events."""
-        self._current: ScheduledLane[Any, Any] | None = None
+        self.current: ScheduledLane[Any, Any] | None = None
         """In which backward is; None in a forward."""
         self._next: ScheduledLane[Any, Any] | None = None
-        """Whose backward comes behind the pass that runs, if anybody said so."""
+        """Whose backward comes next, if anybody said so."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """A pass begins, and the backward of `lane` comes right behind it: return groups as `enter` does.
+        """A pass begins, and the backward of `lane` comes next: return groups as `enter` does.
 
         Args:
-            lane: None where another forward comes, or nobody knows.
+            lane: None where nobody knows, its forward has not run, or more than one other forward comes before.
             during: The lane whose backward begins; None where a forward does.
         """
         vain = self._take_back() if self._next is not lane and self._next is not during else []
-        self._current, self._next = during, lane
+        self.current, self._next = during, lane
         return vain
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
         """Backward is in `lane`, announced or not: return groups of another one that were called back in vain."""
-        if lane is self._current:
+        if lane is self.current:
             return []
         vain = self._take_back() if self._next is not lane else []
-        self._current, self._next = lane, None
+        self.current, self._next = lane, None
         return vain
 
     def _take_back(self) -> list[Any]:
@@ -309,7 +309,7 @@ class TransferSchedule:
 
     def look_ahead(self) -> Iterator[CallBack[Any, Any]]:
         """The pass that runs has got ahead: call back what the backward behind it wants first."""
-        lane, current = self._next, self._current
+        lane, current = self._next, self.current
         if lane is None or not lane.away or (current is not None and current.away):
             return
         beside_bytes = 0 if current is None else current.ahead_bytes

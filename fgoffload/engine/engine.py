@@ -126,6 +126,15 @@ class OffloadEngine:
 
     # Regions: what an integration calls in forward.
 
+    def begin_forward(self, lane: Lane) -> None:
+        """Forward begins in `lane`, which is new: what the backward behind it wants first may return meanwhile.
+
+        Which that is the engine learns from the step before: `pass_order.py`.
+        """
+        if not is_inert():
+            with self._lock:
+                self._reloads.begin_forward(lane)
+
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region for one run of `site`, or None where offload does nothing.
 
@@ -558,6 +567,7 @@ class OffloadEngine:
             while self._must_wait(stats):
                 self._counters.window_waits += 1
                 self._transfers.release_oldest()
+        self._reloads.execute(self._schedule.look_ahead())
 
     def _must_wait(self, stats: TagStats) -> bool:
         """Return whether compute has to wait for the oldest copy to the host, behind a group of the tag that `stats` are of."""

@@ -113,7 +113,7 @@ class Group(ScheduledGroup):
 class Lane(ScheduledLane[Group, SavedStorage]):
     """The groups of one microbatch in one model chunk, in forward order."""
 
-    __slots__ = ("_name", "filtered", "place")
+    __slots__ = ("__weakref__", "_name", "filtered", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         super().__init__()

@@ -72,6 +72,9 @@ class SavingEngine(Protocol):
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed:
         """Return the handle for a tensor that autograd saves in a stretch that is only followed."""
 
+    def begin_forward(self, lane: Lane) -> None:
+        """Forward begins in `lane`, which is new."""
+
     def open_group(self, site: Site, lane: Lane) -> Group:
         """Return a new group of `lane`."""
 

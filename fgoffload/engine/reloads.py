@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.ledger import ActivationLedger
+from fgoffload.engine.pass_order import PassOrder
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason
@@ -41,11 +42,29 @@ class Reloads:
         self._staying = staying
         self._referenced_spots = referenced_spots
         self._observers = observers
+        self._order = PassOrder()
+
+    def begin_forward(self, lane: Lane) -> None:
+        """Forward begins in `lane`: what the backward behind it wants first may return as groups leave."""
+        self._drop_untaken(self._schedule.announce(self._order.begin_forward(lane), during=None))
+
+    def _begin_backward(self, lane: Lane) -> None:
+        self._drop_untaken(self._schedule.enter(lane))
+        self._schedule.announce(self._order.begin_backward(lane), during=lane)
+
+    def _drop_untaken(self, groups: Iterable[Group]) -> None:
+        """Drop what was brought back for a backward that does not come next, but for what another one has taken."""
+        for group in groups:
+            for saved in group.list_saved(SavedState.RELOADED):
+                if saved.reload is not None and not saved.reload.taken_on:
+                    self._transfers.drop_reloaded(saved)
 
     def approach(self, lane: Lane, group: Group) -> None:
         """Backward has come to `group`, and has left what came after it: bring back what comes next."""
         for ledger in self._observers:
             ledger.reach_backward(place=group.place)
+        if lane is not self._schedule.current:
+            self._begin_backward(lane)
         self.leave(lane, group.end_position)
         self.execute(self._schedule.reach(lane, group))
 

@@ -63,6 +63,8 @@ class StageResult:
     """Bytes to the host by tag, of the last step; empty without offload."""
     evaluations: list[list[float]]
     """Losses of each evaluation."""
+    prefetch_misses: list[int]
+    """By step: storages that backward waited for; empty without offload."""
 
 
 def run_pipeline(
@@ -117,11 +119,12 @@ def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
         trainer = Trainer(arguments, text, offload=arguments.offload if training.offload else None)
         stack.enter_context(contextlib.closing(trainer))
         names = set_weights_by_place(trainer) if training.sets_weights else {}
-        results, evaluations = [], []
+        results, evaluations, misses = [], [], []
         for step in range(training.steps):
             if step in training.evaluates_before:
                 evaluations.append(list(trainer.evaluate()))
             results.append(trainer.run_step())
+            misses += [trainer.integration.last_step.prefetch_misses] if trainer.integration else []
         tags = trainer.integration.last_step.tags if trainer.integration else {}
         return StageResult(
             losses=[list(result.losses) for result in results],
@@ -130,6 +133,7 @@ def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
             ],
             transfers={tag: moved.d2h_bytes for tag, moved in tags.items()},
             evaluations=evaluations,
+            prefetch_misses=misses,
         )
 
 

@@ -59,12 +59,23 @@ def a_step_with_little_host_memory(program: Program) -> None:
 
 def two_microbatches_in_turn(program: Program) -> None:
     engine, weight = program.make_engine(window=2 * NBYTES, prefetch=4 * NBYTES), program.leaf()
-    first = run_layers(program, Sites(engine), weight)
-    for microbatch in range(1, 4):
-        second = run_layers(program, Sites(engine, microbatch=microbatch), weight)
-        program.backward(first)
-        first = second
-    program.finish(first, weight=weight)
+    for _ in range(2):  # the second one knows the order of the first
+        first = run_layers(program, Sites(engine), weight)
+        for microbatch in range(1, 4):
+            second = run_layers(program, Sites(engine, microbatch=microbatch), weight)
+            program.backward(first)
+            first = second
+        program.finish(first, weight=weight)
+
+
+def an_order_of_backwards_that_changes(program: Program) -> None:
+    engine, weight = program.make_engine(prefetch=FAR), program.leaf()
+    for order in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+        outputs = [run_layers(program, Sites(engine, microbatch=number), weight) for number in range(3)]
+        for number in order:
+            program.backward(outputs[number])
+            outputs[number] = None
+        program.results.append(weight.grad.clone())
 
 
 def two_engines_on_one_device(program: Program) -> None:
@@ -190,6 +201,7 @@ ON_ONE_STREAM = (
     a_step_whose_groups_are_recalled,
     a_step_with_little_host_memory,
     two_microbatches_in_turn,
+    an_order_of_backwards_that_changes,
     two_engines_on_one_device,
     a_graph_that_is_kept,
     sparse_views_that_are_gathered,

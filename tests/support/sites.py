@@ -29,6 +29,8 @@ class Sites:
         self.engine = engine
         self.lane = Lane(chunk=0, microbatch=microbatch)
         self._count = 0
+        if engine:
+            engine.begin_forward(self.lane)
 
     def __call__(
         self,

@@ -70,25 +70,11 @@ def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before
     assert (lane.away, lane.ahead_bytes) == (0, 2 * NBYTES)
 
 
-def test_a_decision_says_for_which_group_bytes_return_and_whether_backward_is_there_already():
-    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=2 * NBYTES)
-    last = lane.groups[2]
-    late, ahead = (decision for decision in schedule.reach(lane, last) if lane.execute([decision]))
-    assert (late.is_late, late.reloaded) == (True, {"c": last})
-    assert (ahead.is_late, ahead.reloaded) == (False, {"b": lane.groups[1], "a": lane.groups[0]})
-
-
 def test_nothing_is_called_back_while_more_than_half_of_the_prefetch_is_ahead():
     lane, schedule = ToyLane("a", "b", "c", "d", "e"), make_schedule(prefetch=3 * NBYTES)
     assert reach(schedule, lane, 4) == [("", "e"), ("", "dcb")]
     assert reach(schedule, lane, 3) == []  # though the first group fits
     assert reach(schedule, lane, 2) == [("", "a")]
-
-
-@pytest.mark.parametrize("prefetch", [0, 50])
-def test_a_group_above_the_prefetch_comes_alone_and_none_where_there_is_no_prefetch(prefetch):
-    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=prefetch)
-    assert reach(schedule, lane, 2) == [("", "c"), *[("", "b")] * (prefetch > 0)]
 
 
 def test_what_is_still_on_its_way_to_the_host_is_cancelled():
@@ -151,13 +137,6 @@ def test_bytes_of_a_group_are_news_until_backward_has_reached_it():
     assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups)
     reach(schedule, lane, 2)
     assert [lane.is_news(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
-
-
-def test_a_group_is_news_though_all_that_it_wants_came_back_for_another_one():
-    lane, schedule = ToyLane("x", "x", "c"), make_schedule(prefetch=NBYTES)
-    reach(schedule, lane, 2)
-    assert (lane.away, lane.groups[0].ahead_bytes) == (0, 0)
-    assert lane.is_news(lane.groups[0], is_offloaded=False)
 
 
 def test_a_group_that_came_back_while_backward_was_inside_of_it_is_news():

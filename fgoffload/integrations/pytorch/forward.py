@@ -17,7 +17,7 @@ import torch
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, keep_tensor
 from fgoffload.engine.identity import get_key
-from fgoffload.engine.region import is_in_backward, mark_end, mark_start
+from fgoffload.engine.region import SavingEngine, is_in_backward, mark_end, mark_start
 from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks, skip
 from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
@@ -96,9 +96,11 @@ def note_inert(owner: EngineOwner, tag: str | None) -> None:
         owner.count_shadowed(tag, _find_top_hook())
 
 
-def begin_lane(owner: EngineOwner) -> Lane:
+def begin_lane(owner: EngineOwner, engine: SavingEngine) -> Lane:
     """Return the lane of the next microbatch of `owner`."""
-    return Lane(chunk=0, microbatch=owner.count_forward())
+    lane = Lane(chunk=0, microbatch=owner.count_forward())
+    engine.begin_forward(lane)
+    return lane
 
 
 class UncompiledSaving(Saving):
@@ -211,7 +213,7 @@ class BlockSaving(SizedSaving):
     __slots__ = ("_owner",)
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, tag: str, group_bytes: int) -> None:
-        super().__init__(engine, begin_lane(owner), tag=tag, layer=None, group_bytes=group_bytes)
+        super().__init__(engine, begin_lane(owner, engine), tag=tag, layer=None, group_bytes=group_bytes)
         self._owner = owner
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -227,7 +229,7 @@ class BlockSaving(SizedSaving):
         """End the current group, and return the lane to continue in: a new one if backward has begun."""
         self.close_group()
         if self.lane.away < len(self.lane.groups):
-            self.lane = begin_lane(self._owner)
+            self.lane = begin_lane(self._owner, self._engine)
         return self.lane
 
 
@@ -248,7 +250,7 @@ class Forward:
         self._around = Surroundings()
         self._engine = engine
         self._hook = hook
-        self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
+        self._saving = hook or UncompiledSaving(engine, begin_lane(owner, engine), None)
 
     def begin(self) -> None:
         """Start to receive what autograd saves."""

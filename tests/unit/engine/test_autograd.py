@@ -1,10 +1,8 @@
 """Whatever one may do with an autograd graph: twice, in part, in another order, differentiated again, looked at, or dropped."""
 
-import sys
-
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, make_engine
+from support.sites import Sites, make_engine
 from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 
 from fgoffload import TransferPolicy
@@ -103,26 +101,6 @@ def test_a_graph_that_is_dropped_gives_all_host_bytes_back(moment, make_both):
             torch.autograd.grad(left.sum(), net.w, retain_graph=True)
         del left, right
         check_drained(engine)
-
-
-def test_two_hundred_nested_regions_give_the_same_bits():
-    depth = 200
-    x = leaf(32, 32)
-
-    def nest(sites: Sites, h: torch.Tensor, left: int) -> torch.Tensor:
-        if left == 0:
-            return h
-        return sites(lambda k: nest(sites, k.sin(), left - 1).cos(), h)
-
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 20 * depth))
-    try:
-        engine = make_engine(DelayedCpuDevice(), policy=POLICIES["ahead"])
-        check_same_bits(lambda sites: nest(sites, x * 2, depth), [x], engine)
-    finally:
-        sys.setrecursionlimit(limit)
-    assert engine.finish_step().tags["core_attn"].groups == depth
-    check_drained(engine)
 
 
 def test_a_chain_of_two_thousand_regions_is_dropped_without_recursion():

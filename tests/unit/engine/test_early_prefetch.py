@@ -55,20 +55,6 @@ def test_the_device_holds_no_more_than_where_forward_ended():
     assert run(layers=6, prefetch_bytes=2 * NBYTES)[1] <= 0
 
 
-def test_an_announcement_calls_back_what_backward_wants_next():
-    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))
-    sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
-    h = sites(torch.sin, w * 2)
-    engine.announce_backward(sites.lane, h)
-    h = h.sin().sin()  # neither watched nor in a region
-    seen = []
-    h.register_hook(lambda gradient: seen.append(sites.lane.away))
-    h.backward(torch.ones_like(h))
-    assert seen == [1]
-    assert engine.finish_step().prefetch_misses == 0
-    engine.close()
-
-
 def run_turning(*, window_bytes: int) -> TagStats:
     """Return the numbers of three sites of which the first has left when forward is over, and two are on their way."""
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))

@@ -76,6 +76,12 @@ def test_two_stages_compute_the_same_bits(name, pipelines):
     check_row(PIPELINE_ROWS[name], *pipelines[name])
 
 
+@pytest.mark.parametrize("name", ["interleaved", "balance"])
+def test_a_stage_that_has_seen_a_step_reloads_the_first_groups_of_each_backward_before_it_begins(name, pipelines):
+    unknown, known = pipelines[name][1][0].prefetch_misses
+    assert unknown > known == 0
+
+
 @pytest.mark.parametrize("name", PARALLEL_ROWS)
 def test_two_ranks_of_a_layer_compute_the_same_bits(name, parallel):
     check_row(PARALLEL_ROWS[name], *parallel[name])

@@ -138,6 +138,7 @@ class MegatronOffload:
         self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
         self._open.clear()  # regions that nobody ended
+        self.engine.begin_forward(lane)
         return lane
 
     def count_microbatches(self) -> dict[int, int]:

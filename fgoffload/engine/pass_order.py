@@ -1,0 +1,60 @@
+"""Which backward comes next: learned from the step before, since pipeline schedules repeat.
+
+A step ends where a forward begins and no lane waits for its backward: each began it, or its graph was dropped. A wrong guess
+costs time and nothing else, see [Note: Prefetch across passes] in `fgoffload.transfer_schedule`.
+"""
+
+import weakref
+from typing import NamedTuple
+
+from fgoffload.engine.group import Lane
+
+
+class _Pass(NamedTuple):
+    is_backward: bool
+    number: int
+    """Of the lane, by the forwards of the step before it."""
+
+
+class PassOrder:
+    """The passes of this step so far, and what came after each in the step before."""
+
+    def __init__(self) -> None:
+        self._passes: list[_Pass] = []
+        self._next: dict[_Pass, int] = {}
+        """By pass of the step before: the lane whose backward came behind it, at once or after one forward."""
+        self._numbers: weakref.WeakKeyDictionary[Lane, int] = weakref.WeakKeyDictionary()
+        """Of lanes that wait for their backward."""
+        self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
+        """The same, by number."""
+        self._forwards = 0
+
+    def begin_forward(self, lane: Lane) -> Lane | None:
+        """Return the lane whose backward comes right behind the forward of `lane`; None where none does, or nobody knows."""
+        if not self._numbers:
+            self._learn()
+        number = self._numbers[lane] = self._forwards
+        self._lanes[number] = lane
+        self._forwards += 1
+        return self._note(_Pass(is_backward=False, number=number))
+
+    def begin_backward(self, lane: Lane) -> Lane | None:
+        """Return the lane whose backward comes behind that of `lane`, perhaps after one forward; None as above."""
+        number = self._numbers.pop(lane, None)
+        if number is None:  # another backward of a graph that was kept
+            return None
+        self._lanes.pop(number, None)
+        return self._note(_Pass(is_backward=True, number=number))
+
+    def _note(self, one: _Pass) -> Lane | None:
+        self._passes.append(one)
+        number = self._next.get(one)
+        return None if number is None else self._lanes.get(number)
+
+    def _learn(self) -> None:
+        """A step is over: remember what came after each of its passes."""
+        passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
+        for one, after, later in zip(passes, passes[1:], [*passes[2:], None], strict=False):
+            coming = later if one.is_backward and not after.is_backward else after
+            if coming is not None and coming.is_backward and coming.number != one.number:
+                self._next[one] = coming.number

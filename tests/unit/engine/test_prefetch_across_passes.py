@@ -1,0 +1,83 @@
+"""The first groups of a backward return during the pass before, once the engine has seen the order of a step."""
+
+import pytest
+import torch
+from support.sites import Sites, make_engine
+from support.tensors import assert_same_bits, leaf
+
+from fgoffload import TransferPolicy
+from fgoffload.engine import ActivationLedger
+
+pytestmark = pytest.mark.quick
+
+NBYTES = 64 * 64 * 4
+PREFETCH_BYTES = 2 * NBYTES
+ORDERS = {
+    "1F1B": "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+    "interleaved": "F0 F1 F2 F3 B2 F4 B3 F5 B0 F6 B1 F7 B6 B7 B4 B5",
+    "overlapped": "F0 F1 F2 B1 F3 B0 B3 B2",
+    "forwards, then backwards": "F0 F1 F2 B0 B1 B2",
+    "the last first": "F0 F1 F2 B2 B1 B0",
+}
+EACH_ORDER = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+
+
+class Training:
+    """Steps of microbatches with three sites each, whose backwards come in any order; `-` in place of `B` drops a graph."""
+
+    def __init__(self, *, is_offloaded: bool = True) -> None:
+        self.engine = (
+            make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=PREFETCH_BYTES)) if is_offloaded else None
+        )
+        self.weight = leaf(64, 64)
+        self.ledger = ActivationLedger(parameters=[self.weight])
+
+    def run(self, order: str) -> torch.Tensor:
+        """Return the gradient of a step."""
+        self.weight.grad = None
+        outputs, lanes = {}, {}
+        for kind, number in map(tuple, order.split()):
+            if kind == "F":
+                sites = Sites(self.engine, microbatch=int(number))
+                lanes[number] = sites.lane
+                outputs[number] = sites(torch.sin, sites(torch.sin, sites(torch.sin, self.weight * (2 + int(number))))).sum()
+            elif kind == "B":
+                outputs.pop(number).backward()
+            else:
+                del outputs[number]
+            assert sum(lane.ahead_bytes for lane in lanes.values()) <= PREFETCH_BYTES
+        return self.weight.grad
+
+    def measure(self, order: str) -> tuple[int, int]:
+        """Return how many storages backward waited for in a step, and its peak."""
+        self.ledger.samples.clear()
+        with self.engine.observe(self.ledger), self.ledger.watch():
+            self.run(order)
+        return self.engine.finish_step().prefetch_misses, self.ledger.peak_bytes
+
+
+@EACH_ORDER
+def test_no_backward_of_a_known_order_waits_and_the_peak_is_not_above_that_of_an_unknown_one(order):
+    training = Training()
+    unknown_misses, unknown_peak_bytes = training.measure(order)
+    misses, peak_bytes = training.measure(order)
+    assert unknown_misses == order.count("B")
+    assert misses == ("F2 B2" in order)  # nothing returns during its own forward
+    assert peak_bytes <= unknown_peak_bytes
+
+
+@EACH_ORDER
+def test_any_order_gives_the_same_bits_and_leaves_nothing_on_the_host(order):
+    offloaded, plain = Training(), Training(is_offloaded=False)
+    # The known order is wrong after each change, and graphs are dropped that were to come next.
+    for one in (order, order, ORDERS["the last first"], "F0 F1 F2 B0 -1 B2", order, "F0 F1 F2 -2 B1 B0", order):
+        assert_same_bits([plain.run(one)], [offloaded.run(one)])
+        assert offloaded.engine.arena.used_bytes == 0
+
+
+def test_what_returned_for_a_backward_that_does_not_come_next_is_freed():
+    training = Training()
+    training.run("F0 F1 F2 B0 B1 B2")
+    _, right_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")
+    _, wrong_peak_bytes = training.measure("F0 F1 F2 B1 B0 B2")
+    assert wrong_peak_bytes <= right_peak_bytes
