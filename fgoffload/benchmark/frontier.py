@@ -1,4 +1,4 @@
-"""The frontier of memory against step time: which settings nobody beats in both, and their picture."""
+"""The frontier of memory against step time, and its picture."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +22,8 @@ LINES: Mapping[System, tuple[str, str, str]] = {
 """By system: its name, color and marker in the picture."""
 
 
-MOST_RATIO = 1.7
-"""Where the picture ends, if anything is beyond: full recompute is below it, and the differences that matter are."""
+MOST_RATIO = 1.5
+"""Where the picture ends. Full recompute is below it; the caption names what is beyond."""
 
 
 class Point(NamedTuple):
@@ -35,9 +35,9 @@ class Point(NamedTuple):
 
 
 def find_frontier(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other is better than in both, from the most memory to the least."""
+    """Return the points that no other beats in both, from the most memory to the least."""
     frontier: list[Point] = []
-    # From the least time on, and of equal times the least memory first: a point counts if it takes less memory than all before.
+    # By time, then memory: a point counts if it takes less memory than all faster ones.
     for point in sorted(points, key=lambda point: (point.ratio, point.peak_bytes)):
         if not frontier or point.peak_bytes < frontier[-1].peak_bytes:
             frontier.append(point)
@@ -55,7 +55,7 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system."""
-    # Here, since importing it takes as long as a short training; no pyplot, so no display is asked for.
+    # Imported here, since it takes as long as a short training. pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
@@ -64,25 +64,25 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     # Models that train without a GPU have a peak of some MiB.
     peaks = [one.peak_bytes for one in summaries if one.peak_bytes is not None]
     scale, unit = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
-    nothing = list_points(summaries, System.BASELINE)[:1]
+    baseline = list_points(summaries, System.BASELINE)[:1]
+    beyond = []
     for system, (label, color, marker) in LINES.items():
         points = list_points(summaries, system)
         if not points:
             continue
-        x, y = [point.peak_bytes / scale for point in points], [min(point.ratio, MOST_RATIO) for point in points]
-        axes.scatter(x, y, color=color, marker=marker, label=label, clip_on=False)
-        for point in points:
-            if point.ratio > MOST_RATIO:
-                place = point.peak_bytes / scale, MOST_RATIO
-                axes.annotate(f"{point.ratio:.1f}", place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9)
+        shown = [point for point in points if point.ratio <= MOST_RATIO]
+        beyond += [f"{label} {one.ratio:.1f} at {one.peak_bytes / scale:.1f} {unit}" for one in points if one not in shown]
+        if not shown:
+            continue
+        x, y = [point.peak_bytes / scale for point in shown], [point.ratio for point in shown]
+        axes.scatter(x, y, color=color, marker=marker, label=label)
         if system is not System.BASELINE:
-            # Doing nothing is open to every system.
-            shown = [point for point in points if point.ratio <= MOST_RATIO]
-            _draw_line(axes, find_frontier([*nothing, *shown]), scale, color=color)
+            _draw_line(axes, find_frontier([*baseline, *shown]), scale, color=color)  # each system can also do nothing
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
-    if any(one.ratio is not None and one.ratio > MOST_RATIO for one in summaries):
+    caption = f"\nbeyond {MOST_RATIO}: {'; '.join(beyond)}" if beyond else ""
+    if beyond:
         axes.set_ylim(top=MOST_RATIO)
-    axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]")
+    axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]{caption}")
     axes.set_ylabel(f"step time over {BASELINE.name}")
     axes.set_title(title, fontsize=11, pad=14)
     axes.spines[["top", "right"]].set_visible(False)
