@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import platform
 import re
 from collections.abc import Mapping
 
@@ -74,8 +73,3 @@ def find_hardware(device: str) -> Hardware | None:
         if key in words and not (key in ("h100", "h200") and _OTHER_FORMS.search(device)):
             return hardware
     return None
-
-
-def describe_system() -> str:
-    """Return the operating system and its version, for people."""
-    return f"{platform.system()} {platform.release()}"

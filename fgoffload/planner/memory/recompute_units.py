@@ -54,9 +54,9 @@ def make_units(
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
-    first_parts = _list_first_parts(shape, names, tensors)
+    partial = _list_partial_recomputes(shape, names, tensors)
     permutation = _list_permutation(shape, tensors)
-    found = {unit.name: unit for unit in (*checkpoints, *refills, *first_parts, *permutation)}
+    found = {unit.name: unit for unit in (*checkpoints, *refills, *partial, *permutation)}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
 
 
@@ -168,7 +168,7 @@ def _list_refills(
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
 
 
-def _list_first_parts(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
+def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
     """Yield first linears, with the norm that is fused with them and what is behind them, up to what saves what they made.
 
     Source: `partial_recompute.py` of the Megatron integration.

@@ -15,7 +15,7 @@ from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.recompute import reruns
-from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn, OpenReruns
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, OpenReruns
 from fgoffload.integrations.megatron.recompute.random_states import RandomUse
 from fgoffload.integrations.megatron.recompute.reruns import Rerun
 
@@ -100,7 +100,7 @@ def run(function, *shapes, mode, use=multiply, change=lambda output: output, loo
     output = change(reruns.as_tuple(outputs)[0])
     weight = leaf(output.size(-1), 4, seed=9)
     del outputs
-    with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+    with rerun.detached_outputs() if mode is DETACHED else contextlib.nullcontext():
         product = use(output, weight)
     if rerun is not None:
         rerun.empty_outputs()
@@ -151,7 +151,7 @@ def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
         hidden = leaf(6, 16) * 1
         given = StorageRef(hidden)
         rerun, output = begin(watched, hidden)
-        with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+        with rerun.detached_outputs() if mode is DETACHED else contextlib.nullcontext():
             product = output @ leaf(16, 4)
         rerun.empty_outputs()
         product.register_hook(lambda gradient, rerun=rerun: rerun.run())
@@ -172,7 +172,7 @@ def test_a_forward_that_raises_holds_nothing():
         rerun, output = begin(normalize, leaf(6, 16) * 1)
         made = StorageRef(output)
         open_reruns.open(rerun)
-        with contextlib.suppress(ArithmeticError), HandingOn(open_reruns.find_made(), Place(None, "a test")):
+        with contextlib.suppress(ArithmeticError), DetachedOutputs(open_reruns.find_made(), Place(None, "a test")):
             del output
             raise ArithmeticError
         assert not is_inert()  # as it is below hooks that are not the engine's
@@ -227,7 +227,7 @@ def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_ru
         return normalize(given)
 
     rerun, output = begin(fail_once, hidden * 1)
-    with rerun.handing_on() if mode is DETACHED else contextlib.nullcontext():
+    with rerun.detached_outputs() if mode is DETACHED else contextlib.nullcontext():
         product = output @ weight
     if calls_run:
         rerun.empty_outputs()
@@ -276,7 +276,7 @@ def test_a_tensor_that_was_changed_in_place_is_refused(which):
     }
     given, factor, weight = tensors.values()
     rerun, output = begin(lambda one: (one * factor).sin(), given)
-    with rerun.handing_on():
+    with rerun.detached_outputs():
         product = output @ weight
     rerun.empty_outputs()
     with torch.no_grad():

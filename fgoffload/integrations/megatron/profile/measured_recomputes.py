@@ -52,7 +52,7 @@ class UnitBuilder:
         if "dispatch" in self._facts.units:
             units.append(self._build_permutation(segments))
         parts = [(unit, until) for unit, until in _FIRST_PARTS if unit in self._facts.units]
-        units += [self._build_first_part(unit, until, segments) for unit, until in parts]
+        units += [self._build_partial_recompute(unit, until, segments) for unit, until in parts]
         return tuple(unit for unit in units if unit is not None and unit.drops)
 
     def _build_whole(self, segments: Sequence[Segment]) -> UnitModel:
@@ -144,7 +144,7 @@ class UnitBuilder:
             extra_s=again_s,
         )
 
-    def _build_first_part(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:
+    def _build_partial_recompute(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:
         names = [segment.name for segment in segments]
         if not {unit, until} <= set(names):
             return None

@@ -1,4 +1,4 @@
-"""Handing on what runs again: whoever saves it saves nothing, and gets what the second run makes.
+"""Detached outputs of what runs again: whoever uses one saves nothing of it, and gets what the second run makes.
 
     forward     what runs again  ->  its output  ->  whoever uses it, below these hooks: a stand-in is saved in its place
     backward    what runs again  ->  another tensor of the same bits, which the stand-in looks at
@@ -66,7 +66,7 @@ class Made:
         raise NotImplementedError
 
 
-class HandingOn:
+class DetachedOutputs:
     """A context around whoever uses what is made again. Whatever else is saved inside goes on to the hooks around.
 
     Args:
@@ -84,7 +84,7 @@ class HandingOn:
         self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
-        """Begin to hand on."""
+        """Begin to save nothing of them."""
         push_hooks(self.pack, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

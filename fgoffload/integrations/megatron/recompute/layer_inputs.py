@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.adapter.regions import find_tensor, run_in_
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs
 
 TAG = "layer_input"
 BLOCK_MODULE = "megatron.core.transformer.transformer_block"
@@ -88,7 +88,7 @@ class LayerInputs:
                 # Of a part of a layer. It may be given what a norm returned that runs again too, and saves that when its
                 # forward is through.
                 made = offload.open_reruns.find_made()
-                with HandingOn(made, _PLACE) if made else contextlib.nullcontext():
+                with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
                     return original(run_function, *args, **kwargs)
             offload.enter_layer(offload.last_layer + 1)
             # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.

@@ -40,7 +40,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute import partial_recompute, permutations
-from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 
@@ -62,7 +62,7 @@ def find_units(layer: Any) -> tuple[str, ...]:
         # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
     permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
-    return ("layer", *switches, *partial_recompute.find_first_parts(layer), *permutation)
+    return ("layer", *switches, *partial_recompute.find_partial_recomputes(layer), *permutation)
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
@@ -70,7 +70,7 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
     if unit == "layer":
         wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
         return
-    part = partial_recompute.find_first_parts(layer).get(unit)
+    part = partial_recompute.find_partial_recomputes(layer).get(unit)
     if part is not None:
         partial_recompute.run_again(patches, inputs.get_offload, part)
         return
@@ -100,7 +100,7 @@ def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Ite
         for module, name in _list_users(layer, unit):
             if callable(getattr(module, name, None)):
                 place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
-                wrap_method(patches, module, name, functools.partial(_hand_on, get_offload, place))
+                wrap_method(patches, module, name, functools.partial(_detach_outputs, get_offload, place))
 
 
 def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
@@ -126,14 +126,14 @@ _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linea
 """The first linears of Megatron's attentions."""
 
 
-def _hand_on(get_offload: GetOffload, place: Place, original: Any) -> Any:
+def _detach_outputs(get_offload: GetOffload, place: Place, original: Any) -> Any:
     """Wrap a method of whoever uses what may run again."""
 
     def use(module: Any, *args: Any, **kwargs: Any) -> Any:
         made = get_offload().open_reruns.find_made()
         if not made:
             return original(module, *args, **kwargs)
-        with HandingOn(made, place):
+        with DetachedOutputs(made, place):
             return original(module, *args, **kwargs)
 
     return use

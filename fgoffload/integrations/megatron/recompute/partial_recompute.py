@@ -12,9 +12,9 @@ before the submodule's backward (`reruns.py`). So nothing stays of the first par
 | `mlp_fc1` | `MLP` | `linear_fc2` |
 | `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
 
-[Note: What else is handed on]
+[Note: What else uses the first part]
 What the first part hands to the submodule is emptied, and made again. Whatever else the rest of forward uses of it would stay,
-and no plan would count it. So a unit is there where the module's forward is Megatron's own and hands on nothing else: not with
+and no plan would count it. So a unit is there where the module's forward is Megatron's own and uses nothing else: not with
 an output gate, which is made together with query and key, and not where biases of the experts' second linear are multiplied by
 probabilities that the first part has reshaped.
 """
@@ -41,7 +41,7 @@ from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FirstPart:
+class PartialRecompute:
     """The first part of one module's forward."""
 
     unit: str
@@ -58,7 +58,7 @@ class FirstPart:
         return getattr(self.module, self.until)
 
 
-def find_first_parts(layer: Any) -> dict[str, FirstPart]:
+def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
     """Return the first parts of a Megatron layer that can run again by themselves, by unit."""
     if is_quantized(layer.config):
         # What ran again would quantize again, and move on the scaling that it was quantized with.
@@ -67,11 +67,11 @@ def find_first_parts(layer: Any) -> dict[str, FirstPart]:
     experts = getattr(mlp, "experts", None)
     parts = []
     if _runs_forward_of(attention, "attention:Attention") and not getattr(layer.config, "attention_output_gate", False):
-        parts.append(FirstPart(unit="qkv_linear", module=attention, until="core_attention", until_tag="core_attn"))
+        parts.append(PartialRecompute(unit="qkv_linear", module=attention, until="core_attention", until_tag="core_attn"))
     if _runs_forward_of(mlp, "mlp:MLP"):
-        parts.append(FirstPart(unit="mlp_fc1", module=mlp, until="linear_fc2"))
+        parts.append(PartialRecompute(unit="mlp_fc1", module=mlp, until="linear_fc2"))
     if _runs_forward_of(experts, "moe.experts:TEGroupedMLP") and not layer.config.add_bias_linear:
-        parts.append(FirstPart(unit="expert_fc1", module=experts, until="linear_fc2"))
+        parts.append(PartialRecompute(unit="expert_fc1", module=experts, until="linear_fc2"))
     return {part.unit: part for part in parts}
 
 
@@ -82,7 +82,7 @@ def _runs_forward_of(module: Any, path: str) -> bool:
     return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
 
 
-def run_again(patches: Patches, get_offload: GetOffload, part: FirstPart) -> None:
+def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute) -> None:
     """Let `part` run again in backward, until `patches` are removed."""
     runs = _Runs(part, get_offload)
     if part.unit == "expert_fc1":
@@ -150,7 +150,7 @@ class _Reached(BaseException):
 class _Runs:
     """The forwards of one module. At most one of them is in its first part: such modules do not nest."""
 
-    def __init__(self, part: FirstPart, get_offload: GetOffload) -> None:
+    def __init__(self, part: PartialRecompute, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
         self._random_use = RandomUse()
@@ -231,7 +231,7 @@ class _Runs:
         arguments = reached.replace(dict(zip(made, outputs, strict=True)))
 
         def use() -> Any:
-            with rerun.handing_on():
+            with rerun.detached_outputs():
                 return arguments.call(original, submodule)
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)

@@ -33,7 +33,7 @@ from fgoffload.integrations.megatron.adapter.sites import has_op_fuser
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn, Made, OpenReruns, StandIn, save_input
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Made, OpenReruns, StandIn, save_input
 
 UNIT = "dispatch"
 """Of `fgoffload.tags.RECOMPUTE_UNITS`."""
@@ -116,7 +116,7 @@ class _Runs:
             made, self._made = self._made, None
             if made is None:
                 return original(linear, *args, **kwargs)
-            with HandingOn({made.key: made}, self._place):
+            with DetachedOutputs({made.key: made}, self._place):
                 return original(linear, *args, **kwargs)
 
         return forward

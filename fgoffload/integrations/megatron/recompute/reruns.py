@@ -39,7 +39,7 @@ from fgoffload.engine.identity import StorageRef, get_key, get_version, is_of_le
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 from fgoffload.errors import InternalError, StateError
-from fgoffload.integrations.megatron.recompute.detached_outputs import HandingOn, Input, Made, StandIn, save_input
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Input, Made, StandIn, save_input
 from fgoffload.integrations.megatron.recompute.random_states import RandomUse, are_equal, as_in_forward, get_states
 
 
@@ -118,9 +118,9 @@ class Rerun:
         self.made = made
         return emptied
 
-    def handing_on(self) -> HandingOn:
+    def detached_outputs(self) -> DetachedOutputs:
         """Return a context for whoever uses the outputs, and saves nothing of them then."""
-        return HandingOn(self.made, self._place)
+        return DetachedOutputs(self.made, self._place)
 
     def empty_outputs(self) -> None:
         """Give back the memory of the outputs, which forward needs no longer. See [Note: What is returned].

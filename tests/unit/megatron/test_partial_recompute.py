@@ -13,7 +13,7 @@ from fgoffload import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
-from fgoffload.integrations.megatron.recompute.partial_recompute import FirstPart, find_first_parts, run_again
+from fgoffload.integrations.megatron.recompute.partial_recompute import PartialRecompute, find_partial_recomputes, run_again
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -41,7 +41,7 @@ def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and
         module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
         with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
             if recomputes:
-                run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
+                run_again(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
             if is_copied:
                 module = copy.deepcopy(module)
                 module.linear_fc2.weight.data.mul_(2)
@@ -67,7 +67,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     module = Skips()
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
     with support, Patches() as patches:
-        run_again(patches, lambda: NOBODY, FirstPart(unit="mlp_fc1", module=module, until="linear_fc2"))
+        run_again(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
         with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', and a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
         assert torch.is_grad_enabled()
@@ -90,4 +90,4 @@ def test_a_layer_has_the_first_parts_that_hand_on_nothing_else(fields, units):
         layers = trainer.chunks[0].decoder.layers
         for name, value in fields.items():
             setattr(layers[0].config, name, value)
-        assert [list(find_first_parts(layer)) for layer in layers] == units
+        assert [list(find_partial_recomputes(layer)) for layer in layers] == units
