@@ -6,7 +6,8 @@ from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSl
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.hazards import Hazard
-from fgoffload.engine.host_arena import HostArena, HostBlock
+from fgoffload.engine.host_arena import HostArena
+from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.ledger import ActivationLedger, LedgerSample
 from fgoffload.engine.region import Region, Saving, is_in_backward, is_inert
 from fgoffload.engine.staging import CapturedForward

@@ -26,7 +26,8 @@ from fgoffload.engine.handles import (
     keep_tensor,
     wrap_like,
 )
-from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena, HostBlock
+from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
+from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.host_budget import HostBudget, get_process_budget
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules

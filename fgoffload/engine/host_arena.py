@@ -22,14 +22,13 @@ no living block has.
 
 import bisect
 import collections
-import dataclasses
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from fgoffload.engine.device import Device, Event, HostSlab, as_normal_tensors
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, get_bytes, round_up
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
+from fgoffload.engine.host_block import BlockPlace, FreeRange, HostBlock, LentBlock
 from fgoffload.engine.host_budget import HostBudget
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
@@ -47,114 +46,6 @@ less than 1/17 of the memory is unused, for any model."""
 
 MIN_PART_BYTES = 4 * MIB
 """Bytes. At 50 GB/s this copy takes 84 us, several times the CPU time to queue it."""
-
-MAX_LOOKS = 8
-"""Cached views of one block. Tensors of one size in bytes have two or three types and shapes in a training."""
-
-
-@dataclasses.dataclass(slots=True)
-class _FreeRange:
-    slab: int
-    start: int
-    end: int
-    reads: Sequence[Event]  # copies to the device that may still read a part of the range
-
-    @property
-    def size_bytes(self) -> int:
-        return self.end - self.start
-
-
-class _Place:
-    """The location of a block."""
-
-    __slots__ = ("last_read", "looks", "parts", "ranges", "size_bytes", "used_bytes")
-
-    def __init__(self, size_bytes: int, ranges: Sequence[_FreeRange], parts: Sequence[torch.Tensor]) -> None:
-        self.last_read: Event | None = None
-        """The event after the last copy to the device that reads this block."""
-        self.size_bytes = size_bytes
-        self.used_bytes = sum(taken.size_bytes for taken in ranges)
-        """Alignment included."""
-        self.ranges = ranges
-        self.parts = tuple(parts)
-        self.looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
-        """Contiguous tensors over the only part, by type and size. See [Note: Returned blocks]."""
-
-    def look(self, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
-        """Return a new one of `looks`."""
-        if len(self.looks) >= MAX_LOOKS:
-            self.looks.clear()
-        with as_normal_tensors():
-            look = self.looks[dtype, size] = self.parts[0].view(dtype).view(size)
-        return look
-
-
-class HostBlock:
-    """Host memory of one offloaded storage. It returns to the arena with its last reference."""
-
-    __slots__ = ("__weakref__", "_place", "reads_to_wait_for")
-
-    def __init__(self, place: _Place, reads: Sequence[Event]) -> None:
-        self._place = place
-        place.last_read = None
-        self.reads_to_wait_for = tuple(reads)
-        """Events after which the block may be written. See [Note: A host block that is still read]."""
-
-    @property
-    def last_read(self) -> Event | None:
-        """The event after the last copy to the device that reads this block."""
-        return self._place.last_read
-
-    @last_read.setter
-    def last_read(self, event: Event) -> None:
-        self._place.last_read = event
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """uint8 `[n]` each, on the host; in order they form the block. See [Note: A block of several parts]."""
-        return self._place.parts
-
-    @property
-    def buffer(self) -> torch.Tensor:
-        """uint8 `[size_bytes]`, on the host: the block, if it has one part.
-
-        Raises:
-            InternalError: It has several parts.
-        """
-        if len(self.parts) > 1:
-            raise InternalError(f"A host block of {len(self.parts)} parts was used as one tensor.")
-        return self.parts[0]
-
-    def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part, and the stretch of `tensor` that goes there or comes from there, of one type and size.
-
-        Args:
-            tensor: Contiguous, of `size_bytes`, anywhere.
-        """
-        place = self._place
-        if len(place.parts) == 1:
-            dtype, size = tensor.dtype, tensor.size()
-            look = place.looks.get((dtype, size))
-            return ((place.look(dtype, size) if look is None else look, tensor),)
-        stretches = torch.split(get_bytes(tensor), [part.numel() for part in place.parts])
-        return tuple(zip(place.parts, stretches, strict=True))
-
-
-class _Lent(weakref.ref[HostBlock]):
-    """A block that is in use. When its last reference dies this is appended to the arena's queue.
-
-    On any thread, in the middle of anything, the arena's own code included. See [Note: Interrupted arenas].
-    """
-
-    __slots__ = ("place", "reads")
-
-    place: _Place
-    reads: Sequence[Event]
-    """What was read before. It counts still: the block may never have been written, and then nobody has waited."""
-
-    def list_reads(self) -> Sequence[Event]:
-        """Return the events of the copies that may still read there."""
-        return self.reads if self.place.last_read is None else (*self.reads, self.place.last_read)
 
 
 class HostArena:
@@ -183,16 +74,16 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, LentBlock] = {}
         """The blocks in use, and those in `_returned`, by the id of each."""
-        self._returned: collections.deque[_Lent] = collections.deque()
+        self._returned: collections.deque[LentBlock] = collections.deque()
         """The returned blocks."""
-        self._aside: dict[int, list[tuple[_Place, Sequence[Event]]]] = {}
+        self._aside: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
         """Cached returned blocks, by size. See [Note: Returned blocks]."""
         # The free ranges three times: by size for the best fit, by either end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
-        self._by_start: dict[tuple[int, int], _FreeRange] = {}
-        self._by_end: dict[tuple[int, int], _FreeRange] = {}
+        self._by_start: dict[tuple[int, int], FreeRange] = {}
+        self._by_end: dict[tuple[int, int], FreeRange] = {}
         self._used_bytes = 0
         self.peak_bytes = 0
         """Peak bytes in use, alignment included."""
@@ -231,7 +122,7 @@ class HostArena:
             self._mend()
             raise
 
-    def _find_aside(self, size_bytes: int) -> tuple[_Place, Sequence[Event]] | None:
+    def _find_aside(self, size_bytes: int) -> tuple[BlockPlace, Sequence[Event]] | None:
         aside = self._aside.get(size_bytes)
         if not aside:
             return None
@@ -240,7 +131,7 @@ class HostArena:
         aside.pop()
         return place, reads
 
-    def _find_free(self, size_bytes: int) -> tuple[_Place, Sequence[Event]] | None:
+    def _find_free(self, size_bytes: int) -> tuple[BlockPlace, Sequence[Event]] | None:
         self._join_aside()
         needed_bytes = round_up(max(1, size_bytes))
         chosen, missing_bytes = self._choose(needed_bytes)
@@ -249,11 +140,11 @@ class HostArena:
                 return None
             chosen, _ = self._choose(needed_bytes)
         taken = self._take(chosen, needed_bytes)
-        return _Place(size_bytes, taken, tuple(self._cut(taken, size_bytes))), _unite(part.reads for part in taken)
+        return BlockPlace(size_bytes, taken, tuple(self._cut(taken, size_bytes))), _unite(part.reads for part in taken)
 
-    def _lend(self, place: _Place, reads: Sequence[Event]) -> HostBlock:
+    def _lend(self, place: BlockPlace, reads: Sequence[Event]) -> HostBlock:
         block = HostBlock(place, reads)
-        lent = _Lent(block, self._returned.append)
+        lent = LentBlock(block, self._returned.append)
         lent.place, lent.reads = place, block.reads_to_wait_for
         self._lent[id(lent)] = lent
         self._used_bytes += place.used_bytes
@@ -273,7 +164,7 @@ class HostArena:
             start, end = 0, memory.buffer.numel()
             for _, taken_start, taken_end in [*(part for part in taken if part[0] == slab), (slab, end, end)]:
                 if start < taken_start:
-                    self._add(_FreeRange(slab, start, taken_start, reads))
+                    self._add(FreeRange(slab, start, taken_start, reads))
                 start = taken_end
         self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
 
@@ -288,7 +179,7 @@ class HostArena:
             and len(self._by_size) == len(self._by_start) == len(self._by_end)
         )
 
-    def _cut(self, ranges: list[_FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
+    def _cut(self, ranges: list[FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
         """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""
         for taken in ranges:
             end = min(taken.end, taken.start + size_bytes)
@@ -323,12 +214,12 @@ class HostArena:
         self._by_start.clear()
         self._by_end.clear()
 
-    def _choose(self, needed_bytes: int) -> tuple[list[_FreeRange], int]:
+    def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Return free ranges for a block, and the bytes that do not fit into them.
 
         The smallest range that holds all of it, or else the largest ones, and the smallest that holds the rest.
         """
-        chosen: list[_FreeRange] = []
+        chosen: list[FreeRange] = []
         end = len(self._by_size)
         min_part_bytes = needed_bytes if self._min_part_bytes is None else self._min_part_bytes
         while True:
@@ -344,7 +235,7 @@ class HostArena:
                 return chosen, 0
             needed_bytes -= size_bytes
 
-    def _take(self, chosen: list[_FreeRange], needed_bytes: int) -> list[_FreeRange]:
+    def _take(self, chosen: list[FreeRange], needed_bytes: int) -> list[FreeRange]:
         """Return the first `needed_bytes` of `chosen`, no longer free."""
         for free in chosen:
             free.reads = self._list_unfinished(free.reads)
@@ -352,9 +243,9 @@ class HostArena:
         for free in chosen:
             self._remove(free)
             end = min(free.end, free.start + needed_bytes)
-            taken.append(_FreeRange(free.slab, free.start, end, free.reads))
+            taken.append(FreeRange(free.slab, free.start, end, free.reads))
             if end < free.end:
-                self._add(_FreeRange(free.slab, end, free.end, free.reads))
+                self._add(FreeRange(free.slab, end, free.end, free.reads))
             needed_bytes -= end - free.start
         return taken
 
@@ -371,7 +262,7 @@ class HostArena:
         size_bytes = min(max(missing_bytes, step_bytes), left_bytes)
         with as_normal_tensors():
             self._slabs.append(self._device.allocate_host(size_bytes))
-        self._add(_FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
+        self._add(FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
         return True
 
     def _put_aside(self) -> None:
@@ -396,27 +287,27 @@ class HostArena:
                 unfinished = self._list_unfinished(reads)
                 aside.pop()
                 for taken in place.ranges:
-                    self._join(_FreeRange(taken.slab, taken.start, taken.end, unfinished))
+                    self._join(FreeRange(taken.slab, taken.start, taken.end, unfinished))
         self._aside.clear()
 
-    def _join(self, free: _FreeRange) -> None:
+    def _join(self, free: FreeRange) -> None:
         """Join `free` with its neighbours."""
         neighbours = (self._by_end.get((free.slab, free.start)), self._by_start.get((free.slab, free.end)))
         joined = [free, *(neighbour for neighbour in neighbours if neighbour is not None)]
         for neighbour in joined[1:]:
             self._remove(neighbour)
         start, end = min(part.start for part in joined), max(part.end for part in joined)
-        self._add(_FreeRange(free.slab, start, end, _unite(part.reads for part in joined)))
+        self._add(FreeRange(free.slab, start, end, _unite(part.reads for part in joined)))
 
     def _list_unfinished(self, reads: Sequence[Event]) -> Sequence[Event]:
         return [event for event in reads if not self._device.is_done(event)]
 
-    def _add(self, free: _FreeRange) -> None:
+    def _add(self, free: FreeRange) -> None:
         bisect.insort(self._by_size, (free.size_bytes, free.slab, free.start))
         self._by_start[free.slab, free.start] = free
         self._by_end[free.slab, free.end] = free
 
-    def _remove(self, free: _FreeRange) -> None:
+    def _remove(self, free: FreeRange) -> None:
         del self._by_size[bisect.bisect_left(self._by_size, (free.size_bytes, free.slab, free.start))]
         del self._by_start[free.slab, free.start]
         del self._by_end[free.slab, free.end]

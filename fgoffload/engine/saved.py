@@ -21,7 +21,7 @@ import torch
 
 from fgoffload.engine.device import Event, Stream
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_gathered_bytes, get_stretch, rebuild
-from fgoffload.engine.host_arena import HostBlock
+from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.identity import Contents, StorageRef, get_version
 from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats

@@ -26,7 +26,8 @@ import torch
 from fgoffload.engine.device import Device, Event
 from fgoffload.engine.geometry import View, rebuild, round_up
 from fgoffload.engine.hazards import Hazard
-from fgoffload.engine.host_arena import HostArena, HostBlock
+from fgoffload.engine.host_arena import HostArena
+from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import TagStats
 from fgoffload.errors import StateError

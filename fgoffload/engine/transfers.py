@@ -14,7 +14,8 @@ import torch
 from fgoffload.engine.device import Device, Event, Stream, as_normal_tensors
 from fgoffload.engine.geometry import View, gather, rebuild, scatter
 from fgoffload.engine.hazards import Hazard
-from fgoffload.engine.host_arena import HostArena, HostBlock
+from fgoffload.engine.host_arena import HostArena
+from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.identity import StorageRef, get_version
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
