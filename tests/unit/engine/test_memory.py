@@ -66,19 +66,6 @@ def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
     assert resident[1] == 0
 
 
-def test_device_bytes_in_backward_stay_within_prefetch_and_one_group():
-    weights = [weight(seed) for seed in range(8)]
-    engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES))
-    ledger = ActivationLedger(parameters=weights)
-    with engine.observe(ledger), ledger.watch():
-        output = run_layers(Sites(engine), weights, ["a"] * 8).sum()
-        before = len(ledger.samples)
-        output.backward()
-    peak = max(sample.resident_bytes for sample in ledger.samples[before:])
-    assert NBYTES < peak <= 4 * NBYTES  # the group in use (2), and the one ahead of it (2)
-    engine.close()
-
-
 def test_what_is_below_the_minimum_size_stays_and_is_counted():
     w = weight()
     engine = make_engine(min_offloaded_numel=128 * 128 + 1)

@@ -75,6 +75,17 @@ def test_microbatches_count_the_forwards_since_the_last_stats(caplog):
     assert labels == ["offload layers.0.attn mb=0", "offload layers.0.attn mb=1", "offload layers.0.attn mb=0"]
 
 
+def test_backwards_behind_several_forwards_wait_for_no_reload_once_their_order_is_known():
+    net, misses = make_net(), []
+    with fgoffload.offload(net, PATTERNS, ALL) as handle:
+        for _ in range(2):
+            losses = [net(make_inputs()) for _ in range(3)]
+            while losses:
+                losses.pop(0).backward()
+            misses.append(handle.stats().prefetch_misses)
+    assert misses[0] > misses[1] == 0
+
+
 def test_a_forward_without_grad_touches_no_state():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
