@@ -27,6 +27,13 @@ COMPARED = ("baseline", "full recompute", "selective recompute")
 """The baselines shown by pipeline rank."""
 
 
+PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
+"""Of a predicted step, as a part: from a profile, and from the hardware table for models without and with experts. Four of five
+steps are closer. Source: docs/results/predictions.md and its published steps."""
+OVERHEAD_NOISE = 0.02
+"""Overheads closer to 1 are not told from it: most errors of two steps of one training are the same, and cancel."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The planned training, for titles and captions."""
@@ -47,6 +54,14 @@ class Subject:
     """Whether `--offload-modules auto` works; with CUDA graphs it does not."""
     link_line: str = ""
     """A line with the source of the link, if it differs from that of the device."""
+
+    @property
+    def step_heading(self) -> str:
+        """The heading of predicted steps, with their uncertainty."""
+        uncertainty = PROFILE_UNCERTAINTY
+        if self.hardware is not None:
+            uncertainty = DENSE_UNCERTAINTY if self.model.experts is None else EXPERTS_UNCERTAINTY
+        return f"step ±{uncertainty:.0%}"
 
     @property
     def title(self) -> str:
@@ -74,9 +89,11 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
     usual = " ".join(choose_usual_modules(report.ranks))
     caption = f"{fraction}; predicted, for the worst rank"
     caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
+    caption += f"\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise"
     table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
-    for heading in ("peak", "on rank", "step", "over baseline", "host, fullest rank", "host, fullest node", "fits"):
+    steps = (subject.step_heading, "over baseline")
+    for heading in ("peak", "on rank", *steps, "host, fullest rank", "host, fullest node", "fits"):
         table.add_column(heading, justify="right")
     baseline_s = report.baselines["baseline"].step_s
     for name, result in {**report.baselines, PLAN: solution.result}.items():
@@ -91,7 +108,7 @@ def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
             format_bytes(result.peak_bytes),
             str(result.worst_rank.rank),
             format_ms(result.step_s),
-            f"{result.step_s / baseline_s:.3f}",
+            _format_overhead(result.step_s / baseline_s),
             format_bytes(max(host_bytes)) if max(host_bytes) else "-",
             node,
             Text("yes", style="green") if fits else Text("no", style="red"),
@@ -211,9 +228,18 @@ def build_rank_table(report: PlanReport) -> Table:
 
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
     """Return a row for each baseline, then one for each budget from the largest to the smallest."""
-    table = Table(title=subject.title, caption="predicted, for the worst rank", title_justify="left")
+    caption = f"predicted, for the worst rank\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise"
+    table = Table(title=subject.title, caption=caption, title_justify="left")
     table.add_column("")
-    for heading in ("budget", "peak", "step", "over baseline", "offloads a step", "recompute", "waits for copies"):
+    for heading in (
+        "budget",
+        "peak",
+        subject.step_heading,
+        "over baseline",
+        "offloads a step",
+        "recompute",
+        "waits for copies",
+    ):
         table.add_column(heading, justify="right")
     baseline_s = baselines["baseline"].step_s
     for name, result in baselines.items():
@@ -230,6 +256,10 @@ def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> st
     return " to ".join(ends) if any(found) else "-"
 
 
+def _format_overhead(ratio: float) -> str:
+    return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
+
+
 def _format_cost(seconds: float) -> str:
     text = format_ms(seconds)
     return f"+{text}" if seconds > 0 and text != format_ms(0) else text.replace("-0.0 ", "0.0 ")
@@ -242,7 +272,7 @@ def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
     return (
         format_bytes(result.peak_bytes),
         format_ms(result.step_s),
-        f"{result.step_s / baseline_s:.3f}",
+        _format_overhead(result.step_s / baseline_s),
         format_bytes(moved_bytes) if moved_bytes else "-",
         format_ms(recompute_s) if recompute_s else "-",
         format_ms(waits_s) if waits_s else "-",

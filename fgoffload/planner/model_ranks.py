@@ -19,8 +19,9 @@ from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
+from fgoffload.planner.model.parameters import RankParameters, count_rank_parameters
 from fgoffload.planner.model.rank_layer import make_layer_shape
-from fgoffload.planner.operations.ops import Execution
+from fgoffload.planner.operations.ops import Execution, Pattern, Traffic
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
@@ -103,7 +104,8 @@ def build_ranks(
                 link=link,
                 policy=assumptions.policy,
                 min_offloaded_numel=assumptions.min_offloaded_numel,
-                step_end_s=_count_update_s(static, hardware, assumptions),
+                step_end_s=_count_update_s(static, hardware, assumptions)
+                + _count_exchange_s(count_rank_parameters(model, parallelism, rank), models, layers),
                 host_pace=HostPace.STEP_AHEAD if is_captured else find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
             )
@@ -150,6 +152,7 @@ class _LayerModels:
         execution = dataclasses.replace(
             self.assumptions.execution,
             context_parallel_size=self.parallelism.context_parallel_size,
+            has_expert_overlap=self.parallelism.has_expert_overlap,
             window_tokens=self.model.window_tokens if self.model.has_window(number) else None,
         )
         found = self._models.get((shape, execution))
@@ -211,15 +214,44 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
 
 
 def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assumptions) -> float:
-    """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights.
-
-    That data-parallel ranks reduce gradients and gather weights is not counted: `--overlap-grad-reduce` and
-    `--overlap-param-gather` put both beside compute.
-    """
+    """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights."""
     if not static.optimizer_bytes or hardware.device_memory_bytes_per_s is None:
         return 0.0
     touched_bytes = static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)
     return touched_bytes / Clock(hardware=hardware, efficiency=assumptions.efficiency).memory_bytes_per_s
+
+
+def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: "_LayerModels") -> float:
+    """Return the seconds of reducing gradients and gathering weights that data-parallel ranks wait for.
+
+    `--overlap-grad-reduce` and `--overlap-param-gather` put them beside the last backward and the first forward of a rank: what
+    is longer than that counts.
+    """
+    sizes, assumptions = layers.parallelism, layers.assumptions
+    dense = sizes.data_parallel_size * sizes.context_parallel_size
+    clock = Clock(hardware=layers.hardware, efficiency=assumptions.efficiency, network=assumptions.network)
+    segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
+
+    def time_ring(item_bytes: int) -> float:
+        return sum(
+            clock.time_traffic(
+                Traffic(
+                    pattern=Pattern.RING,
+                    sent_bytes=item_bytes * count * (ranks - 1) / ranks,
+                    ranks=ranks,
+                    span=sizes.world_size // sizes.pipeline_parallel_size,
+                )
+            )
+            for count, ranks in (
+                (parameters.dense_count, dense),
+                (parameters.expert_count, sizes.expert_data_parallel_size),
+            )
+            if ranks > 1
+        )
+
+    reduced_s = time_ring(assumptions.state.gradient_bytes) - sum(one.backward_s for one in segments)
+    gathered_s = time_ring(layers.model.activation_dtype_bytes) - sum(one.forward_s for one in segments)
+    return max(0.0, reduced_s) + max(0.0, gathered_s)
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:

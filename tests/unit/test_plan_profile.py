@@ -10,7 +10,8 @@ from fgoffload.captured_tags import find_captured
 from fgoffload.cli import main
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.model_ranks import build_ranks
+from fgoffload.planner.model_ranks import Assumptions, build_ranks
+from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import get_hardware
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile, RankProfile
@@ -32,7 +33,8 @@ def make_profile(arguments, typed=()):
     """Return a profile of the training in a file, with the times and bytes of the table: as if it had been measured."""
     model, parallelism = read_model_file(arguments, typed=typed)
     measured = []
-    for rank in build_ranks(model, parallelism, get_hardware("h100")):
+    assumptions = Assumptions(efficiency=Efficiency(host_s_per_launch=3e-6))  # of a host in time
+    for rank in build_ranks(model, parallelism, get_hardware("h100"), assumptions=assumptions):
         chunks = [
             dataclasses.replace(
                 chunk,

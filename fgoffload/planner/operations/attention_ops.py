@@ -193,12 +193,18 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     # three and two, one of them forward's again.
     flop = 2 * _count_pairs(shape, execution) * shape.micro_batch_size * heads
     saved = sizes.query_key_value + sizes.attention_output
-    forward = Work(limit=Limit.ATTENTION_FORWARD, flop=flop * (shape.qk_channels + shape.v_channels), moved_bytes=saved)
+    forward = Work(
+        limit=Limit.ATTENTION_FORWARD,
+        flop=flop * (shape.qk_channels + shape.v_channels),
+        moved_bytes=saved,
+        head_channels=shape.v_channels,
+    )
     backward = Work(
         limit=Limit.ATTENTION_BACKWARD,
         flop=flop * (3 * shape.qk_channels + 2 * shape.v_channels),
         moved_bytes=2 * saved,
         kernels=3,
+        head_channels=shape.v_channels,
     )
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
     # In backward the gradients of keys and values go round too.

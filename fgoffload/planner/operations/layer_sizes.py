@@ -134,5 +134,6 @@ def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, L
 
 def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
     """Return a linear of the layer, in fp8 where its linears are."""
-    is_quantized = shape.fp8_recipe is not None
-    return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, is_quantized=is_quantized)
+    # With one scale a tensor, taken of the tensor itself, its largest number is found first.
+    kernels = 0 if shape.fp8_recipe is None else 2 if shape.fp8_recipe == "tensorwise" else 1
+    return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, quantizing_kernels=kernels)

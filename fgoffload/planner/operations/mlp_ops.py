@@ -34,6 +34,21 @@ _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3
 """Kernels one way. Counted in the code of Megatron-Core 0.16.1, and not measured."""
 
+_DISPATCHER_LAUNCHES = 80
+"""Launches that the host makes in the time of Megatron's Python around router, dispatcher and grouped linears, one way.
+
+Source: forward and backward of a layer with 16 experts take the host about 9 ms, on an H200 (`HOST_LAYER_S`) and on B200
+(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02), of which its kernels are half."""
+
+_OUTPUT_BIAS_BYTES = (24, 30)
+"""Of each number behind the experts, forward and backward, where their second linears have biases: a product with the
+probabilities in fp32, a sum, a concatenation and a copy to bf16, each an operator of its own.
+
+Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
+
+_OUTPUT_BIAS_KERNELS = (2, 5)
+"""Of each expert, one way and back."""
+
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
 """Of a gated activation whose operators are not fused: what forward moves, in tensors as large as what it returns, what of that
 is strided, its kernels, and the same of backward. Forward: the activation reads and writes one, so does the sum of the
@@ -162,8 +177,12 @@ def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork
     forward = (*_list_count_exchange(experts), *exchange)
     return SegmentWork(
         name="dispatch",
-        forward=PassWork(works=(make_moves(moved, kernels=kernels), *sort), traffic=forward),
-        backward=PassWork(works=(*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange),
+        forward=PassWork(
+            works=(make_moves(moved, kernels=kernels), *sort), traffic=forward, host_launches=_DISPATCHER_LAUNCHES
+        ),
+        backward=PassWork(
+            works=(*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange, host_launches=_DISPATCHER_LAUNCHES
+        ),
     )
 
 
@@ -176,6 +195,7 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     activation, activation_backward = make_activation_works(
         shape, sizes.expert_inner, probability_bytes=experts.router.dtype_bytes
     )
+    bias, bias_backward = _list_output_bias(shape, experts, rows)
     return (
         SegmentWork(
             name="expert_fc1",
@@ -189,10 +209,21 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
         ),
         SegmentWork(
             name="expert_fc2",
-            forward=PassWork(works=second.list_forward()),
-            backward=PassWork(works=second.list_backward(execution)),
+            forward=PassWork(works=(*second.list_forward(), *bias)),
+            backward=PassWork(works=(*bias_backward, *second.list_backward(execution))),
         ),
     )
+
+
+def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """Return what adds the biases of the experts' second linears, forward and backward."""
+    if not shape.has_linear_bias:
+        return (), ()
+    moves = [
+        make_moves(item_bytes * rows * shape.hidden_size, kernels=kernels * experts.local_experts)
+        for item_bytes, kernels in zip(_OUTPUT_BIAS_BYTES, _OUTPUT_BIAS_KERNELS, strict=True)
+    ]
+    return (moves[0],), (moves[1],)
 
 
 def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
@@ -243,7 +274,18 @@ def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) 
     if ranks > 1:
         # As much to each rank, and one part stays.
         sent_bytes = sizes.arrived / sharing * (ranks - 1) / ranks
-        found.append(Traffic(pattern=Pattern.ALL_TO_ALL, sent_bytes=sent_bytes, ranks=ranks, span=ranks * sharing, calls=calls))
+        pattern = Pattern.ALL_TO_ALL if experts.dispatcher == "alltoall" else Pattern.NODES
+        found.append(
+            Traffic(
+                pattern=pattern,
+                sent_bytes=sent_bytes,
+                ranks=ranks,
+                span=ranks * sharing,
+                calls=calls,
+                copies=experts.topk,
+                limited_groups=experts.limited_groups,
+            )
+        )
     if sharing > 1:
         sent_bytes = sizes.arrived / sharing * (sharing - 1)
         found.append(Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=sharing, span=sharing, calls=calls))

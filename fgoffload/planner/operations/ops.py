@@ -25,6 +25,10 @@ _QUANTIZED_BYTES = BF16 + 2 * FP8
 once a step, for all microbatches."""
 
 
+FULL_HEAD_CHANNELS = 128
+"""Channels of a head with which attention reaches what `Efficiency` has."""
+
+
 class Limit(enum.Enum):
     """What kind of kernel it is: the field of `Efficiency` that says what share of the device's peak it reaches."""
 
@@ -51,6 +55,10 @@ class Work:
     """Of these, what element-wise kernels move that cannot read or write whole vectors, as on half of a tensor's columns."""
     kernels: int = 1
     """How many are launched."""
+    expert_rows: int | None = None
+    """Of each of several matrix products, where each expert has its own rows."""
+    head_channels: int = FULL_HEAD_CHANNELS
+    """Of a head of attention."""
 
 
 class Pattern(enum.Enum):
@@ -58,6 +66,7 @@ class Pattern(enum.Enum):
 
     RING = "ring"  # each to its neighbour: the slowest hop counts
     ALL_TO_ALL = "all_to_all"  # each to all others, as much to each
+    NODES = "nodes"  # the same, but what goes to several ranks of a node crosses the network once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +83,18 @@ class Traffic:
     """Ranks from the first of the group to its last: the group is in one node where the node has so many."""
     calls: int = 1
     """Collectives."""
+    copies: int = 1
+    """Of each token in `sent_bytes`: the experts that it goes to."""
+    limited_groups: tuple[int, int] | None = None
+    """Of how many groups of experts they come, and how many there are. None without limit."""
+
+    def count_nodes(self, nodes: int) -> float:
+        """Return to how many of `nodes` nodes a token goes on average, its own among them, where experts are drawn alike."""
+        most = float(nodes)
+        if self.limited_groups is not None:
+            chosen, groups = self.limited_groups
+            most = max(1.0, chosen * nodes / groups)
+        return most * (1 - (1 - 1 / most) ** self.copies)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +107,14 @@ class PassWork:
     """What the kernels wait for."""
     beside: tuple[Traffic, ...] = ()
     """What runs while they run."""
+    host_launches: int = 0
+    """Launches that the host could make in the time of what else it does."""
 
     @property
     def kernels(self) -> int:
         """What the host launches."""
-        return sum(work.kernels for work in self.works) + sum(one.calls for one in (*self.traffic, *self.beside))
+        calls = sum(one.calls for one in (*self.traffic, *self.beside))
+        return sum(work.kernels for work in self.works) + calls + self.host_launches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +137,8 @@ class Execution:
     """Ranks that share a sequence, of which the shape has one rank's part."""
     window_tokens: int | None = None
     """Tokens that a query looks back at, with `--window-size`; None for all."""
+    has_expert_overlap: bool = False
+    """With `--overlap-moe-expert-parallel-comm`: tokens of one microbatch are on their way while another computes."""
     has_fused_dropout_add: bool = True
     """One kernel adds the residual; two with `--no-bias-dropout-fusion`."""
     has_fused_gradient_accumulation: bool = True
@@ -127,7 +153,7 @@ class Execution:
         check_count("context_parallel_size", self.context_parallel_size)
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens)
-        for field in ("has_fused_dropout_add", "has_fused_gradient_accumulation"):
+        for field in ("has_expert_overlap", "has_fused_dropout_add", "has_fused_gradient_accumulation"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} {getattr(self, field)!r} is neither true nor false. Give True or False.")
 
@@ -144,8 +170,8 @@ class Linear:
     """Channels of a row behind it."""
     experts: int = 0
     """How many there are, of which each has its own rows; 0 for a linear layer that has all rows."""
-    is_quantized: bool = False
-    """It works in fp8."""
+    quantizing_kernels: int = 0
+    """Kernels that make fp8 of an input, of each expert where there are several; 0 where it works in bf16."""
 
     @property
     def weights(self) -> int:
@@ -176,22 +202,24 @@ class Linear:
 
     @property
     def _item_bytes(self) -> int:
-        return FP8 if self.is_quantized else BF16
+        return FP8 if self.quantizing_kernels else BF16
 
     def _list_quantizing(self, channels: int) -> tuple[Work, ...]:
-        if not self.is_quantized:
+        if not self.quantizing_kernels:
             return ()
-        return (make_moves(_QUANTIZED_BYTES * self.rows * channels, kernels=max(self.experts, 1)),)
+        kernels = self.quantizing_kernels * max(self.experts, 1)
+        return (make_moves(_QUANTIZED_BYTES * self.rows * channels, kernels=kernels),)
 
     def _make_product(self, moved_bytes: int) -> Work:
         one, many = Limit.MATMUL, Limit.GROUPED_MATMUL
-        if self.is_quantized:
+        if self.quantizing_kernels:
             one, many = Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL
         return Work(
             limit=many if self.experts else one,
             flop=2 * self.rows * self.inputs * self.outputs,
             moved_bytes=moved_bytes,
             kernels=max(self.experts, 1),
+            expert_rows=max(1, self.rows // self.experts) if self.experts else None,
         )
 
 

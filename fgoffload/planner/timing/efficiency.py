@@ -26,18 +26,20 @@ class Efficiency:
     (docs/results/predictions.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5
     TFLOP/s, 0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
     """
-    grouped_matmul: float = 0.62
-    """Of the bf16 rate, in the matrix products of experts.
+    grouped_matmul: float = 0.68
+    """Of the bf16 rate, in the matrix products of experts that each have many rows: of n, n / (n + `grouped_rows`) of it.
 
     Source: on an H100 554 TFLOP/s with 16 experts of 2048 rows and 628 with 8 of 4096, by Transformer Engine 2.7's streams of
-    cuBLAS (pull request 2045 of Transformer Engine): 0.56 and 0.63. With few rows an expert it is less.
+    cuBLAS (pull request 2045 of Transformer Engine): 0.56 and 0.63.
     """
+    grouped_rows: float = 400.0
+    """Rows of an expert with which its matrix products reach half of that. Source: the same two figures."""
     fp8_matmul: float = 0.60
     """Of the fp8 rate, in large matrix products, without what it takes to have their inputs in fp8.
 
     Source: at best 1403 TFLOP/s on H100, 0.71 (the same table). That of a layer's shapes is assumed.
     """
-    grouped_fp8_matmul: float = 0.50
+    grouped_fp8_matmul: float = 0.55
     """The same, in the matrix products of experts. Assumed."""
     attention_forward: float = 0.53
     """Of the bf16 rate, counted without what the causal mask leaves out.
@@ -60,6 +62,9 @@ class Efficiency:
     1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_h100_kernels.csv` and
     `w2_h200_kernels.csv`). On other devices a guess.
     """
+    narrow_attention: float = 0.7
+    """Of these two with heads of 64 channels; in between by proportion. Source: the same figures of FlashAttention-3, with 64
+    channels of a head: 400 and 410 TFLOP/s."""
     nvlink: float = 0.80
     """Of the rate between devices of a domain, in collectives.
 
@@ -72,6 +77,9 @@ class Efficiency:
     Source: DeepEP's first release names 43 to 58 GB/s, with cards of 50, for dispatch and combine over 16 to 64 ranks, in which
     traffic within the node counts too.
     """
+    all_to_all: float = 0.75
+    """Of what other collectives reach, in an all-to-all of NCCL, in a node and across nodes. Taken from steps of Qwen3-235B on
+    256 H100 (tests/unit/planner/timing/published_steps.json); nobody measured it alone."""
     rerun_extra: float = 0.10
     """By which part of its forward what runs again takes longer than that.
 
@@ -81,10 +89,11 @@ class Efficiency:
     """
     kernel_start_s: float = 3e-6
     """Seconds from one kernel to the next on the device. Assumed."""
-    host_s_per_launch: float = 10e-6
+    host_s_per_launch: float = 25e-6
     """Seconds that the host needs for each kernel. A layer that launches more than the device runs in that time takes that.
 
-    Assumed, for a fast host. On the host of docs/results/host_overhead.md small models need about five times as much.
+    Source: with it forward and backward of a layer of W2 take the host the 9 ms that traces on an H200 show, and 13 ms one of
+    GPT-OSS 120B on H100. On the host of docs/results/host_overhead.md small models need about twice as much.
     """
     collective_start_s: float = 20e-6
     """Seconds before the bytes of a collective move. Assumed."""
@@ -108,7 +117,7 @@ class Efficiency:
                 check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 
 
-_FROM_ZERO = ("rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s")
+_FROM_ZERO = ("rerun_extra", "grouped_rows", "kernel_start_s", "host_s_per_launch", "collective_start_s")
 """Fields that may be 0, and above 1."""
 _RATES = ("strided_bytes_per_s",)
 """Fields in bytes a second."""

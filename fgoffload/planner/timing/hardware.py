@@ -69,6 +69,8 @@ class Hardware:
     memory_efficiency: float | None = None
     """The part of that bandwidth that the kernels of a step reach, above 0 and at most 1, where it was measured. None is what
     others are taken to reach (`Efficiency.memory`)."""
+    compute_efficiency: float = 1.0
+    """What matrix products and attention reach of the rates below, as a part of what they reach on Hopper (`Efficiency`)."""
     bf16_flop_per_s: float | None = None
     """Dense floating-point operations a second in bf16, and in fp16, which has the same rate on all devices of the table."""
     fp8_flop_per_s: float | None = None
@@ -115,6 +117,7 @@ class Hardware:
             check_rate(name, getattr(self, name))
         if self.memory_efficiency is not None:
             check_part("memory_efficiency", self.memory_efficiency, example=ASSUMED_MEMORY)
+        check_part("compute_efficiency", self.compute_efficiency, example=1.0)
         if not isinstance(self.link, Link):
             raise ConfigError(f"link {self.link!r} is no link. Give a Link, or in a file an object with its fields.")
 

@@ -36,7 +36,17 @@ from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.operations.attention_ops import list_attention_work, list_input_traffic, list_output_traffic
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear
 from fgoffload.planner.operations.mlp_ops import list_mlp_work
-from fgoffload.planner.operations.ops import Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
+from fgoffload.planner.operations.ops import (
+    FULL_HEAD_CHANNELS,
+    Execution,
+    Limit,
+    PassWork,
+    Pattern,
+    SegmentWork,
+    Traffic,
+    Work,
+    make_moves,
+)
 from fgoffload.planner.ranks.captured_layer import capture_layer
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment, UnitModel
 from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency, Network
@@ -50,6 +60,9 @@ DEFAULT_EXECUTION = Execution()
 GRAPH_LAUNCHES = 3
 """Kernels that the host launches in the time that it takes for the graph of a layer one way: 30 us with the default of
 `Efficiency.host_s_per_launch`. Assumed."""
+
+HIDING_PART = 0.9
+"""Of the compute of a layer, what can run beside the exchange of another microbatch's tokens. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
 """Stretches that are no tag, and the tag that is captured where all of them is."""
@@ -91,6 +104,8 @@ def make_layer_model(
         segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the number of tokens of each expert
         if experts.has_shared_overlap:
             segments = _hide_shared_experts(segments, works, clock)
+        if execution.has_expert_overlap:
+            segments = _hide_exchange(segments, works, clock)
     tensors = list_saved_tensors(shape)
     units = make_units(shape, segments, tensors, copy_bytes_per_s=clock.memory_bytes_per_s)
     units = tuple(_lengthen(unit, segments, by=efficiency.rerun_extra) for unit in units)
@@ -233,22 +248,36 @@ class Clock:
         if work.flop:
             is_fp8 = work.limit in (Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL)
             rate = self._get_rate("fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s")
-            seconds = max(seconds, work.flop / (rate * getattr(self.efficiency, work.limit.value)))
+            seconds = max(seconds, work.flop / (rate * self._find_part(work)))
         return seconds + work.kernels * self.efficiency.kernel_start_s
+
+    def _find_part(self, work: Work) -> float:
+        """Return which part of the device's rate the kernels of `work` reach."""
+        part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
+        if work.expert_rows is not None:
+            part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)
+        missing = max(0.0, 1 - work.head_channels / FULL_HEAD_CHANNELS) * 2  # 1 with heads of 64 channels
+        return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:
         """Return the seconds of collectives. What stays in the domain of NVLink and what leaves it go at the same time."""
         rates = make_network_rates(self.hardware, self.network, self.efficiency)
         domain, network = rates.domain_ranks, rates.network_bytes_per_s
+        part = self.efficiency.all_to_all if traffic.pattern is Pattern.ALL_TO_ALL else 1.0
         if traffic.span <= domain:
-            seconds = traffic.sent_bytes / rates.get_nvlink_rate(traffic.ranks)
+            seconds = traffic.sent_bytes / (rates.get_nvlink_rate(traffic.ranks) * part)
         elif traffic.pattern is Pattern.RING:
             seconds = traffic.sent_bytes / network
         else:
             # Ranks of a group that are in this rank's domain, and in others.
             near = max(1, domain * traffic.ranks // traffic.span)
             each = traffic.sent_bytes / (traffic.ranks - 1)
-            seconds = max(each * (near - 1) / rates.get_nvlink_rate(near), each * (traffic.ranks - near) / network)
+            far_bytes = each * (traffic.ranks - near)
+            if traffic.pattern is Pattern.NODES:
+                # A token crosses once to each node that it goes to, and its copies go on over NVLink.
+                nodes = round(traffic.ranks / near)
+                far_bytes = each * traffic.ranks / traffic.copies * traffic.count_nodes(nodes) * (1 - 1 / nodes)
+            seconds = max(each * (near - 1) / (rates.get_nvlink_rate(near) * part), far_bytes / (network * part))
         return seconds + traffic.calls * self.efficiency.collective_start_s
 
     def time_pass(self, one: PassWork) -> float:
@@ -276,6 +305,24 @@ class Clock:
                 "Give a hardware file that has it, or a profile."
             )
         return rate
+
+
+def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
+    """Return `segments` without the exchange of tokens that the compute of another microbatch's layer hides."""
+    ways = {
+        work.name: [sum(map(clock.time_traffic, side.traffic)) for side in (work.forward, work.backward)]
+        for work in works
+        if work.name in ("dispatch", "moe_combine")
+    }
+    exchange_s = sum(map(sum, ways.values()))
+    compute_s = sum(one.forward_s + one.backward_s for one in segments) - exchange_s
+    hidden = min(1.0, HIDING_PART * compute_s / exchange_s) if exchange_s else 0.0
+    for name, (forward_s, backward_s) in ways.items():
+        one = next(segment for segment in segments if segment.name == name)
+        segments = _replace(
+            segments, name, forward_s=one.forward_s - hidden * forward_s, backward_s=one.backward_s - hidden * backward_s
+        )
+    return tuple(segments)
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:

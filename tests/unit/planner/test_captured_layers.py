@@ -192,7 +192,10 @@ def test_a_profile_of_eager_steps_is_planned_as_its_graphs_allow():
     (eager,) = build()
     captured = capture_rank(eager, WHOLE_BLOCK, has_shared_overlap=False)
     for own, other in zip(captured.chunks[0].layers, table.chunks[0].layers, strict=True):
-        assert (own.model.units, own.model.offloadable_tags) == (other.model.units, other.model.offloadable_tags)
+        # A graph is launched sooner, so that what runs again takes less.
+        units = [dataclasses.replace(unit, extra_s=0.0) for unit in own.model.units]
+        assert units == [dataclasses.replace(unit, extra_s=0.0) for unit in other.model.units]
+        assert own.model.offloadable_tags == other.model.offloadable_tags
     assert capture_rank(eager, NO_CAPTURE, has_shared_overlap=False) == eager
     assert eager.host_pace is HostPace.LAYER_AHEAD
     assert capture_rank(eager, Graphs(FULL_ITERATION), has_shared_overlap=False).host_pace is HostPace.STEP_AHEAD

@@ -44,10 +44,8 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
     [
         (Efficiency, {"matmul": 0}, r"matmul 0 is not above 0 and at most 1. Give a part like 0.66."),
         (Efficiency, {"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 is not above 0 and finite"),
-        (Efficiency, {"matmul": "0.7"}, r"matmul '0.7' is no number"),
-        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 1e-05."),
+        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 2.5e-05."),
         (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 is not above 0 and finite"),
-        (Network, {"nvlink_ranks": 0}, r"nvlink_ranks 0 is below 1"),
         (Execution, {"has_fused_dropout_add": 1}, r"has_fused_dropout_add 1 is neither true nor false"),
     ],
 )
