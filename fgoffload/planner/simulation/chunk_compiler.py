@@ -85,9 +85,9 @@ def _compile_chunk(
     parcels: list[Parcel] = []
     groups: list[PlacedGroup] = []
     layers = []
-    for numbered, actions, one in zip(chunk.layers, chosen, resolved, strict=True):
+    for numbered, one in zip(chunk.layers, resolved, strict=True):
         is_held = bool(chunk.first) and numbered is chunk.layers[0]
-        layers.append(LayerCompiler(numbered, number, one, dict(actions), rules, has_held_input=is_held))
+        layers.append(LayerCompiler(numbered, number, one, rules, has_held_input=is_held))
         layers[-1].add_groups(groups, parcels)
     shared = {tensor.name: tensor.size_bytes for one in resolved for tensor in one.shared}
     return CompiledChunk(

@@ -58,6 +58,7 @@ class LeavingGroup(NamedTuple):
     """What leaves together: what one tag of the layer saves, without what has left before or stays."""
 
     tag: str
+    action: Action  # what is done about it
     tensors: tuple[SavedTensor, ...]  # what leaves with it. Backward comes to it where there is nothing, too.
     starts_at: int  # the segment with which its site begins. The order of groups is that of these.
     ends_after: int  # the segment after whose forward it ends. It is submitted then, unless it is held.
@@ -184,7 +185,7 @@ def _resolve(
     covered = {tag for unit in units for tag in unit.covered}
     again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
     takes = {one.tensor.name: _list_takes(one, offloaded, covered, again, places) for one in saved}
-    groups = _list_groups(offloaded, takes, places)
+    groups = _list_groups(actions, offloaded, takes, places)
     kept, leaving = [], []
     for one in saved:
         owners = [place for place, group in enumerate(groups) if group.tag in one.tensor.tags]
@@ -319,7 +320,9 @@ def _list_takes(
     )
 
 
-def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places) -> tuple[LeavingGroup, ...]:
+def _list_groups(
+    actions: Mapping[str, Action], offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places
+) -> tuple[LeavingGroup, ...]:
     """Return the groups of the tags `offloaded`, not yet with what leaves with them."""
     groups = []
     ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
@@ -329,6 +332,7 @@ def _list_groups(offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], 
         groups.append(
             LeavingGroup(
                 tag=tag,
+                action=actions[tag],
                 tensors=(),
                 starts_at=places.find(tag),
                 ends_after=ends_after,

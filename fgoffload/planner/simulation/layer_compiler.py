@@ -20,10 +20,9 @@ leaves, goes no earlier. In other stages the pipeline's schedule has it until ba
 megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import NumberedLayer
 from fgoffload.planner.simulation.chunk_events import Compute, EventKind, Events, Mover, Parcel, PlacedGroup, Take
@@ -98,7 +97,6 @@ class LayerCompiler:
         numbered: The layer.
         chunk: The number of its chunk.
         resolved: What the plan makes of it.
-        actions: What the plan says of it, by tag or unit.
         rules: Of the rank.
         has_held_input: See [Note: What the model references].
     """
@@ -108,7 +106,6 @@ class LayerCompiler:
         numbered: NumberedLayer,
         chunk: int,
         resolved: ResolvedLayer,
-        actions: Mapping[str, Action],
         rules: LayerRules,
         *,
         has_held_input: bool,
@@ -116,7 +113,6 @@ class LayerCompiler:
         self._resolved = resolved
         self._layer = numbered.model
         self._segments = numbered.model.segments
-        self._actions = actions
         self._has_copies = rules.has_copies
         self._has_held_input = has_held_input
         self._host_s = rules.host_s / len(self._segments)  # of the host, for a segment
@@ -150,14 +146,14 @@ class LayerCompiler:
                 one = one._replace(used_until=len(self._segments))
             alike.setdefault((one.leaves_with, one.returns_for, one.takes, one.freed_after, one.used_until), []).append(one)
         for tensors in alike.values():
-            tag = self._resolved.groups[tensors[0].leaves_with].tag
+            group = self._resolved.groups[tensors[0].leaves_with]
             self._parcels.append((tensors[0], len(parcels)))
             parcels.append(
                 Parcel(
                     size_bytes=sum(one.tensor.size_bytes for one in tensors),
                     device_bytes=sum(one.tensor.size_bytes for one in tensors if not self._layer.is_staged(one.tensor)),
-                    label=f"reload of {self._name}{tag}",
-                    mover=Mover(kind=self._layer.kind, tag=tag, action=self._actions[tag]),
+                    label=f"reload of {self._name}{group.tag}",
+                    mover=Mover(self._layer.kind, group.tag, group.action),
                     is_read_later=self._is_read_later(tensors[0]),
                 )
             )

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.rank_clock import NEIGHBOURS_PLACE
 from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
-from fgoffload.planner.simulation.tallies import NEIGHBOURS_PLACE
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
 """That are simulated, in all and before those that are not: the start of the first one still has traces of the warm-up."""
@@ -148,7 +148,7 @@ class RankPasses:
         if not self._rounds.left_out:
             return self._run.finish(None)
         counted = [self._rounds.left_out * (after - before) for before, after in zip(*self._numbers, strict=True)]
-        counted[0], counted[1 + NEIGHBOURS_PLACE] = self._later_s, self._waited_s
+        counted[0], counted[NEIGHBOURS_PLACE] = self._later_s, self._waited_s
         return self._run.finish(counted)
 
 

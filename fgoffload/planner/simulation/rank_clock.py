@@ -1,15 +1,45 @@
 """A rank's compute over time, and its memory: what `rank_run` runs passes on."""
 
 import dataclasses
+import enum
 from collections.abc import Sequence
+from typing import Any
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
-from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind
+from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind, Mover
 from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
-from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, StretchKey
-from fgoffload.planner.simulation.tallies import Cause, Counts
+from fgoffload.planner.simulation.simulation_result import (
+    MemorySample,
+    RankResult,
+    RankTimeline,
+    StreamName,
+    StretchKey,
+    TagTraffic,
+    Waits,
+)
 from fgoffload.transfer_schedule import STAGING_SLOTS
+
+_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]
+"""The numbers of a tag."""
+
+
+class Cause(enum.Enum):
+    """Why compute waits, for people; by the fields of `Waits`."""
+
+    WINDOW = "wait for the window"
+    TURN = "wait for what leaves before the loss"
+    RELOAD = "wait for a reload"
+    HOST = "the host waits behind copies"
+    LATE = "the host is late"
+    NEIGHBOURS = "wait for a neighbour"
+
+    __hash__ = object.__hash__
+    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+
+
+NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
+"""Among the numbers of `RankClock.list_numbers`, the seconds in which compute waits for other ranks."""
 
 
 class RankClock:
@@ -29,7 +59,9 @@ class RankClock:
         self._rank = rank
         self._chunks = chunks
         self._timeline = timeline
-        self._counts = Counts()
+        self._recompute_s = 0.0
+        self._waits_s = dict.fromkeys(Cause, 0.0)
+        self._tags: dict[Mover, TagTraffic] = {}
         self._link = LinkQueue(rank.link, timeline)
         # The step before has left what dispatchers keep.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
@@ -45,17 +77,25 @@ class RankClock:
         """The host has come to where compute is at that time; no later than `clock_s`. Not counted where nothing asks."""
         self._peaks: dict[StretchKey, int] | None = {} if notes_peaks else None
 
+    def _get_traffic(self, mover: Mover) -> TagTraffic:
+        """Return what is counted of `mover`."""
+        return self._tags.setdefault(mover, TagTraffic(kind=mover.kind, tag=mover.tag, action=mover.action))
+
     def list_numbers(self) -> list[float]:
-        """Return the seconds of the step so far, and then what was counted, in the order of `Counts.make_fields`."""
-        self._counts.slowed_s = self._link.slowed_s
-        return [self.clock_s, *self._counts.list_numbers()]
+        """Return what grows over a step: its seconds, and then what was counted."""
+        numbers = [self.clock_s, self._link.slowed_s, self._recompute_s, *self._waits_s.values()]
+        return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 
     def _make_result(self, left_out: Sequence[float] | None, *, loss_window_bytes: int) -> RankResult:
         numbers = self.list_numbers()
-        if left_out is not None:
-            numbers = [one + more for one, more in zip(numbers, left_out, strict=True)]
-        step_s, *counted = numbers
-        fields = self._counts.make_fields(counted)
+        left = iter(numbers if left_out is None else [one + more for one, more in zip(numbers, left_out, strict=True)])
+        step_s, slowed_s, recompute_s = next(left), next(left), next(left)
+        waits = {f"{cause.name.lower()}_s": next(left) for cause in Cause}
+        tags = []
+        for one in self._tags.values():
+            moved: dict[str, Any] = {name: next(left) for name in _TRAFFIC}
+            tags.append(dataclasses.replace(one, **moved))
+        sums: dict[str, Any] = {name: sum(getattr(one, name) for one in tags) for name in _TRAFFIC if name != "exposed_s"}
         pass_, label = self._peak_at
         return RankResult(
             rank=self._rank.rank,
@@ -66,10 +106,14 @@ class RankClock:
             end_bytes=self._device_bytes,
             loss_window_bytes=loss_window_bytes,
             host_peak_bytes=self._host_peak_bytes,
+            waits=Waits(**waits),
+            compute_s=step_s - sum(waits.values()),
+            slowed_s=slowed_s,
+            recompute_s=recompute_s,
+            tags=tuple(one for one in tags if one.d2h_bytes or one.kept_bytes),
             timeline=self._timeline,
             peaks=self._peaks,
-            compute_s=step_s - sum(dataclasses.astuple(fields["waits"])),
-            **fields,
+            **sums,
         )
 
     def compute(self, compute: Compute, _: object) -> None:
@@ -100,7 +144,7 @@ class RankClock:
 
     def _wait_until(self, until_s: float, cause: Cause) -> None:
         if until_s > self.clock_s:
-            self._counts.waits_s[cause] += until_s - self.clock_s
+            self._waits_s[cause] += until_s - self.clock_s
             if self._timeline is not None:
                 self._timeline.note_span(StreamName.COMPUTE, cause.value, self.clock_s, until_s)
                 self._note_memory(self._device_bytes)

@@ -18,11 +18,9 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
 from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, Take
 from fgoffload.planner.simulation.link_queue import Copy
-from fgoffload.planner.simulation.rank_clock import RankClock
-from fgoffload.planner.simulation.simulated_lane import SimulatedLane
-from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline
-from fgoffload.planner.simulation.tallies import Cause
-from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, TransferSchedule
+from fgoffload.planner.simulation.rank_clock import Cause, RankClock
+from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
+from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
 _ROUNDING_S = 1e-9
 """Seconds: far less than any copy takes."""
@@ -34,6 +32,41 @@ do without what it frees: a group more on the device costs a recompute somewhere
 # To look up a member of an enumeration takes Python as long as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
 _FORWARD = PassKind.FORWARD
+
+
+class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
+    """One microbatch in one model chunk, as far as the engine's lane knows it where all its groups were opened.
+
+    Args:
+        chunk: What the chunk does.
+        traffic: By parcel, what its copies are counted for.
+    """
+
+    __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
+
+    def __init__(self, chunk: CompiledChunk, traffic: Sequence[TagTraffic]) -> None:
+        super().__init__([ScheduledGroup(position, place.end_position) for position, place in enumerate(chunk.groups)])
+        count = len(chunk.parcels)
+        self.chunk = chunk
+        self.traffic = traffic
+        self.states = [_RESIDENT] * count  # by parcel
+        self.is_copied = [False] * count  # by parcel: whether a copy to the host still references its device memory
+        self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
+        self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
+
+    def list_away(self, group: int) -> list[int]:
+        """Return the parcels of a group that can be called back."""
+        states = self.states
+        return [one for one in self.chunk.groups[group].members if (state := states[one]) is _OFFLOADING or state is _OFFLOADED]
+
+    def is_offloaded(self, saved: int) -> bool:
+        """Return whether a parcel is on the host only."""
+        return self.states[saved] is _OFFLOADED
+
+    def count_bytes(self, away: Iterable[int]) -> int:
+        """Return the bytes of parcels."""
+        known = self.chunk.parcels
+        return sum([known[parcel].size_bytes for parcel in away])
 
 
 class InFlight(NamedTuple):
@@ -54,7 +87,7 @@ class RankRun(RankClock):
         super().__init__(rank, chunks, timeline=timeline, notes_peaks=notes_peaks)
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
-        self._traffic = [[self._counts.get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
+        self._traffic = [[self._get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
         # Of microbatches of which nothing leaves nothing ever changes.
         self._unchanging = {number: SimulatedLane(chunk, ()) for number, chunk in enumerate(chunks) if not chunk.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -96,7 +129,7 @@ class RankRun(RankClock):
             for act, argument in self._backwards[number]:
                 act(self, argument, lane)
             self._add_bytes(-chunk.base_bytes, "end of the pass")
-            self._counts.recompute_s += chunk.recompute_s
+            self._recompute_s += chunk.recompute_s
 
     def finish(self, left_out: Sequence[float] | None) -> RankResult:
         """Let the copies under way end, and return the result of the step.
