@@ -8,6 +8,7 @@ long ranks wait for each other is found out for all passes: a rank that is a bit
 rounds later, and what comes back meanwhile may make a peak.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -137,11 +138,29 @@ class RankPasses:
             self._numbers.append(run.list_numbers())
         start_s = max(run.clock_s, ready_s - self._later_s)
         # Behind the rounds that are not simulated, microbatches take the places of those in them.
-        run.run_pass(one, one.microbatch - (rounds.left_out * rounds.microbatches if place >= self._first else 0), start_s)
+        left_out = rounds.left_out * rounds.microbatches if place >= self._first else 0
+        run.run_pass(one, one.microbatch - left_out, start_s, self._find_following(one, left_out))
         if place < self._first:
             self._busy_s.append(run.clock_s - start_s)
         if place == self._first - 1:
             self._numbers.append(run.list_numbers())
+
+    def _find_following(self, one: Pass, left_out: int) -> tuple[int, int] | None:
+        """Return chunk and microbatch of the backward that comes next, as `PassOrder` of the engine knows it.
+
+        That is right behind a forward, and behind a backward after one forward at most. Backwards of which nothing left the
+        engine does not notice.
+        """
+        may_be_forward = one.kind is not _FORWARD
+        for later in itertools.islice(self.passes, self.over + 1, None):
+            if later.kind is not _FORWARD:
+                if self._run.has_groups(later.chunk):
+                    return later.chunk, later.microbatch - left_out
+            elif may_be_forward:
+                may_be_forward = False
+            else:
+                break
+        return None
 
     def finish(self) -> RankResult:
         """Return the result of the step."""

@@ -94,6 +94,7 @@ class RankRun(RankClock):
         self._in_flight_bytes = 0
         self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._pass_start_s = 0.0
+        self._following: tuple[int, int] | None = None
         self._loss_window_bytes = 0  # the most that was on its way where a loss began
         self._abandoned = 0  # parcels that backward is through with, and that a copy to the host still references
         # Functions of the class: bound ones would be cycles of objects, a rank and its events.
@@ -105,21 +106,23 @@ class RankRun(RankClock):
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
-    def run_pass(self, one: Pass, microbatch: int, ready_s: float) -> None:
+    def run_pass(self, one: Pass, microbatch: int, ready_s: float, following: tuple[int, int] | None) -> None:
         """Run a pass.
 
         Args:
             one: As it is called in the step.
             microbatch: Its number among those that are simulated.
             ready_s: When its input is there.
+            following: Chunk and microbatch of the backward that comes next, or None where several forwards come before.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)
-        self._pass, number = one, one.chunk
+        self._pass, self._following, number = one, following, one.chunk
         self._pass_start_s = self.clock_s
         chunk = self._chunks[number]
         if one.kind is _FORWARD:
             lane = self._unchanging.get(number) or SimulatedLane(chunk, self._traffic[number])
+            self._schedule.announce(None if following is None else self._lanes.get(following), during=None)
             self._lanes[number, microbatch] = lane
             self._add_bytes(chunk.base_bytes, "start of the pass")
             for act, argument in self._forwards[number]:
@@ -130,6 +133,10 @@ class RankRun(RankClock):
                 act(self, argument, lane)
             self._add_bytes(-chunk.base_bytes, "end of the pass")
             self._recompute_s += chunk.recompute_s
+
+    def has_groups(self, chunk: int) -> bool:
+        """Return whether the plan offloads anything of a chunk."""
+        return bool(self._chunks[chunk].groups)
 
     def finish(self, left_out: Sequence[float] | None) -> RankResult:
         """Let the copies under way end, and return the result of the step.
@@ -178,6 +185,7 @@ class RankRun(RankClock):
                 self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
+        self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
         """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
@@ -255,6 +263,9 @@ class RankRun(RankClock):
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
         """Backward has come to `group`. `OffloadEngine.approach_backward`, in numbers."""
+        if lane is not self._schedule.current:
+            self._schedule.enter(lane)
+            self._schedule.announce(None if self._following is None else self._lanes.get(self._following), during=lane)
         lane.leave(group.end_position)
         self.poll()
         self._execute(self._schedule.reach(lane, group))

@@ -10,7 +10,7 @@ from support.layer_models import make_moe_layer
 from support.rank_models import STATIC_BYTES, make_chunk, make_layer, make_link, make_plan, make_rank, offload, read_passes
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError
-from fgoffload.planner.ranks.layer_model import HostWait, SavedTensor, UnitModel
+from fgoffload.planner.ranks.layer_model import SavedTensor, UnitModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulation_result import StreamName, Waits
 from fgoffload.planner.simulation.simulator import Detail, simulate, simulate_rank
@@ -74,32 +74,16 @@ def test_copies_slow_compute_beside_them():
     assert (result.compute_s, result.slowed_s) == (122, 2)
 
 
-# Where the host waits.
+def test_what_the_next_backward_wants_first_returns_meanwhile():
+    # Nothing leaves of the second chunk, so the engine does not notice its backwards: F1 is told of B0, and B0 of B1.
+    passes = read_passes("F0 F0.1 F1 B0.1 B0 F1.1 B1.1 B1")
+    rank = make_rank(make_chunk(FC1), make_chunk(FC1, first_number=1), passes=passes)
+    result = simulate_rank(rank, offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
+    assert list_copies(result, StreamName.H2D) == [(60, 70), (100, 110)]
+    assert result.waits == Waits()
 
 
-def make_waiting(host_wait):
-    """Return a layer whose attention leaves before the host waits, and whose experts' tokens leave behind that."""
-    return make_layer({"core_attn": 100, "dispatch": 0, "expert_fc1": 30}, host_waits={"dispatch": host_wait})
-
-
-@pytest.mark.parametrize(
-    ("host_wait", "host_s", "starts"),
-    [
-        # Submitted at 20. The tokens leave at 60.
-        (None, 0, [20, 60]),
-        (HostWait.KERNEL, 0, [20, 60]),
-        # The host's bytes are behind the 100 until 30: all that follows is 10 s later.
-        (HostWait.COPY, 10, [20, 70]),
-        # Held until the wait at 20 is over, which has nothing before it.
-        (HostWait.HOLD, 0, [20, 60]),
-    ],
-)
-def test_the_host_waits_behind_what_has_been_submitted(host_wait, host_s, starts):
-    rank = make_rank(make_chunk(make_waiting(host_wait), make_layer({"mlp_norm": 0})))
-    plan = make_plan({(0, "core_attn"): O, (0, "expert_fc1"): O})
-    result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
-    assert result.waits.host_s == host_s
-    assert [start_s for start_s, _ in list_copies(result, StreamName.D2H)] == starts
+# What runs again.
 
 
 def test_what_runs_again_takes_its_time_in_backward_and_frees_what_it_drops_until_then():
