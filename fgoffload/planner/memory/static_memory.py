@@ -77,6 +77,14 @@ class ParameterState:
     """Of the buffer that gradients are summed in, on every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
     main_parameter_bytes: int = _FP32
     """Of the parameter that the optimizer updates. 2 where the precision-aware optimizer keeps what bf16 lacks of fp32."""
+    has_fp8_weights: bool = False
+    """With `--fp8-param-gather`, where linears work in fp8: there are no weights of them in the type of the activations."""
+    shards_gradients: bool = False
+    """Data-parallel ranks share gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
+    shards_weights: bool = False
+    """And weights: `optim_grads_params`, or FSDP2. Those of two layers are there at once, as their gradients are."""
+    offloaded_part: float = 0.0
+    """Of the optimizer, what is on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
     moment_bytes: int = 2 * _FP32
     """Of both moments of Adam together. Less with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and its like."""
 
@@ -86,8 +94,10 @@ class ParameterState:
         Raises:
             ConfigError: With the field, the value and the fix.
         """
-        for field in dataclasses.fields(self):
-            _check_bytes(field.name, getattr(self, field.name))
+        for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
+            _check_bytes(name, getattr(self, name))
+        if not 0 <= self.offloaded_part <= 1:
+            raise ConfigError(f"offloaded_part {self.offloaded_part} is no part. Give a number from 0 to 1.")
 
     @property
     def optimizer_bytes(self) -> int:
@@ -180,12 +190,24 @@ def list_static_memory(
         ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
     """
     parameters = count_rank_parameters(model, parallelism, rank)
-    has_output = any(chunk.has_output for chunk in list_chunks(model, parallelism)[rank])
+    chunks = list_chunks(model, parallelism)[rank]
+    has_output = any(chunk.has_output for chunk in chunks)
+    shared = _share(parallelism, parameters)
+    # Of what ranks share, two layers are whole at once: the one that computes, and the one that is gathered or reduced.
+    whole = min(parameters.count, shared + 2 * parameters.count // max(1, sum(len(chunk.layers) for chunk in chunks)))
+    weight_bytes = model.activation_dtype_bytes * (whole if state.shards_weights else parameters.count)
+    if state.has_fp8_weights and model.fp8_recipe is not None:
+        weight_bytes = weight_bytes * (parameters.count - parameters.linear_count) // parameters.count
+    fp8_weight_bytes = _count_fp8_weight_bytes(model, parameters)
     return StaticMemory(
-        weight_bytes=model.activation_dtype_bytes * parameters.count,
-        fp8_weight_bytes=_count_fp8_weight_bytes(model, parameters),
-        gradient_bytes=state.gradient_bytes * parameters.count,
-        optimizer_bytes=_count_optimizer_bytes(parallelism, parameters, state),
+        weight_bytes=weight_bytes,
+        fp8_weight_bytes=fp8_weight_bytes * whole // parameters.count if state.shards_weights else fp8_weight_bytes,
+        gradient_bytes=state.gradient_bytes * (whole if state.shards_gradients else parameters.count),
+        optimizer_bytes=round(
+            state.optimizer_bytes
+            * (shared if parallelism.has_distributed_optimizer else parameters.count)
+            * (1 - state.offloaded_part)
+        ),
         gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
         dispatch_buffer_bytes=dispatch_buffer_bytes,
         workspace_bytes=workspace_bytes,
@@ -225,12 +247,11 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     )
 
 
-def _count_optimizer_bytes(parallelism: Parallelism, parameters: RankParameters, state: ParameterState) -> int:
-    dense_ranks = experts_ranks = 1
-    if parallelism.has_distributed_optimizer:
-        dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
-        experts_ranks = parallelism.expert_data_parallel_size
-    return state.optimizer_bytes * (-(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks))
+def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
+    """Return the numbers of a rank's parameters that are its own where data-parallel ranks share them."""
+    dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
+    experts_ranks = parallelism.expert_data_parallel_size
+    return -(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks)
 
 
 def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> int:

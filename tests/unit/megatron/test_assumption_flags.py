@@ -1,5 +1,7 @@
 """From Megatron's flags to what a prediction takes for granted: gradients, the optimizer, kernels, and what offload moves."""
 
+import dataclasses
+
 import pytest
 
 from fgoffload.errors import ConfigError
@@ -28,17 +30,27 @@ def test_without_flags_all_is_as_megatron_has_it():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ("--fp8-param-gather", {"has_fp8_weights": True}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"shards_gradients": True}),
+        ("--use-torch-fsdp2", {"shards_gradients": True, "shards_weights": True}),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {"offloaded_part": 0.5}),
+    ],
+)
+def test_a_flag_says_what_ranks_share_and_what_is_on_the_host(flags, expected):
+    assert read(f"--bf16 {flags}").state == dataclasses.replace(ADAM, **expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
         ("--bf16", (4, 4, 8)),
         ("--bf16 --grad-reduce-in-bf16", (2, 4, 8)),
-        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", (2, 4, 8)),
         ("--fp16", (2, 4, 8)),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", (4, 4, 8)),
         ("", (4, 0, 8)),  # in fp32 the optimizer updates the weights themselves
         (AWARE, (4, 2, 8)),
         (f"{AWARE} --main-grads-dtype bf16", (2, 2, 8)),
-        (f"{AWARE} --main-params-dtype fp16", (4, 2, 8)),
         (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 2, 4)),
-        (f"{AWARE} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", (4, 2, 3)),
         # DeepSeek-V3's own: gradients in fp32, moments in bf16, and fp8 weights by blocks beside parameters in fp32.
         (f"{AWARE} --fp8-recipe blockwise --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 4, 4)),
     ],

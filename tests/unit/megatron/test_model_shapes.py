@@ -41,9 +41,6 @@ LEARNED = "--position-embedding-type learned_absolute"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--untie-embeddings-and-output-weights", {"has_tied_embeddings": False}),
-        ("--softmax-type learnable", {"has_attention_sinks": True}),
-        ("--no-rope-fusion", {"has_fused_rotary": False}),
         ("--no-bias-swiglu-fusion", {"has_fused_activation": False}),
         ("--position-embedding-type none", {"rotary_percent": 0.0, "learned_positions": 0}),
         (LEARNED, {"rotary_percent": 0.0, "learned_positions": 128}),
@@ -61,12 +58,6 @@ def test_a_flag_sets_a_field_of_the_model(flags, expected):
     assert {name: getattr(model, name) for name in expected} == expected
 
 
-def test_an_mlp_without_a_gate_is_four_times_as_wide_as_the_model():
-    assert read_shape(base=LEAST).ffn_hidden_size == 256
-    # Without dense layers the width is not needed.
-    assert read_shape("--swiglu --num-experts 4 --moe-ffn-hidden-size 96", base=LEAST).ffn_hidden_size == 0
-
-
 SHARED = "--moe-shared-expert-intermediate-size 192"
 SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
 
@@ -74,11 +65,12 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--moe-router-topk 6", {"topk": 6}),
         (SHARED, {"shared_ffn_hidden_size": 192}),
         (f"{SHARED} --moe-shared-expert-overlap", {"shared_ffn_hidden_size": 192, "has_shared_overlap": True}),
         ("--moe-permute-fusion", {"has_fused_permutation": True}),
         ("--moe-router-force-load-balancing", {"imbalance": 1.0}),
+        ("--moe-expert-capacity-factor 1.1", {"imbalance": 1.1}),
+        ("--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity", {"imbalance": 2.0}),
         ("--moe-router-dtype fp32", {"router": RouterShape(dtype_bytes=4)}),
         (
             "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
@@ -102,8 +94,6 @@ def test_a_flag_sets_a_field_of_the_experts(flags, expected):
         ("--pp 2 --global-batch-size 16", {"pipeline_parallel_size": 2, "microbatches": 8, "virtual_pipeline_size": None}),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 8", {"virtual_pipeline_size": 2}),
         ("--pp 2 --pipeline-model-parallel-layout Et*4|t*4L", {"pipeline_layout": "Et*4|t*4L", "chunks": 1}),
-        ("--cp 2", {"context_parallel_size": 2, "data_parallel_size": 1}),
-        ("--num-gpus 4 --global-batch-size 16", {"data_parallel_size": 4, "microbatches": 2}),
         ("--overlap-moe-expert-parallel-comm", {"has_expert_overlap": True}),
         (
             "--pp 2 --vp 2 --global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 4",

@@ -21,8 +21,10 @@ ASSUMPTION_FLAGS = frozenset(
         "bias_dropout_fusion",
         "cuda_graph_impl",
         "cuda_graph_modules",
+        "data_parallel_sharding_strategy",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
+        "fp8_param_gather",
         "grad_reduce_in_bf16",
         "gradient_accumulation_fusion",
         "main_grads_dtype",
@@ -31,13 +33,20 @@ ASSUMPTION_FLAGS = frozenset(
         "offload_prefetch",
         "offload_window",
         "optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "use_megatron_fsdp",
         "use_precision_aware_optimizer",
+        "use_torch_fsdp2",
     }
 )
 """Flags, with `_` for `-`, that a prediction's assumptions come from."""
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Of a number, by the names that Megatron's flags have for types."""
+
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Of Megatron-FSDP, each with more that data-parallel ranks share."""
 
 _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
@@ -89,15 +98,35 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {dtype} needs --use-precision-aware-optimizer. Add that, or give {flag} fp32.")
     gradient_bytes = _count_gradient_bytes(values, types["main_grads_dtype"])
+    shared = _find_shared(values)
     if not has_optimizer:
-        return ParameterState(gradient_bytes=gradient_bytes, main_parameter_bytes=0, moment_bytes=0)
+        return ParameterState(gradient_bytes=gradient_bytes, main_parameter_bytes=0, moment_bytes=0, **shared)
+    part = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
+    if part:
+        logger.warning("--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so that times err low.")
     if (name := values.get("optimizer", "adam")) != "adam":
         logger.warning("--optimizer %s is counted with the states of adam: what it keeps is not known here.", name)
     return ParameterState(
         gradient_bytes=gradient_bytes,
         main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),
         moment_bytes=DTYPE_BYTES[types["exp_avg_dtype"]] + DTYPE_BYTES[types["exp_avg_sq_dtype"]],
+        offloaded_part=part,
+        **shared,
     )
+
+
+def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which weights and gradients ranks have, of `--fp8-param-gather`, Megatron-FSDP and FSDP2."""
+    strategy = values.get("data_parallel_sharding_strategy", "no_shard") if values.get("use_megatron_fsdp") else "no_shard"
+    if values.get("use_torch_fsdp2"):
+        strategy = "optim_grads_params"
+    if strategy == "optim_grads_params":
+        logger.warning("FSDP: gathers of weights count as hidden beside compute, so that times err low on a slow network.")
+    return {
+        "has_fp8_weights": values.get("fp8_param_gather", False),
+        "shards_gradients": strategy in ("optim_grads", "optim_grads_params"),
+        "shards_weights": strategy == "optim_grads_params",
+    }
 
 
 def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:

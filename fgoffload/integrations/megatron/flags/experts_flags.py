@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 EXPERTS_FLAGS = frozenset(
     {
         "moe_aux_loss_coeff",
+        "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
         "moe_permute_fusion",
         "moe_router_dtype",
         "moe_router_enable_expert_bias",
@@ -84,8 +87,18 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
         changes["has_shared_overlap"] = values["moe_shared_expert_overlap"]
     if values.get("moe_router_force_load_balancing"):
         changes["imbalance"] = 1.0
+    changes["imbalance"] = _limit_imbalance(changes.get("imbalance", experts.imbalance), values)
     with _named_by_flags():
         return dataclasses.replace(experts, **changes)
+
+
+def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
+    """Return the rows of the fullest rank over the mean, where a capacity drops tokens or pads up to it; at least the mean."""
+    capacity = values.get("moe_expert_capacity_factor")
+    if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
+        return max(1.0, float(capacity))
+    limits = [limit for limit in (capacity, values.get("moe_expert_rank_capacity_factor")) if limit is not None]
+    return max(1.0, float(min([imbalance, *limits])))
 
 
 def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES
+from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES, SHARDING_STRATEGIES
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
 from fgoffload.integrations.megatron.flags.graph_modes import add_graph_flags
 from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, has_no_effect
@@ -89,6 +89,11 @@ _SWITCHES: tuple[tuple[str, ...], ...] = (
     ("--accumulate-allreduce-grads-in-fp32",),
     ("--use-precision-aware-optimizer",),
     ("--bias-dropout-fusion",),
+    ("--fp8-param-gather", "--fp8-param"),
+    ("--use-megatron-fsdp",),
+    ("--use-torch-fsdp2",),
+    ("--optimizer-cpu-offload",),
+    ("--moe-pad-expert-input-to-capacity",),
     ("--gradient-accumulation-fusion",),
 )
 """On where they are given, and off as `--no-...`."""
@@ -114,6 +119,10 @@ _OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("--attention-backend",): {"type": one_of(("flash", "fused", "unfused", "local", "auto"))},
     ("--transformer-impl",): {"type": one_of(("local", "transformer_engine", "inference_optimized"))},
     ("--optimizer",): {},
+    ("--optimizer-offload-fraction",): {"type": number},
+    ("--data-parallel-sharding-strategy",): {"type": one_of(SHARDING_STRATEGIES)},
+    ("--moe-expert-capacity-factor",): {"type": number},
+    ("--moe-expert-rank-capacity-factor",): {"type": number},
     ("--main-grads-dtype",): {"type": one_of(("fp32", "bf16"))},
     ("--main-params-dtype",): {"type": one_of(("fp32", "fp16"))},
     ("--exp-avg-dtype",): {"type": one_of(DTYPE_BYTES)},

@@ -48,6 +48,17 @@ def test_the_distributed_optimizer_is_shared_over_data_and_context_parallel_rank
     assert list_static_memory(LLAMA_8B, alone, 0).optimizer_bytes == 12 * 8_030_261_248
 
 
+def test_two_layers_of_shared_weights_are_whole_and_weights_in_fp8_have_no_others():
+    eight, count = Parallelism(data_parallel_size=8), 8_030_261_248
+    state = ParameterState(shards_gradients=True, shards_weights=True, offloaded_part=0.5)
+    found, whole = list_static_memory(LLAMA_8B, eight, 0, state=state), count // 8 + count // 16
+    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (2 * whole, 4 * whole, 6 * count // 8)
+    linear = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    fp8 = dataclasses.replace(LLAMA_8B, fp8_recipe="tensorwise")
+    found = list_static_memory(fp8, eight, 0, state=ParameterState(has_fp8_weights=True))
+    assert (found.weight_bytes, found.fp8_weight_bytes) == (2 * (count - linear), 2 * linear)
+
+
 def test_experts_have_fewer_copies_to_share_their_optimizer():
     experts = 32 * 8 * 3 * 4096 * 14336
     dense = 46_702_792_704 - experts

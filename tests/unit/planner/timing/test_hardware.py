@@ -63,13 +63,9 @@ def test_what_is_missing_for_times_is_named_at_once_with_a_file_that_has_it():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": ""}, r"name '' is no text"),
-        ({"gpus_per_node": 8.0}, r"gpus_per_node 8.0 is no whole number"),
         ({"device_memory_bytes": "80PB"}, r"device_memory_bytes '80PB' is not a size. .* as in 60GiB"),
         ({"bf16_flop": 1e12}, r"hardware has no field 'bf16_flop'. Did you mean 'bf16_flop_per_s'\?"),
         *(({name: -1}, rf"{name} -1 is not above 0 and finite") for name in RATES),
-        ({"bf16_flop_per_s": "fast"}, r"bf16_flop_per_s 'fast' is no number. Give one like 50e9"),
-        ({"bf16_flop_per_s": float("nan")}, r"bf16_flop_per_s nan is not above 0 and finite"),
     ],
 )
 def test_a_field_that_cannot_be_is_refused_with_the_file_the_value_and_the_fix(fields, message):
