@@ -96,7 +96,7 @@ class BudgetPlans:
             try:
                 candidate = self._make_candidate(setting, ranks, try_plan, free_bytes=candidate.beyond_bytes)
             except PlanError as error:
-                logger.warning("%s: the plan before stays, since there is none that takes less. %s", setting.name, error)
+                logger.warning("%s: keeping the plan, since none takes less. %s", setting.name, error)
                 break
         return candidate
 

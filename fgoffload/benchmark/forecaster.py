@@ -43,7 +43,7 @@ class Forecaster:
         if hardware is not None:
             self._learn(Source.TABLE, lambda: build_job_ranks(self._job, hardware))
         if profile is not None and profile.device != device:
-            logger.warning("Nothing is predicted from the profile: it is of %s, and this is %s", profile.device, device)
+            logger.warning("The profile gives no predictions: it is of %s, and this is %s", profile.device, device)
         elif profile is not None:
             self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, profile))
 

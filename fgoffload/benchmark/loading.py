@@ -32,12 +32,12 @@ def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArgume
     for name in _CHOSEN_BY_SETTINGS:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"
-            raise arguments.source.refuse(f"{flag} is what settings choose here. Leave it out, and give it as a setting.")
+            raise arguments.source.refuse(f"{flag} is chosen by settings here. Leave it out, and give it as a setting.")
     refuse_what_is_not_built(arguments)
     build_transformer_config(arguments, offload=None)
     if not needs_cpu_support() and arguments.world_size > torch.cuda.device_count():
         raise ConfigError(
-            f"{arguments.source}: the model takes {arguments.world_size} GPUs, and there are {torch.cuda.device_count()}. "
+            f"{arguments.source}: the model needs {arguments.world_size} GPUs, but there are {torch.cuda.device_count()}. "
             "Give smaller parallel sizes."
         )
     return arguments

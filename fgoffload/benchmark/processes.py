@@ -52,7 +52,7 @@ class Session:
         while self._readers:
             ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
             if not ready:
-                yield min(self._readers.values()), Crashed(f"nothing was heard of it for {silence_seconds:.0f} s")
+                yield min(self._readers.values()), Crashed(f"no message from it for {silence_seconds:.0f} s")
                 return
             for reader, rank in tuple(self._readers.items()):
                 if reader not in ready:

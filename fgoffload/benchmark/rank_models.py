@@ -60,7 +60,7 @@ def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Upd
     here = "Give --profile without a file, and it is measured here."
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
     if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
-        raise ConfigError(f"{source} is of {layers} layers, and the model has {wanted}. {here}")
+        raise ConfigError(f"{source} has {layers} layers, but the model has {wanted}. {here}")
     if profile.has_optimizer != (update is not Update.NONE):
         words = ("without an optimizer", "with an optimizer")
         raise ConfigError(
@@ -127,7 +127,7 @@ def build_workload(
         ConfigError: The table does not have the device, or the planner cannot plan such a model.
     """
     if hardware is None:
-        raise ConfigError(f"{source}: the planner's table of hardware does not have this device. Give plan files with --plans.")
+        raise ConfigError(f"{source}: the planner's hardware table lacks this device. Give plan files with --plans.")
     model, parallelism = read_model(flags, source=source, num_gpus=arguments.world_size)
     if model.experts is not None:
         # Tokens are random, and reach all experts about alike.

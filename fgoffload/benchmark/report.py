@@ -62,7 +62,9 @@ HEADINGS = (
 )
 """Of the table of times."""
 
-INTERVALS = "Over baseline: the geometric mean of the repeats, with its interval of 95%; of fewer than three, each of them."
+INTERVALS = (
+    "Over baseline: the geometric mean of the repeats with its 95% interval; with fewer than three repeats, each of them."
+)
 """Said below a table that has intervals."""
 
 

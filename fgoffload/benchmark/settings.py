@@ -136,12 +136,12 @@ class Setting:
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
         elif self.system is System.PROFILE:
-            raise ConfigError("profile is one measured step, and no setting. Measure one with fgoffload bench --profile.")
+            raise ConfigError("profile is a measured step, not a setting. Measure one with fgoffload bench --profile.")
         else:
             # Never as one that offloads nothing: its row would look like the plan's.
             raise ConfigError(
-                f"{self.name} needs a plan, and has none here. Give a plan file, as in plan:plan.json, or use fgoffload bench "
-                "--budgets, which makes one."
+                f"{self.name} needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench --budgets, which "
+                "makes one."
             )
 
     def _list_recompute_flags(self) -> Iterator[str]:
@@ -178,8 +178,8 @@ def parse_setting(text: str) -> Setting:
     system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
-            f"--settings {text!r} is no setting. Give one that begins with {', '.join(one.value for one in NAMED_SYSTEMS)}, "
-            "as in ours:core_attn+attn_proj."
+            f"--settings {text!r} is not a setting. Give one that begins with "
+            f"{', '.join(one.value for one in NAMED_SYSTEMS)}, as in ours:core_attn+attn_proj."
         )
     what, fraction = match["what"] or "", match["fraction"]
     _check_parts(text, system, what, has_more=any(match[one] is not None for one in ("fraction", "delay", "recompute")))
@@ -274,7 +274,7 @@ def check_names(settings: Iterable[Setting]) -> None:
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:
-            raise ConfigError(f"two settings are called {setting.name}. Give their plan files different names.")
+            raise ConfigError(f"two settings have the name {setting.name}. Give their plan files different names.")
         seen.add(setting.name)
 
 
@@ -334,7 +334,7 @@ def _check_recompute(text: str, recompute: Sequence[str]) -> None:
 def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            raise ConfigError(f"--settings {text!r}: {name!r} is no {kind}. Give some of: {' '.join(known)}.")
+            raise ConfigError(f"--settings {text!r}: {name!r} is not a {kind}. Give some of: {' '.join(known)}.")
 
 
 def _read_fraction(text: str, fraction: str | None) -> float:
@@ -343,11 +343,13 @@ def _read_fraction(text: str, fraction: str | None) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value <= 1:
-        raise ConfigError(f"--settings {text!r}: {fraction!r} is no part. Give a number above 0 and up to 1, as in @0.5.")
+        raise ConfigError(
+            f"--settings {text!r}: {fraction!r} is not a fraction. Give a number above 0 and up to 1, as in @0.5."
+        )
     return value
 
 
 def _read_layers(text: str, what: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", what):
-        raise ConfigError(f"--settings {text!r}: {what!r} is no number of layers. Give a whole number from 1.")
+        raise ConfigError(f"--settings {text!r}: {what!r} is not a number of layers. Give a whole number from 1.")
     return int(what)

@@ -51,7 +51,7 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-layer 4", r"x\.sh: --num-layer is not a flag that this version knows. Did you mean --num-layers\?"),
+        ("--num-layer 4", r"x\.sh: --num-layer is an unknown flag. Did you mean --num-layers\?"),
         ("stray", "'stray' stands where a flag should"),
         ("--num-layers four", r"x\.sh: --num-layers 'four' is not a whole number. Give one, as in 4"),
         ("--num-layers 0", "--num-layers 0 is below 1. Give 1 or more"),

@@ -13,7 +13,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--offload-modules",
-        {"nargs": "*", "default": [], "metavar": "TAG", "help": "modules whose saved tensors leave, or auto"},
+        {"nargs": "*", "default": [], "metavar": "TAG", "help": "tags to offload, or auto"},
     ),
     (
         "--min-offloaded-tensor-size",
@@ -24,12 +24,12 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "action": argparse.BooleanOptionalAction,
             "default": False,
-            "help": "offload experts behind the launch of the next CUDA graph",
+            "help": "offload once the next CUDA graph is launched",
         },
     ),
     (
         "--delta-offload-bytes-across-pp-ranks",
-        {"type": whole_number, "default": None, "metavar": "BYTES", "help": "each pipeline rank offloads less by this (0)"},
+        {"type": whole_number, "default": None, "metavar": "BYTES", "help": "less offload on each next pipeline rank (0)"},
     ),
     (
         "--activation-offload-fraction",
@@ -38,16 +38,16 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
     (
         "--offload-memory-budget",
-        {"default": None, "metavar": "SIZE", "help": "device memory that --offload-modules auto plans for, as in 60GiB"},
+        {"default": None, "metavar": "SIZE", "help": "GPU memory that --offload-modules auto plans for, as in 60GiB"},
     ),
     ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
     (
         "--offload-window",
-        {"default": None, "metavar": "SIZE", "help": "most bytes on their way to the host before compute waits (1GiB)"},
+        {"default": None, "metavar": "SIZE", "help": "bytes in flight to the host before compute waits (1GiB)"},
     ),
     (
         "--offload-prefetch",
-        {"default": None, "metavar": "SIZE", "help": "most bytes back before backward asks for them (512MiB)"},
+        {"default": None, "metavar": "SIZE", "help": "bytes back on the GPU before backward asks for them (512MiB)"},
     ),
 )
 """Each flag, and what argparse needs to know of it."""

@@ -53,26 +53,26 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
     with pytest.raises(ConfigError) as caught:
         parse_setting("budget:1MiB").list_flags()
     assert str(caught.value) == (
-        "budget:1.00MiB needs a plan, and has none here. Give a plan file, as in plan:plan.json, or use fgoffload bench "
+        "budget:1.00MiB needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench "
         "--budgets, which makes one."
     )
     with pytest.raises(ConfigError, match=r"budget:1\.00MiB needs a plan"):
         check_plans([BASELINE, parse_setting("plan:x.json"), parse_setting("budget:1MiB")])
-    with pytest.raises(ConfigError, match=r"no setting\. Measure one with fgoffload bench --profile\."):
+    with pytest.raises(ConfigError, match=r"not a setting\. Measure one with fgoffload bench --profile\."):
         PROFILE.list_flags()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("megatrom:core_attn", "'megatrom:core_attn' is no setting"),
+        ("megatrom:core_attn", "'megatrom:core_attn' is not a setting"),
         ("recompute", "--settings 'recompute' lacks what runs again, as in recompute:full. Add it."),
         ("te-layers", "lacks a number of layers"),
         ("plan", "lacks a plan file, as in plan:plan.json"),
         ("baseline:much", "baseline takes no modules. Give it alone."),
-        ("ours:expert_fc1@0", "'0' is no part. Give a number above 0 and up to 1"),
+        ("ours:expert_fc1@0", "'0' is not a fraction. Give a number above 0 and up to 1"),
         ("baseline~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
-        ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is no setting"),
+        ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
         ("budget:18.9PB", "--settings budget:18.9PB: '18.9PB' is not a size"),

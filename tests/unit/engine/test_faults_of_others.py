@@ -282,7 +282,7 @@ def test_fault_18_a_tag_without_effect_is_refused():
         with region.saving():
             output = (leaf(1024, 1024) * 2).sin()
         region.end(output)
-        with pytest.raises(IntegrationError, match="'moe_act' has no site in this model on any rank, so it does nothing"):
+        with pytest.raises(IntegrationError, match="'moe_act' has no site in this model on any rank, so it has no effect"):
             offload.finish_step()
     finally:
         offload.remove()

@@ -58,7 +58,7 @@ def test_a_parser_without_a_minimum_size_does_not_get_it():
 def test_tags_of_ours_alone_leave_megatrons_flag_off():
     found = find(tags=("router",))
     assert (found.switch, found.tags, found.flags) == (Switch.NOTHING, (), ())
-    assert str(found) == "Megatron's own call sites stay off: it knows none of these tags."
+    assert str(found) == "Megatron's own call sites stay off: it has none of these tags."
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
 
 def test_a_fraction_that_keeps_all_is_said():
     (remark,) = take_own_flags([*ON, "--activation-offload-fraction", "0"]).remarks
-    assert "keeps all sites on the device" in remark
+    assert "keeps all sites on the GPU" in remark
 
 
 @pytest.mark.parametrize(

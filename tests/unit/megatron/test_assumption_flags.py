@@ -81,7 +81,7 @@ def test_flags_that_megatron_refuses_are_refused(flags, message):
 def test_another_optimizer_is_counted_as_adam_and_that_is_said(caplog):
     assert read_state("--bf16 --optimizer adam") == read_state("--bf16 --optimizer muon") == (4, 4, 8)
     assert [record.message for record in caplog.records] == [
-        "--optimizer muon is counted with the states of adam: what it keeps is not known here."
+        "--optimizer muon is counted with Adam's states, since its own are unknown."
     ]
 
 

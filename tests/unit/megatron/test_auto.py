@@ -169,7 +169,7 @@ def test_larger_steps_are_planned_before_they_run(caplog):
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             lambda static: 2**40,
             IntegrationError,
-            "--offload-modules auto chooses what runs again, layer by layer",
+            "--offload-modules auto chooses recompute layer by layer",
         ),
     ],
     ids=["below static", "too small", "recompute flags"],
@@ -244,7 +244,7 @@ def test_after_three_plans_the_last_one_is_kept_with_a_warning(run_counted):
     found, _, lines = run_counted([20_000, 40_000, 60_000, 80_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
-    assert "after 3 plans: the last one stays. Give a budget that much smaller." in lines[2][1]
+    assert "after 3 plans: keeping the last. Give a budget that much smaller." in lines[2][1]
 
 
 def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monkeypatch):
@@ -269,7 +269,7 @@ def test_all_processes_are_told_why_the_first_could_not_plan(monkeypatch):
     sent = []
     monkeypatch.setattr(solver, "solve", solve)
     monkeypatch.setattr(auto, "broadcast", lambda found: sent.append(found) or found)
-    with pytest.raises(PlanError, match="the first process could not plan: ValueError: bounds cross") as raised:
+    with pytest.raises(PlanError, match="rank 0 could not plan: ValueError: bounds cross") as raised:
         run(MIXED, make_auto(2**40), steps=2)
     assert sent == [str(raised.value)]
 
@@ -307,7 +307,7 @@ def run_beside_host(monkeypatch, run_counted, caplog):
         found, _, _ = run_counted(
             list(beyond), steps=steps, on_trainer=lambda trainer: seen.append(trainer.integration.measurement)
         )
-        return found, [record.message for record in caplog.records if "stays" in record.message]
+        return found, [record.message for record in caplog.records if re.search("stays|keeping", record.message)]
 
     return run_it
 
@@ -327,8 +327,8 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"beyond": (0, 10**9)}, "a step by the plan of step 6 took"),
-        ({"second": ValueError("bounds cross")}, "the plan of the first step stays: .*could not plan: ValueError: bounds"),
+        ({"beyond": (0, 10**9)}, "a step with the plan of step 6 took"),
+        ({"second": ValueError("bounds cross")}, "keeping the plan of the first step: .*could not plan: ValueError: bounds"),
     ],
     ids=["above the budget", "no plan"],
 )

@@ -21,7 +21,7 @@ def check(tags, values, **options):
         (("mlp_norm",), TE | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "'mlp_norm' and --cuda-graph-impl transformer"),
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "beside local graphs experts alone"),
         (("expert_fc1",), LOCAL | EXPERTS | {"cuda_graph_modules": []}, "local graphs hold no copy"),
-        (("core_attn",), FULL | EXPERTS, "dropless routing has the host wait for the token counts"),
+        (("core_attn",), FULL | EXPERTS, "dropless routing synchronizes on the token counts"),
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
     ],
 )
@@ -31,7 +31,7 @@ def test_what_a_capture_cannot_hold_is_refused(tags, values, reason):
 
 
 def test_auto_is_refused_with_graphs():
-    with pytest.raises(ConfigError, match="auto measures the modules of eager steps, and --cuda-graph-impl local"):
+    with pytest.raises(ConfigError, match="auto measures modules in eager steps, but --cuda-graph-impl local"):
         check(("auto",), LOCAL, offload_memory_budget_bytes=1 << 30)
 
 
@@ -60,5 +60,5 @@ def test_a_delay_without_graphs_of_layers_is_one_warning(caplog, values, impl):
 def test_a_plan_recomputes_nothing_that_is_captured():
     attention = TE | EXPERTS | {"cuda_graph_modules": ["attn"]}
     check_recompute(["moe_act"], attention, layer=3, is_moe=True)
-    with pytest.raises(PlanError, match=r"recomputes layers\.3\.core_attn, and --cuda-graph-impl transformer_engine captures"):
+    with pytest.raises(PlanError, match=r"recomputes layers\.3\.core_attn, but --cuda-graph-impl transformer_engine captures"):
         check_recompute(["moe_act", "core_attn"], attention, layer=3, is_moe=True)

@@ -107,5 +107,5 @@ def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_co
     if when == "later":
         assert function() is first
         event.has_passed = True
-    with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, and its forward \[3, 5\]"):
+    with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, its forward \[3, 5\]"):
         function()

@@ -80,7 +80,7 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
     path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
     with (
         make_trainer(MOE, make_config("core_attn", offload_plan=path)) as trainer,
-        pytest.raises(PlanError, match=r"names layers\.9\.core_attn in chunk 0, and no rank has such a site") as caught,
+        pytest.raises(PlanError, match=r"names layers\.9\.core_attn in chunk 0, but no rank has such a site") as caught,
     ):
         trainer.run_step()
     assert str(caught.value).startswith(f"--offload-plan {path}: The plan names ")

@@ -33,11 +33,11 @@ def read_from_elsewhere(flags, **fields):
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        ("--hidden-size 128", {}, "--hidden-size says what the configuration of elsewhere says. Leave it out."),
-        ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is about experts, and elsewhere has none"),
+        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Leave it out."),
+        ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but elsewhere has none"),
         ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, whose gate is that of"),
         ("--ep 3", {}, "config.json: --expert-model-parallel-size 3 does not divide num_experts 8"),
-        ("--pipeline-size 2", {}, "config.json: --pipeline-size is not a flag"),
+        ("--pipeline-size 2", {}, "config.json: --pipeline-size is an unknown flag"),
         ("--tp 2 --etp 1 --no-sequence-parallel", {}, "--tensor-model-parallel-size 2 without --sequence-parallel"),
     ],
 )
@@ -49,11 +49,11 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
 @pytest.mark.parametrize(
     ("flags", "fields", "warnings"),
     [
-        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is taken, which Megatron needs for experts."]),
+        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is assumed, which Megatron needs for experts."]),
         (
             "--tp 2",
             {"experts": None, "ffn_hidden_size": 512},
-            ["config.json: --sequence-parallel is taken, as is usual; --no-sequence-parallel is without."],
+            ["config.json: --sequence-parallel is assumed, as is usual; give --no-sequence-parallel to switch it off."],
         ),
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],

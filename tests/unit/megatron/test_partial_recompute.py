@@ -68,7 +68,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
     with support, Patches() as patches:
         run_again(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
-        with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', and a forward of Skips did not call its linear_fc2"):
+        with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', but a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
         assert torch.is_grad_enabled()
         with torch.no_grad():

@@ -81,7 +81,7 @@ def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(
     with make_trainer(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096)) as trainer:
         torch.use_deterministic_algorithms(mode=False)
         trainer.run_step()
-    assert "--offload-modules moe_combine moved nothing in the first step" in caplog.text
+    assert "--offload-modules moe_combine offloaded nothing in the first step" in caplog.text
 
 
 def test_a_fraction_is_of_all_sites_of_a_chunk_the_layers_of_multi_token_prediction_among_them():

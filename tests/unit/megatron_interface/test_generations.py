@@ -79,7 +79,7 @@ def test_a_missing_method_is_named_with_both_generations_and_nothing_is_replaced
 
 @pytest.mark.parametrize("interface", [None, object()])
 def test_a_missing_class_is_named_with_both_generations(interface):
-    with installed(interface), pytest.raises(IntegrationError, match=re.escape(f"{PATH} is no class in")) as caught:
+    with installed(interface), pytest.raises(IntegrationError, match=re.escape(f"{PATH} is not a class in")) as caught:
         megatron.apply(make_config("core_attn"))
     assert SUPPORTED in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_a_method_that_nobody_knows_is_refused_when_it_is_called():
     interface.compress = staticmethod(lambda tensor: tensor)
     with installed(interface):
         offload = megatron.apply(make_config("core_attn"))
-        with pytest.raises(IntegrationError, match=re.escape(f"{PATH}.compress is called, and this version does not know")):
+        with pytest.raises(IntegrationError, match=re.escape(f"{PATH}.compress is called, which this version does not")):
             interface.compress(torch.ones(1))
         offload.remove()
         assert interface.compress(1) == 1

@@ -74,7 +74,7 @@ def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collec
     # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
     for site, (has_site,) in zip(planned, agree([(int(is_known),) for is_known in known]), strict=True):
         if not has_site:
-            raise PlanError(f"The plan names {site} in chunk {site.chunk}, and no rank has such a site. Plan for this model.")
+            raise PlanError(f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Plan for this model.")
 
 
 def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
@@ -87,25 +87,25 @@ def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: C
     for tag, report in zip(selected, (_TagReport(*row) for row in rows), strict=True):
         if not report.sites and report.fused:
             logger.warning(
-                "--offload-modules %s moved nothing: the module is fused into the linear after it, which saves its input. "
-                "Select the linear's tag for these bytes.",
+                "--offload-modules %s offloaded nothing: the module is fused into the next linear, which saves its input. "
+                "Select the linear's tag.",
                 tag,
             )
         elif not report.sites:
             raise IntegrationError(
-                f"--offload-modules {tag!r} has no site in this model on any rank, so it does nothing. Leave it out, or "
-                "choose a layer implementation that has the module."
+                f"--offload-modules {tag!r} has no site in this model on any rank, so it has no effect. Leave it out, or "
+                "choose a layer implementation with that module."
             )
         elif report.planned and not report.saved_tensors:
             raise IntegrationError(
-                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it does nothing. Full recompute, "
-                "or recompute of the module, takes its tensors first, and behind frozen parameters nothing is saved: leave "
-                "the tag out, or recompute less."
+                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Full recompute "
+                "or recompute of the module drops its tensors, and frozen parameters save none. Leave the tag out, or "
+                "recompute less."
             )
         elif report.planned and not report.moved_bytes:
             stats = step.tags.get(tag)
             logger.warning(
-                "--offload-modules %s moved nothing in the first step. What stayed, and why: %s",
+                "--offload-modules %s offloaded nothing in the first step. Kept on the GPU, and why: %s",
                 tag,
                 ", ".join(f"{format_bytes(n)} {why}" for why, n in stats.kept_bytes.items()) if stats else "another rank knows",
             )

@@ -289,8 +289,8 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     """
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
-            "--cpu-offloading-num-layers offloads whole layers of this model, and activation offload its modules: both would "
-            "move the same tensors. Leave one of them out."
+            "--cpu-offloading-num-layers offloads whole layers, and activation offload their modules: both would move the "
+            "same tensors. Leave one of them out."
         )
     if offload.actions.plan is not None:
         with naming_plan_file(offload.config.offload_plan):
@@ -298,23 +298,23 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     granularity = getattr(config, "recompute_granularity", None)
     if granularity is not None and offload.measurement is not None:
         raise IntegrationError(
-            f"--offload-modules auto chooses what runs again, layer by layer, and --recompute-granularity {granularity} does "
-            "so for all layers alike. Leave Megatron's recompute flags out."
+            f"--offload-modules auto chooses recompute layer by layer, but --recompute-granularity {granularity} sets it for "
+            "all layers. Leave Megatron's recompute flags out."
         )
     if offload.measurement is not None and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise IntegrationError(
-            "--overlap-moe-expert-parallel-comm runs the pieces of two microbatches in turns, and --offload-modules auto "
-            "measures layer by layer. Leave one of them out, or give the tags or a plan."
+            "--overlap-moe-expert-parallel-comm interleaves two microbatches, but --offload-modules auto measures layer by "
+            "layer. Leave one of them out, or give the tags or a plan."
         )
     if offload.actions.recomputes and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise IntegrationError(
-            "--overlap-moe-expert-parallel-comm runs the pieces of layers by itself, past the places where a plan lets modules "
-            "run again. Leave it out, or give a plan that only keeps and offloads."
+            "--overlap-moe-expert-parallel-comm runs the pieces of layers by itself, so a plan cannot recompute modules. "
+            "Leave it out, or give a plan that only keeps and offloads."
         )
     if granularity is not None and offload.actions.recomputes:
         raise IntegrationError(
-            f"The plan recomputes modules of single layers, and --recompute-granularity {granularity} those of all layers "
-            "alike. Leave Megatron's recompute flags out: the plan says all."
+            f"The plan recomputes modules of single layers, but --recompute-granularity {granularity} those of all layers. "
+            "Leave Megatron's recompute flags out."
         )
     # As the commands do before Megatron starts; who calls `apply` has no other start.
     check_selective(offload.config, vars(config))
@@ -341,6 +341,6 @@ def _check_linears(block: Any) -> None:
         is_own = type(module) in (linears.ColumnParallelLinear, linears.RowParallelLinear)
         if is_own and getattr(module, "gradient_accumulation_fusion", False):
             raise IntegrationError(
-                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload cannot work "
-                "with it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
+                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload does not "
+                "support it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
             )

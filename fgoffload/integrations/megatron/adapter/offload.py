@@ -350,7 +350,7 @@ class MegatronOffload:
                 raise
             # A batch that grows in the middle of a run: the step may fit, and to end the run here would lose it for certain.
             if call.microbatches > self._most_warned_of:
-                logger.warning("%s It goes on, and may take more memory than the budget.", error)
+                logger.warning("%s The training goes on, and may exceed the memory budget.", error)
             self._most_warned_of = max(call.microbatches, self._most_warned_of)
 
     def use_plan(self, plan: OffloadPlan) -> None:

@@ -175,25 +175,26 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
         if unit is None or name not in layer.units:
             possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
-                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot run again by itself, as it is "
-                f"built, quantized and spread over ranks. It can: {possible}. Recompute one of those, or leave it out."
+                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot recompute with its "
+                f"implementation, quantization and parallel sizes. It can recompute: {possible}. Choose one of those, or "
+                "leave it out."
             )
         for tag in unit.covers:
             if planned.get(tag, Action.KEEP).offloads:
                 raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which saves "
-                    "nothing then. Keep one of them out of the plan."
+                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which then "
+                    "saves nothing. Leave one of them out of the plan."
                 )
             if tag not in (name, *unit.excludes) and planned.get(tag, Action.KEEP).recomputes:
                 raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of it. "
-                    "Keep one of them out of the plan."
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of "
+                    "it. Leave one of them out of the plan."
                 )
         for other in unit.excludes:
             if planned.get(other, Action.KEEP).recomputes:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
-                    "run again by themselves. Keep one of them out of the plan."
+                    "be recomputed. Leave one of them out of the plan."
                 )
 
 
@@ -218,5 +219,5 @@ def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, .
     config.tags.check(planned, flag="--offload-plan")
     others = [tag for tag in config.offload_modules if tag not in planned]
     if others:
-        logger.info("--offload-plan %s decides what leaves: nothing of %s does", config.offload_plan, " ".join(others))
+        logger.info("--offload-plan %s decides what is offloaded: nothing of %s", config.offload_plan, " ".join(others))
     return planned

@@ -205,7 +205,7 @@ class AutoOffload(StepMeasurement):
         found = gather(own)
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
-            return failure or OffloadError(f"another process could not measure: {failed}")
+            return failure or OffloadError(f"another rank could not measure: {failed}")
         measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
@@ -263,7 +263,7 @@ class AutoOffload(StepMeasurement):
             except PlanError as error:
                 found, cause = str(error), error
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
-                found, cause = f"the first process could not plan: {type(error).__name__}: {error}", error
+                found, cause = f"rank 0 could not plan: {type(error).__name__}: {error}", error
         planned = broadcast(found)
         if isinstance(planned, str):
             failure = PlanError(planned)
@@ -325,7 +325,7 @@ class AutoOffload(StepMeasurement):
         try:
             staying = ask_first(lambda: measured.find_staying(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes))
         except OffloadError as error:
-            logger.warning("the plan %s stays: no step is measured with all warm. %s", first.planned.origin, error)
+            logger.warning("keeping the plan %s: no warm step is measured. %s", first.planned.origin, error)
             return
         self._rival = first
         self._measure(staying)
@@ -338,11 +338,11 @@ class AutoOffload(StepMeasurement):
         if failure is not None:
             # What the first plan was made of, and what its steps took beyond that, go together.
             self._measured = former
-            words = "the plan %s stays: step %d was measured with all warm, and no plan came of it. %s"
+            words = "keeping the plan %s: step %d was measured warm, but gave no plan. %s"
             logger.warning(words, first.planned.origin, self._steps - 1, failure)
             self._return(first)
         elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
-            logger.info("the plan %s does the same: the first stays", self.planned.origin)
+            logger.info("the plan %s is the same: keeping the first", self.planned.origin)
             self._return(first)
         else:
             self._left_checks = 1
@@ -364,7 +364,7 @@ class AutoOffload(StepMeasurement):
         # Within the budget too: the next plan may use all of it.
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
         if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
-            logger.info("a step by the plan %s took %s: the first stays", planned.origin, format_bytes(peak_bytes))
+            logger.info("a step with the plan %s took %s: keeping the first", planned.origin, format_bytes(peak_bytes))
             self._return(self._rival)
             return
         if peak_bytes <= self._budget_bytes or self._rival is not None:
@@ -373,13 +373,13 @@ class AutoOffload(StepMeasurement):
         above_bytes = peak_bytes - self._budget_bytes
         above = f"a step took {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
         if not self._left_checks:
-            logger.warning("%s, after %d plans: the last one stays. Give a budget that much smaller.", above, MOST_CHECKS)
+            logger.warning("%s, after %d plans: keeping the last. Give a budget that much smaller.", above, MOST_CHECKS)
             return
         logger.info("%s, and %s more than predicted: planning again", above, format_bytes(self._beyond_bytes))
         failure = self._try_to_plan(planned.call)
         if failure is not None:
             self._left_checks = 0
-            logger.warning("%s, and its plan stays: no other one was found. %s", above, failure)
+            logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
         """Return the plan for `call` by the last measurement.

@@ -69,8 +69,8 @@ class PlannedStep:
         offloads = self.plan.count(Action.OFFLOAD) + self.plan.count(Action.RECOMPUTE_AND_OFFLOAD)
         recomputes = self.plan.count(Action.RECOMPUTE) + self.plan.count(Action.RECOMPUTE_AND_OFFLOAD)
         return (
-            f"plan {self.origin} for {self.call}: {offloads} sites are offloaded and {recomputes} units run again; "
-            f"{format_bytes(self.peak_bytes)} at peak of {format_bytes(budget_bytes)}, {format_ms(self.step_s)} a step expected"
+            f"plan {self.origin} for {self.call}: {offloads} sites offloaded, {recomputes} units recomputed; predicted peak "
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(budget_bytes)}, step {format_ms(self.step_s)}"
         )
 
 
@@ -173,8 +173,7 @@ class MeasuredStep:
 
         if (missing_bytes := count_missing(0)) > 0:
             raise PlanError(
-                "Though all leaves that may, a step in which nothing runs again lacks "
-                f"{format_bytes(missing_bytes)} of the budget."
+                f"Even with everything offloaded, a step without recompute exceeds the budget by {format_bytes(missing_bytes)}."
             )
         counts = range(1, max(map(len, ordered)) + 1)
         return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))

@@ -105,7 +105,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     if part:
         logger.warning("--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so that times err low.")
     if (name := values.get("optimizer", "adam")) != "adam":
-        logger.warning("--optimizer %s is counted with the states of adam: what it keeps is not known here.", name)
+        logger.warning("--optimizer %s is counted with Adam's states, since its own are unknown.", name)
     return ParameterState(
         gradient_bytes=gradient_bytes,
         main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),

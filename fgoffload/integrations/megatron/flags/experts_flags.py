@@ -106,7 +106,7 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if chosen is None or groups is None:
         return None
     if not 1 <= chosen <= groups:
-        raise ConfigError(f"--moe-router-num-groups {groups}: of so many groups {chosen} are not chosen. Give 1 to {groups}.")
+        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen of them. Give 1 to {groups}.")
     return chosen, groups
 
 
@@ -135,7 +135,8 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
         changes["has_pre_softmax"] = False  # it has no effect there
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
-            "--moe-router-dtype fp64: what the router saves is only known for fp32. Give --moe-router-dtype fp32."
+            "--moe-router-dtype fp64 is not supported: the router's saved bytes are only known for fp32. Give "
+            "--moe-router-dtype fp32."
         )
     if "moe_router_dtype" in values:
         changes["dtype_bytes"] = 4
@@ -160,12 +161,15 @@ def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "s
     coefficients: list[float] = values["moe_aux_loss_coeff"]
     kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")
     if kind == "global_aux_loss":
-        logger.warning("--moe-router-load-balancing-type global_aux_loss counts as aux_loss: what it saves is not known here.")
+        logger.warning(
+            "--moe-router-load-balancing-type global_aux_loss is counted as aux_loss, since its saved bytes are unknown."
+        )
         return "aux_loss"
     known: tuple[Literal["none", "aux_loss", "seq_aux_loss"], ...] = ("none", "aux_loss", "seq_aux_loss")
     for one in known:
         if kind == one:
             return one
     raise ConfigError(
-        f"--moe-router-load-balancing-type {kind}: what its router saves is not known here. Give one of: {', '.join(known)}."
+        f"--moe-router-load-balancing-type {kind} is not supported: its router's saved bytes are unknown. Give one of: "
+        f"{', '.join(known)}."
     )

@@ -168,7 +168,7 @@ class FlagParser(argparse.ArgumentParser):
             rest = f"{rest}. Give it after the flag, as in {flag.partition('/')[0]} VALUE."
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
-            flag, rest = flag.partition("/")[0], f"takes no value, and has {rest.removeprefix(prefix)}. Leave it out."
+            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Leave it out."
         raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
 
     def _refuse_unknown(self, word: str) -> NoReturn:
@@ -177,7 +177,7 @@ class FlagParser(argparse.ArgumentParser):
             raise ConfigError(f"{self.source}: {word!r} stands where a flag should. Flags begin with --.")
         nearest = self.find_nearest(flag)
         hint = "Leave it out." if nearest is None else f"Did you mean {nearest}?"
-        raise ConfigError(f"{self.source}: {flag} is not a flag that this version knows. {hint}")
+        raise ConfigError(f"{self.source}: {flag} is an unknown flag. {hint}")
 
 
 def _split_at_flags(words: Sequence[str]) -> Iterator[list[str]]:

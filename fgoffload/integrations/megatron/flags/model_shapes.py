@@ -130,7 +130,7 @@ def read_model(
         check_num_layers(values["num_layers"])
         if "num_experts" in values and values.get("tensor_model_parallel_size", 1) > 1 and "sequence_parallel" not in values:
             values["sequence_parallel"] = True
-            logger.warning("%s: --sequence-parallel is taken, which Megatron needs for experts.", source)
+            logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
         list_chunks(model, parallelism)  # which refuses what ranks cannot share
@@ -172,8 +172,10 @@ def read_parallelism(
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
     if takes_sequence_parallel:
-        reason = "which Megatron needs for experts" if model.experts else "as is usual; --no-sequence-parallel is without"
-        logger.warning("%s: --sequence-parallel is taken, %s.", source, reason)
+        reason = (
+            "which Megatron needs for experts" if model.experts else "as is usual; give --no-sequence-parallel to switch it off"
+        )
+        logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
     if "global_batch_size" not in values:
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
@@ -213,7 +215,7 @@ def _find_num_gpus(path: Path) -> int | None:
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     word = read_script(text, source=str(path)).variables.find("NUM_GPUS")
     if word and not word.isdecimal():
-        raise ConfigError(f"{path}: NUM_GPUS={word} is no whole number. Give one, as in NUM_GPUS=1024.")
+        raise ConfigError(f"{path}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
     return int(word) if word else None
 
 
@@ -245,7 +247,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     latent = _make_latent(values)
     if values.get("quick_geglu") and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
-            "--no-bias-swiglu-fusion with --quick-geglu: what that activation saves without fusion is not known here. "
+            "--no-bias-swiglu-fusion with --quick-geglu: the saved bytes of that activation without fusion are unknown. "
             "Leave --no-bias-swiglu-fusion out, or give --swiglu."
         )
     model = ModelShape(
@@ -282,9 +284,9 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
     known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
     for name in values:
         if name not in known:
-            raise ConfigError(f"{to_flag(name)} says what the configuration of {model.name} says. Leave it out.")
+            raise ConfigError(f"{to_flag(name)} is set by the configuration of {model.name}. Leave it out.")
         if name in EXPERTS_FLAGS and model.experts is None:
-            raise ConfigError(f"{to_flag(name)} is about experts, and {model.name} has none. Leave it out.")
+            raise ConfigError(f"{to_flag(name)} is for experts, but {model.name} has none. Leave it out.")
     if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
             f"--no-bias-swiglu-fusion with {model.name}, whose gate is that of --quick-geglu: what that activation saves "
@@ -304,7 +306,7 @@ def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
         changes["has_fused_activation"] = values["bias_swiglu_fusion"]
     if "hidden_dropout" in values:
         if not 0 <= values["hidden_dropout"] <= 1:
-            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is no part. Give a number from 0 to 1.")
+            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is not a probability. Give a number from 0 to 1.")
         changes["has_hidden_dropout"] = values["hidden_dropout"] > 0
     if "fp8_format" in values:
         changes["fp8_recipe"] = values.get("fp8_recipe", "delayed")
@@ -336,8 +338,8 @@ def _find_kv_channels(values: Mapping[str, Any]) -> int:
     # A number of heads below 1 is the model's to refuse.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
-            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, among which it is shared. Give "
-            "one that is, or the channels of a head with --kv-channels."
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, which share it. Give one that "
+            "is, or set the channels of a head with --kv-channels."
         )
     return int(values.get("kv_channels", hidden_size // max(1, heads)))
 
@@ -349,8 +351,8 @@ def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dens
         return 0
     if is_gated:
         raise ConfigError(
-            "--ffn-hidden-size is missing, and Megatron-LM and Megatron-Core take different ones for a gated MLP. "
-            f"Give it, as in --ffn-hidden-size {4 * values['hidden_size']}."
+            "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different defaults for a gated MLP. Give it, "
+            f"as in --ffn-hidden-size {4 * values['hidden_size']}."
         )
     return 4 * int(values["hidden_size"])
 

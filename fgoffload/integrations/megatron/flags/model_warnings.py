@@ -39,38 +39,38 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
     """
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
         logger.warning(
-            "%s: without --moe-token-dispatcher-type a plan takes alltoall; Megatron's default, allgather, is not covered.",
+            "%s: without --moe-token-dispatcher-type a plan assumes alltoall; Megatron's default, allgather, is not modelled.",
             source,
         )
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
         logger.warning(
-            "%s: without --moe-grouped-gemm a plan takes grouped experts. Others save other tensors, which a profile alone "
-            "knows, and Megatron recomputes no moe_act in them.",
+            "%s: without --moe-grouped-gemm a plan assumes grouped experts. Others save other tensors, which only a profile "
+            "knows, and Megatron does not recompute moe_act in them.",
             source,
         )
     if values.get("transformer_impl", _COVERED_LAYERS) != _COVERED_LAYERS:
         logger.warning(
-            "%s: --transformer-impl %s saves other tensors than Transformer Engine's layers, which a plan takes: a profile "
-            "alone knows them.",
+            "%s: --transformer-impl %s saves other tensors than Transformer Engine's layers, which a plan assumes. Only a "
+            "profile knows them.",
             source,
             values["transformer_impl"],
         )
     if read_graphs(values).impl != NO_GRAPHS:
         logger.warning(
-            "%s: a plan does not count what pools of CUDA graphs hold beyond tensors that are in use: a step reserves more.",
+            "%s: a plan does not count the unused memory in CUDA graph pools, so a step reserves more.",
             source,
         )
     if values.get("attention_backend") in _KEEPING_SCORES:
         logger.warning(
-            "%s: --attention-backend %s saves the scores of each pair of tokens, which a profile alone knows. A plan takes "
-            "fused attention, which saves none.",
+            "%s: --attention-backend %s saves the attention scores, which only a profile knows. A plan assumes fused "
+            "attention, which saves none.",
             source,
             values["attention_backend"],
         )
     if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
         logger.warning(
-            "%s: without --global-batch-size a step is 1 microbatch, as in Megatron, which fills no pipeline. "
-            "Give it, as in --global-batch-size %d.",
+            "%s: without --global-batch-size a step is 1 microbatch, as in Megatron, too few for a pipeline. Give it, as in "
+            "--global-batch-size %d.",
             source,
             MICROBATCHES_OF_A_CHUNK
             * parallelism.pipeline_parallel_size
@@ -86,9 +86,7 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
     size = _TOKENIZERS.get(kind, _LARGE_VOCAB_SIZE)
-    logger.warning(
-        "%s: without --vocab-size a plan takes %d tokens, as of %s. Give it if yours has others.", source, size, kind
-    )
+    logger.warning("%s: without --vocab-size a plan assumes %d tokens, as in %s. Give it if yours differs.", source, size, kind)
     return size
 
 
@@ -102,7 +100,7 @@ def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
     if len(unknown) > _MOST_SHOWN:
         unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
     if unknown:
-        logger.warning("%s: a plan does not know %s, and is made without.", source, ", ".join(unknown))
+        logger.warning("%s: a plan does not know %s and ignores it.", source, ", ".join(unknown))
 
 
 def _show_with_nearest(flag: str, parser: FlagParser) -> str:

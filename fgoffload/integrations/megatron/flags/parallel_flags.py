@@ -96,8 +96,8 @@ def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
     """Return why both flags of the virtual pipeline are refused."""
     flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
     return (
-        f"{' and '.join(flags)} (--vp) both say how many chunks a pipeline rank has. Give one of them; in place of one in a "
-        "file, the same flag with another number."
+        f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Give one of them; to override a file, use the "
+        "file's flag."
     )
 
 

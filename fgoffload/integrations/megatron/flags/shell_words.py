@@ -319,8 +319,8 @@ class Variables:
         self._size += sum(map(len, texts)) + len(texts)
         if self._size > _LARGEST_EXPANSION:
             raise ConfigError(
-                f"{self._source}, line {self._line}: variables come to more than {_LARGEST_EXPANSION} characters. Write out "
-                "what they hold."
+                f"{self._source}, line {self._line}: variables expand to more than {_LARGEST_EXPANSION} characters. Write out "
+                "their values."
             )
         return texts
 

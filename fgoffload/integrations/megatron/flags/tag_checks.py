@@ -62,8 +62,8 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(
-                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves what experts save "
-                "to pages of its own as soon as autograd saves it, so nothing is left to offload. Leave one of them out."
+                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves the experts' saved "
+                "tensors to its own pages, so nothing is left to offload. Leave one of them out."
             )
 
 
@@ -75,13 +75,13 @@ def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) ->
     for name in offload.offload_modules:
         if name == "layer_input" and not is_full:
             yield (
-                "--offload-modules 'layer_input' is what full recompute keeps, and nothing saves it without: give "
-                "--recompute-granularity full with it, or leave it out."
+                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full with "
+                "it, or leave it out."
             )
         elif name != "layer_input" and is_uniform and name in offload.tags:
             yield (
-                f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer runs again as a "
-                "whole and saves its input alone. Give layer_input in its place, or --recompute-method block."
+                f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
+                "a whole and only saves its input. Give layer_input in its place, or --recompute-method block."
             )
 
 
@@ -91,14 +91,11 @@ def _list_model_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Ite
     experts = values.get("num_moe_experts")
     for name in offload.offload_modules:
         if name in _EXPERT_TAGS and not experts:
-            yield (
-                f"--offload-modules {name!r} is of layers with experts, and this model has none: give --num-experts, or leave "
-                "it out."
-            )
+            yield (f"--offload-modules {name!r} needs experts, and this model has none. Give --num-experts, or leave it out.")
         elif name == "shared_expert" and not values.get("moe_shared_expert_intermediate_size"):
             yield (
-                "--offload-modules 'shared_expert' is of shared experts, and this model has none: give "
-                "--moe-shared-expert-intermediate-size or leave it out."
+                "--offload-modules 'shared_expert' needs shared experts, and this model has none. Give "
+                "--moe-shared-expert-intermediate-size, or leave it out."
             )
         elif name in _DENSE_TAGS and experts and not has_dense_layers(values):
-            yield f"--offload-modules {name!r} is of dense layers, and all layers of this model have experts: leave it out."
+            yield f"--offload-modules {name!r} needs dense layers, and all layers of this model have experts. Leave it out."

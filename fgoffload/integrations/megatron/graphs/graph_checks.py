@@ -46,8 +46,9 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
     for unit in units:
         if unit in captured:
             raise PlanError(
-                f"The plan recomputes layers.{layer}.{unit}, and --cuda-graph-impl {impl} captures it: no graph runs a module "
-                "again for a plan. Plan with the graph flags, or give --recompute-modules, which Megatron captures itself."
+                f"The plan recomputes layers.{layer}.{unit}, but --cuda-graph-impl {impl} captures it, and a plan cannot "
+                "recompute inside a graph. Plan with the graph flags, or give --recompute-modules, which Megatron captures "
+                "itself."
             )
 
 
@@ -57,7 +58,7 @@ def _list_faults(
     flag = f"--cuda-graph-impl {impl}"
     if offload.is_auto:
         yield (
-            f"--offload-modules auto measures the modules of eager steps, and {flag} replays graphs without them. Make a plan "
+            f"--offload-modules auto measures modules in eager steps, but {flag} replays graphs without them. Make a plan "
             "with fgoffload plan, or name the modules."
         )
     has_experts = bool(values.get("num_moe_experts"))
@@ -93,8 +94,8 @@ def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
     is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
     if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
         yield (
-            f"--cuda-graph-impl {impl}: dropless routing has the host wait for the token counts, which no capture can hold. "
-            "Give --moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
+            f"--cuda-graph-impl {impl}: dropless routing synchronizes on the token counts, which a graph cannot capture. Give "
+            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
         )
 
 

@@ -141,7 +141,7 @@ class _RemovedGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
-            "This CUDA graph was captured with activation offload, which was removed since: what its backward reads is gone. "
+            "This CUDA graph was captured with activation offload, which was removed since: its saved tensors are gone. "
             "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
         )
 

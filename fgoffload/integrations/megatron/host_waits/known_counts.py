@@ -68,9 +68,7 @@ class _Run:
             self.counts.append(count)
             return count
         if self.position == len(self.counts):
-            raise StateError(
-                "What ran again in backward dispatched more tokens than its forward: the model changed in between."
-            )
+            raise StateError("A recompute dispatched more tokens than its forward: the model changed in between.")
         known = self.counts[self.position]
         self.position += 1
         self.asked.append((known, count))
@@ -190,7 +188,7 @@ def _check_alike(known: Any, own: Any) -> None:
     before, again = torch.as_tensor(known), torch.as_tensor(own)
     if not torch.equal(before, again):
         raise StateError(
-            f"What a plan, or Megatron's recompute, ran again in backward sent {again.tolist()} tokens to its experts or "
-            f"ranks, and its forward {before.tolist()}: the router chose otherwise the second time, and gradients are wrong "
-            "since. Let its kernels be deterministic, or leave 'moe' and 'layer' out of what runs again."
+            f"A recompute sent {again.tolist()} tokens to its experts or ranks, its forward {before.tolist()}: the router "
+            "chose otherwise the second time, so gradients are wrong. Use deterministic router kernels, or do not recompute "
+            "'moe' and 'layer'."
         )

@@ -34,13 +34,13 @@ class Generation:
             if name not in vars(interface):
                 raise IntegrationError(
                     f"{INTERFACE_PATH}.{name} does not exist in Megatron-Core {get_version()}, whose groups end by "
-                    f"{self.end_of_group}, and activation offload has to replace it. Supported: {SUPPORTED}."
+                    f"{self.end_of_group}, but activation offload must replace it. Supported: {SUPPORTED}."
                 )
             unknown = _get_parameters(vars(interface)[name]) - _get_parameters(method)
             if unknown and name not in _CONTEXT_METHODS:
                 raise IntegrationError(
                     f"{INTERFACE_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, which this "
-                    f"version does not know. Supported: {SUPPORTED}."
+                    f"version does not support. Supported: {SUPPORTED}."
                 )
 
 
@@ -63,12 +63,12 @@ def find_interface() -> type:
         interface = getattr(load_module(module_name), class_name, None)
     except IntegrationError as error:
         raise IntegrationError(
-            f"{module_name} does not exist in Megatron-Core {get_version()}, and activation offload replaces methods in it "
+            f"{module_name} does not exist in Megatron-Core {get_version()}, but activation offload replaces methods in it "
             f"({error}). Supported: {SUPPORTED}."
         ) from error
     if not isinstance(interface, type):
         raise IntegrationError(
-            f"{INTERFACE_PATH} is no class in Megatron-Core {get_version()}, and activation offload replaces its methods. "
+            f"{INTERFACE_PATH} is not a class in Megatron-Core {get_version()}, but activation offload replaces its methods. "
             f"Supported: {SUPPORTED}."
         )
     return interface

@@ -17,7 +17,7 @@ def refuse_unknown(name: str) -> Callable[..., NoReturn]:
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise IntegrationError(
-            f"{INTERFACE_PATH}.{name} is called, and this version does not know what it is for. Supported: {SUPPORTED}."
+            f"{INTERFACE_PATH}.{name} is called, which this version does not support. Supported: {SUPPORTED}."
         )
 
     return refuse

@@ -43,7 +43,7 @@ class CallSites:
     def __str__(self) -> str:
         """Return a sentence for the one who started the script."""
         if self.switch is Switch.NOTHING:
-            return "Megatron's own call sites stay off: it knows none of these tags."
+            return "Megatron's own call sites stay off: it has none of these tags."
         by = "flags" if self.switch is Switch.FLAGS else f"config, and the script does not get its flags, {self.reason}"
         return f"Megatron's own call sites for {' '.join(self.tags)} are on by its {by}."
 

@@ -53,6 +53,6 @@ def _find_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[st
     """Yield what among the flags `given` changes nothing, and why."""
     is_switched = any(flag.endswith(SWITCH[2:]) for flag in given)
     if offload is None and given and not is_switched:
-        yield f"{' '.join(sorted(given))} without {SWITCH} has no effect: nothing leaves. Add that flag."
+        yield f"{' '.join(sorted(given))} without {SWITCH} has no effect. Add that flag."
     if offload is not None and offload.activation_offload_fraction == 0:
-        yield "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0."
+        yield "--activation-offload-fraction 0 keeps all sites on the GPU. Give a part above 0."

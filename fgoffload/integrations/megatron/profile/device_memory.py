@@ -80,9 +80,9 @@ def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:
         raise PlanError(
-            f"--offload-memory-budget {format_bytes(budget_bytes)} is not above the static memory of a rank, weights and "
-            f"gradients, which is {format_bytes(largest_bytes)} before the first step. Give a larger budget, or spread the "
-            "model over more ranks."
+            f"--offload-memory-budget {format_bytes(budget_bytes)} is not above the static memory of a rank (weights and "
+            f"gradients), {format_bytes(largest_bytes)} before the first step. Give a larger budget, or spread the model over "
+            "more ranks."
         )
 
 

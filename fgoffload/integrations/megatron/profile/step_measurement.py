@@ -189,7 +189,7 @@ class StepMeasurement:
         """
         recorder = self._recorder
         if self.state is not MeasurementState.RECORDED or recorder is None or self.call is None:
-            raise StateError("no step was recorded. Call `request`, run a step through Megatron's schedules, and ask again.")
+            raise StateError("no step was recorded. Call `request`, and run a step through Megatron's schedules.")
         now = self._mark()
         self._device.synchronize(now)
         profile = RankProfile(

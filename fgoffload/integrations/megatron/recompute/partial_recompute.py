@@ -276,8 +276,8 @@ class _Runs:
         """
         if self._take_over is not None:
             raise StateError(
-                f"The plan recomputes {self._part.unit!r}, and a forward of {type(self._part.module).__name__} did not call "
-                f"its {self._part.until}: it would have no gradient. Keep {self._part.unit!r} in the plan."
+                f"The plan recomputes {self._part.unit!r}, but a forward of {type(self._part.module).__name__} did not call "
+                f"its {self._part.until}: gradients would be missing. Keep {self._part.unit!r} in the plan."
             )
 
     def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -256,7 +256,7 @@ class _Found(NamedTuple):
         """
         if get_version(self.tensor) != self.version:
             raise StateError(
-                f"A tensor of shape {list(self.tensor.shape)} that {place} saved was changed in place behind it. Change a "
+                f"A tensor of shape {list(self.tensor.shape)} that {place} saved was changed in place afterwards. Change a "
                 "clone of it, or keep the unit in the plan."
             )
 
@@ -339,7 +339,7 @@ def _take_made(stand_in: _Packed | _HandedOn) -> torch.Tensor:
         stand_in.rerun.run()
         stand_in.rerun = None
     if stand_in.tensor is None:
-        raise InternalError("a recompute is over and has not found what backward asks for. Please report it.")
+        raise InternalError("a recompute ended without a tensor that backward needs. Please report it.")
     return stand_in.tensor
 
 
@@ -348,7 +348,7 @@ def _take(packed: _Packed | KeptHandle) -> torch.Tensor:
 
 
 def _refuse(_: None) -> torch.Tensor:
-    raise StateError("the graph of a second run has no backward of its own. Please report it.")
+    raise StateError("a recompute's graph has no backward. Please report it.")
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
