@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from fgoffload.engine.group import Lane
 
+MOST_FORWARDS = 1 << 16
+"""Of a step, as far as it is remembered: a graph that somebody keeps would let a step never end. Large ones have thousands."""
+
 
 class _Pass(NamedTuple):
     is_backward: bool
@@ -31,7 +34,7 @@ class PassOrder:
 
     def begin_forward(self, lane: Lane) -> Lane | None:
         """Return the lane whose backward comes right behind the forward of `lane`; None where none does, or nobody knows."""
-        if not self._numbers:
+        if not self._numbers or self._forwards >= MOST_FORWARDS:
             self._learn()
         number = self._numbers[lane] = self._forwards
         self._lanes[number] = lane
@@ -54,6 +57,8 @@ class PassOrder:
     def _learn(self) -> None:
         """A step is over: remember what came after each of its passes."""
         passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
+        self._numbers.clear()
+        self._lanes.clear()
         for one, after, later in zip(passes, passes[1:], [*passes[2:], None], strict=False):
             coming = later if one.is_backward and not after.is_backward else after
             if coming is not None and coming.is_backward and coming.number != one.number:

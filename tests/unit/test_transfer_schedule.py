@@ -77,12 +77,6 @@ def test_nothing_is_called_back_while_more_than_half_of_the_prefetch_is_ahead():
     assert reach(schedule, lane, 2) == [("", "a")]
 
 
-def test_what_is_still_on_its_way_to_the_host_is_cancelled():
-    lane, schedule = ToyLane("a", "b", "cd"), make_schedule(prefetch=2 * NBYTES)
-    lane.states.update(b=OFFLOADING, d=OFFLOADING)
-    assert reach(schedule, lane, 2) == [("d", "c"), ("b", "a")]
-
-
 def test_a_storage_that_two_groups_share_is_called_back_and_counted_once():
     lane, schedule = ToyLane("xa", "xb", "c"), make_schedule(prefetch=3 * NBYTES)
     assert reach(schedule, lane, 2) == [("", "c"), ("", "xba")]

@@ -6,7 +6,7 @@ from support.sites import Sites, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import ActivationLedger
+from fgoffload.engine import ActivationLedger, pass_order
 
 pytestmark = pytest.mark.quick
 
@@ -81,3 +81,12 @@ def test_what_returned_for_a_backward_that_does_not_come_next_is_freed():
     _, right_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")
     _, wrong_peak_bytes = training.measure("F0 F1 F2 B1 B0 B2")
     assert wrong_peak_bytes <= right_peak_bytes
+
+
+def test_a_graph_that_somebody_keeps_does_not_hide_the_order_for_good(monkeypatch):
+    monkeypatch.setattr(pass_order, "MOST_FORWARDS", 4)
+    training = Training()
+    kept = Sites(training.engine)(torch.sin, training.weight * 2)
+    misses = [training.measure("F0 F1 F2 B0 B1 B2")[0] for _ in range(3)]
+    assert (misses[0], misses[-1]) == (3, 0)
+    del kept
