@@ -18,7 +18,7 @@ GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
 
 
 class Graphs(NamedTuple):
-    """What CUDA graphs capture in a training."""
+    """The CUDA graph options of a training."""
 
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""

@@ -283,7 +283,7 @@ class TransferSchedule:
         self.current: ScheduledLane[Any, Any] | None = None
         """In which backward is; None in a forward."""
         self._next: ScheduledLane[Any, Any] | None = None
-        """Whose backward comes next, if anybody said so."""
+        """Lane whose backward comes next, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
         """A pass begins, and the backward of `lane` comes next: return groups as `enter` does.

@@ -19,7 +19,7 @@ LINES: Mapping[System, tuple[str, str, str]] = {
     System.PLAN: ("fgoffload: plans", "#1f77b4", "o"),
     System.BUDGET: ("fgoffload: planner", "#17becf", "o"),
 }
-"""By system: its name, color and marker in the picture."""
+"""Name, color and marker in the picture, by system."""
 
 
 MOST_RATIO = 1.5
@@ -27,7 +27,7 @@ MOST_RATIO = 1.5
 
 
 class Point(NamedTuple):
-    """What one setting takes."""
+    """Memory and step time of one setting."""
 
     peak_bytes: float
     ratio: float

@@ -1,4 +1,4 @@
-"""What the processes of a benchmark are asked to do, and what they say while they do it. All of it can be pickled."""
+"""Requests to the processes of a benchmark, and their messages. All of it can be pickled."""
 
 import dataclasses
 import enum
@@ -25,7 +25,7 @@ def name_trace(setting: Setting, *, rank: int = 0) -> str:
 
 
 class Purpose(enum.Enum):
-    """What a benchmark finds out."""
+    """The purpose of a benchmark."""
 
     TIMES = "times"  # step times and memory, with the fastest kernels
     BITS = "bits"  # losses and gradients, with deterministic ones
@@ -37,12 +37,12 @@ class Run:
 
     setting: Setting
     repeat: int
-    """Of the whole list, from 0."""
+    """Repeat of the whole list, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What all settings of a benchmark have in common."""
+    """Options that all settings of a benchmark share."""
 
     source: str
     """The argument file, as the user named it."""
@@ -61,9 +61,9 @@ class Job:
     steps_until_replay: int = 0
     """Steps before CUDA graphs only replay: eager ones, and the one that captures. 0 where none are captured."""
     purpose: Purpose = Purpose.TIMES
-    """What is found out."""
+    """The purpose."""
     update: Update = Update.NONE
-    """What steps do with their gradients."""
+    """How steps use their gradients."""
     plan_folder: Path
     """Where the plans of the planner go, and a profile that is measured."""
     profile: Path | None = None
@@ -98,14 +98,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one process does."""
+    """The task of one process."""
 
     job: Job
-    """What it measures."""
+    """The benchmark's options."""
     runs: tuple[Run, ...]
     """In this order."""
     rank: int
-    """Of this process, from 0."""
+    """Rank of this process, from 0."""
     store: Path
     """A file by which the ranks meet."""
     environment: Mapping[str, str | None]
@@ -167,4 +167,4 @@ class Finished:
 
 
 Message = Ready | Began | Stepped | Rehearsed | Ended | Crashed | Finished
-"""What a process says."""
+"""A message of a process."""

@@ -1,4 +1,4 @@
-"""What settings measured, and how they compare. Numbers in, numbers out."""
+"""Measurements of settings, and their comparison."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting
 from fgoffload.benchmark.steps import StepRecord
 
 CONFIDENCE = 0.95
-"""Of the interval of a ratio."""
+"""Confidence level of a ratio's interval."""
 
 FEWEST_REPEATS = 3
 """An interval from two repeats would be ten times their distance: no number to show."""
@@ -18,26 +18,26 @@ FEWEST_REPEATS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one setting measured on all ranks: of time and device memory the most of any rank, of the rest the sum."""
+    """Measurement of one setting: the maximum over ranks for time and device memory, the sum for the rest."""
 
     step_seconds: tuple[float, ...]
-    """Of the timed steps, in order."""
+    """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None = None
     """The most that tensors took during the timed steps; None on a device whose allocator does not count."""
     peak_reserved_bytes: int | None = None
     """The most that the allocator held for them."""
     resident_bytes: int | None = None
-    """What tensors take between steps: weights and gradients."""
+    """Bytes of tensors between steps: weights and gradients."""
     activation_peak_bytes: int | None = None
     """The most that autograd kept, in a step of its own: measured where no allocator counts."""
     host_bytes: int | None = None
     """Page-locked host memory, what is held for later included; None where nothing counts it."""
     d2h_bytes: int | None = None
-    """What our engine moved to the host in a step; None for all other engines, which do not say."""
+    """Bytes that our engine offloads in a step; None for other engines."""
     prefetch_misses: int | None = None
-    """Of a step, by our engine: what started its way back only when backward asked for it."""
+    """Storages of a step that our engine reloaded only when backward asked for them."""
     window_waits: int | None = None
-    """Of a step, by our engine: how often compute waited for copies to the host."""
+    """How often compute waited for copies to the host in a step, with our engine."""
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a memory budget is compared with: the allocator's peak, or that of activations where it does not count."""
+        """The peak that a memory budget limits: the allocator's, or that of activations without one."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
@@ -62,7 +62,7 @@ class Outcome:
     measurement: Measurement | None = None
     """None where it failed, or where bits are compared."""
     bits: tuple[StepRecord, ...] = ()
-    """What each step computed, where bits are compared."""
+    """Results of each step, if bits are compared."""
     failure: str = ""
     """Why it did, in one line."""
 
@@ -75,7 +75,7 @@ class Summary:
     process: ProcessKind
     """That it ran in: `baseline` runs in each."""
     step_seconds: tuple[float, ...] = ()
-    """Of all timed steps of all repeats; empty where it failed in all of them."""
+    """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()
     """By repeat: the median step over that of `baseline`: see `find_reference_s`."""
     worst: Measurement | None = None
@@ -89,7 +89,7 @@ class Summary:
 
     @property
     def ratio(self) -> float | None:
-        """What is shown of all repeats, or None without any.
+        """The shown value over all repeats, or None.
 
         From `FEWEST_REPEATS` on it is the geometric mean, around which the interval is; of fewer the median.
         """
@@ -104,7 +104,7 @@ class Summary:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a memory budget is compared with."""
+        """The peak that a memory budget limits."""
         return None if self.worst is None else self.worst.peak_bytes
 
     def find_interval(self) -> tuple[float, float] | None:

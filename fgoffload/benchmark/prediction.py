@@ -9,7 +9,7 @@ from fgoffload.benchmark.settings import Setting
 
 
 class Source(enum.Enum):
-    """What a prediction has its times and bytes from."""
+    """The source of a prediction's times and bytes."""
 
     TABLE = "table"  # the hardware table, and formulas
     PROFILE = "profile"  # one measured step with everything kept
@@ -24,7 +24,7 @@ class Prediction:
     ratio: float
     """Step time over the simulated step of `baseline`."""
     peak_bytes: int
-    """Of the fullest rank."""
+    """Peak of the fullest rank."""
     static_bytes: int
     """The part of `peak_bytes` that is allocated all the time."""
 
@@ -34,7 +34,7 @@ class Prediction:
 
 
 Predictions = Mapping[Setting, Mapping[Source, Prediction]]
-"""By setting and source; a source that cannot simulate a setting is absent."""
+"""Predictions by setting and source. A source that cannot simulate a setting is absent."""
 
 
 def choose_source(predictions: Predictions) -> Source:
@@ -45,7 +45,7 @@ def choose_source(predictions: Predictions) -> Source:
 COLUMNS: Sequence[str] = tuple(
     f"{source.value}_{what}" for source in Source for what in ("step_s", "over_baseline", "peak_bytes")
 )
-"""Of the CSV file."""
+"""Columns of the CSV file."""
 
 
 def list_numbers(measurement: Measurement, predictions: Mapping[Source, Prediction]) -> dict[str, float]:

@@ -18,12 +18,12 @@ from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
-"""What is not known or does not apply."""
+"""Cell of an unknown or inapplicable value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What was trained, for the lines around the numbers and for rates."""
+    """The training, for titles and rates."""
 
     arguments_file: str
     """As the user named it."""

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
-"""Of the files in a benchmark's folder."""
+"""Names of the files in a benchmark's folder."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Results:
-    """What is known of a benchmark so far."""
+    """The results of a benchmark so far."""
 
     workload: Workload
-    """What is trained."""
+    """The training."""
     about: Mapping[str, Any]
     """Date, command and whatever else stands in the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
@@ -36,7 +36,7 @@ class Results:
     repeats: int | None = None
     """Of the whole list; None until it runs."""
     surroundings: Surroundings | None = None
-    """What it runs on; None until a process has said so."""
+    """Versions and device; None until a process reports them."""
     forecaster: "Forecaster | None" = None
     """Predicts settings, or None where bits are compared."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)

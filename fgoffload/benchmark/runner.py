@@ -68,7 +68,7 @@ class Runner:
         self._on_rehearsal = on_rehearsal
         vocab_size = parse_setting_arguments(job, BASELINE, world_size=job.world_size).vocab_size
         self._plain_step_s: float | None = None
-        """What `baseline` took last, in this process and with the same tokens."""
+        """The last result of `baseline`, in this process and with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
         self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
         profile = None if job.profile is None else Profile.load(job.profile)

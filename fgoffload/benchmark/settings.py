@@ -1,4 +1,4 @@
-"""What a benchmark measures: names that users type, and the Megatron flags behind them.
+"""The settings of a benchmark: their names and Megatron flags.
 
     baseline
     recompute:full                      recompute:layernorm+moe_act
@@ -34,7 +34,7 @@ _DELAY, _NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-unti
 
 
 _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""What Megatron-Core's development branch of 2026-08-22 takes for `--recompute-modules` beside what units name."""
+"""Further values of `--recompute-modules` in Megatron-Core's development branch of 2026-08-22."""
 
 
 class System(enum.Enum):
@@ -152,13 +152,13 @@ class Setting:
 
 
 BASELINE = Setting(system=System.BASELINE)
-"""What everything is compared with."""
+"""The setting that all others are compared with."""
 
 PROFILE = Setting(system=System.PROFILE)
 """The step that is measured for predictions."""
 
 NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
-"""What users may name."""
+"""Systems that users may name."""
 
 _NAME = re.compile(
     r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"

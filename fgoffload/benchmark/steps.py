@@ -1,4 +1,4 @@
-"""What steps computed, and where two trainings first computed something else. Numbers in, numbers out."""
+"""Results of steps, and the first difference between two trainings."""
 
 import dataclasses
 import hashlib
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one step computed."""
+    """Losses and gradients of one step."""
 
     losses: tuple[float, ...]
     """One for each microbatch, in order."""
     gradient_digests: Mapping[str, str]
-    """By parameter name: a digest of all bits of its gradient."""
+    """Digest of all bits of each gradient, by parameter name."""
     seconds: float
     """From the start of the step until the device was done with it."""
     loss_names: tuple[str, ...] = ()

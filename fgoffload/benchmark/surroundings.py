@@ -1,4 +1,4 @@
-"""What a benchmark ran on: versions, device, and the variables that change what libraries do."""
+"""Versions, device and relevant environment variables of a benchmark."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a process found around itself."""
+    """The machine and versions that a process found."""
 
     device: str
     """As its maker calls it, or `CPU`."""

@@ -39,7 +39,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budge
         path: Output file; its suffix is the format.
         results: Results by name, simulated with `Detail.TIMELINE`. The last one chooses the rank.
         budget_bytes: Drawn as a dashed line.
-        title: What was planned for.
+        title: Title of the picture.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -73,7 +73,7 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
         path: Output file; its suffix is the format.
         baselines: Results by name, drawn as points.
         solutions: Plans, drawn as a line.
-        title: What was planned for.
+        title: Title of the picture.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -24,7 +24,7 @@ from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 
 
 class StagingEngine(Protocol):
-    """What a capture asks of the engine that it is for."""
+    """The interface of an engine that a capture uses."""
 
     device: Device
     staging: Staging
@@ -69,7 +69,7 @@ class Capture:
         self._stream = engine.device.current_stream()
         self._parts: dict[tuple[int, Contents], StagedPart] = {}
         self.stats: TagStats | None = None
-        """Of the tag whose region forward is in; None between the regions."""
+        """Statistics of the current region's tag; None between regions."""
 
     def __call__(self, tensor: torch.Tensor) -> CapturedHandle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""

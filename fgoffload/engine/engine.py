@@ -94,7 +94,7 @@ class OffloadEngine:
         self._lock = threading.RLock()
         # Before the transfers: a dropped engine releases its host memory, after its copies, before its buffers.
         self.staging = Staging(device, self.arena, self._lock)
-        """Of what captured graphs save."""
+        """Offload of captured graphs."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         self._staying = StayingStorages()
         # Weakly: what a forward held that raised since, or whose graph was dropped, is nobody's any more.
@@ -103,7 +103,7 @@ class OffloadEngine:
         """Are told of what is saved and taken, and of each device buffer."""
         self._watch = StopWatch(device) if is_timed else None
         self._most_groups = 0
-        """Of any microbatch so far, for logs: in the first one nobody knows how many will come."""
+        """Most groups of any microbatch so far, for logs. In the first one the number is unknown."""
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self._rewrites = Rewrites(device, self._transfers)
         self._referenced_spots = ReferencedSpots()
@@ -118,7 +118,7 @@ class OffloadEngine:
         self._captures_step = False
         """Whether a graph of a whole step is captured."""
         self._watched = TagStats()
-        """Of what is saved between the regions and moves with none of them: nobody asks for it."""
+        """Statistics of saves between regions that belong to no group."""
 
     def set_policy(self, policy: TransferPolicy) -> None:
         """Set window and prefetch from here on."""
@@ -184,8 +184,8 @@ class OffloadEngine:
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
         """Once backward has the gradient of `tensor`, reload the next groups of `lane`.
 
-        For stretches of forward that neither regions nor `watch` cover, with `tensor` at their begin: backward has left them
-        then, and let go of what they saved.
+        For segments of forward without regions or `watch` that begin with `tensor`: then backward has left the segment and
+        released its tensors.
         """
         if lane.groups and not is_inert():
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
@@ -268,7 +268,7 @@ class OffloadEngine:
             self._transfers.poll()
 
     def is_copying_out(self) -> bool:
-        """Return whether a copy to the host may be under way. The host does not block."""
+        """Return whether a copy to the host may be in flight. The host does not block."""
         with self._lock:
             self._transfers.poll()
             return self._transfers.in_flight_bytes > 0 or self.staging.is_copying_out()

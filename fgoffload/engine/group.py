@@ -36,7 +36,7 @@ class Group(ScheduledGroup):
         self.place = place
         """The site and the microbatch."""
         self.stats = stats
-        """Of the site's tag."""
+        """Statistics of the site's tag."""
         self.moved_bytes = 0
         """Bytes offloaded with this group."""
         self.site: Site | None = None
@@ -44,7 +44,7 @@ class Group(ScheduledGroup):
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """What `count_kept` has counted: by storage, the bytes of each tensor, by its address and size."""
         self.filtered: set[int] = set()
-        """Of the lane."""
+        """The lane's filtered storages, by key."""
         self.saved_tensors = 0
         """Saved through the engine."""
         self.passed_tensors = 0

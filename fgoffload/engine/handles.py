@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TakingEngine(Protocol):
-    """What handles ask of the engine that made them."""
+    """The interface of an engine that handles use."""
 
     def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor:
         """Return what `view` saw when it was saved."""

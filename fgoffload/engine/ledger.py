@@ -25,7 +25,7 @@ class LedgerSample(NamedTuple):
 
 
 class ActivationLedger:
-    """Bytes of every storage that autograd saved, or that the engine brought back, and that is still alive.
+    """Bytes of every live storage that autograd saved or the engine reloaded.
 
     Args:
         parameters: Their storages are not activations and are not counted.

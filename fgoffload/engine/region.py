@@ -59,7 +59,7 @@ def is_engine_hook(pack: Any) -> bool:
 
 
 class SavingEngine(Protocol):
-    """What regions ask of the engine that they are for."""
+    """The interface of an engine that regions use."""
 
     observers: list[ActivationLedger]
 
@@ -168,7 +168,7 @@ class Region(Saving):
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
 
-        Only the first site of a lane needs one: that backward has left a site is known when it comes to the one before.
+        Only the first site of a lane needs one: backward has left any other site when it reaches the one before.
         """
         mark_start(self._engine, self.lane, self.group, tensor)
 

@@ -60,7 +60,7 @@ class Reloads:
                     self._transfers.drop_reloaded(saved)
 
     def approach(self, lane: Lane, group: Group) -> None:
-        """Backward has come to `group`, and has left what came after it: bring back what comes next."""
+        """Backward has reached `group` and left the later ones: reload what comes next."""
         for ledger in self._observers:
             ledger.reach_backward(place=group.place)
         if lane is not self._schedule.current:

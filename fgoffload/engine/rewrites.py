@@ -40,7 +40,7 @@ class Rewrites:
         """Take the bytes of `saved` from its storage again where they may have been written over since they were copied.
 
         Args:
-            saved: Has left, or is on its way.
+            saved: Offloaded, or in flight.
             tensor: On its storage, saved at `place`.
             place: Where it is saved again.
 

@@ -58,7 +58,7 @@ class Reload:
 
     @property
     def is_ordered(self) -> bool:
-        """Return whether the buffer may be dropped as it is: whoever touched it did so in the order of its own stream."""
+        """Return whether the buffer may be dropped as it is: only its own stream used it."""
         return self.taken_on == {self.owner}
 
 
@@ -108,9 +108,9 @@ class SavedStorage:
     ) -> None:
         self._leftovers = leftovers
         self._aliases: dict[View, torch.Tensor] = {}
-        """By view, what was saved, while the storage is there."""
+        """Saved tensors by view, while the storage is there."""
         self._bases: dict[View, int] = {}
-        """By view, the object that the saved tensor is a view of, or is."""
+        """Id of each saved tensor or of its base, by view."""
         self._copied_views: tuple[View, ...] = ()
         """The views, once it is not."""
         self.place = place
@@ -121,7 +121,7 @@ class SavedStorage:
         """Bytes of an element of the first save, by which the minimum size counts."""
         self.state = SavedState.RESIDENT
         self.contents = contents
-        """What its bytes were when it was saved."""
+        """Identity of its bytes when it was saved."""
         self.storage = StorageRef(tensor)
         self.start = contents.nbytes
         self.end = 0
@@ -148,7 +148,7 @@ class SavedStorage:
         self.spot: Spot | None = None
         """Where in its region it was saved first, if in one."""
         self.is_let_go = False
-        """Whether it counts among what backward lets go of in its lane."""
+        """Whether its lane counts it as released by backward."""
         self.uses = 0
         """The groups that list it and that backward has not left."""
         self.fault: str | None = None
@@ -156,7 +156,7 @@ class SavedStorage:
 
     @property
     def views(self) -> Collection[View]:
-        """What was saved, each view once, from the first save on."""
+        """The saved views, each once, in order."""
         return self._aliases.keys() or self._copied_views
 
     @property

@@ -12,7 +12,7 @@ backward takes the slot that was taken least recently: while one graph runs, the
 host, or that of the backward behind it is filled. A backward that finds its forward's slot untaken reads it in place, so that
 the last forwards before a backward copy nothing.
 
-Replays in another order stay correct: whoever takes a slot first brings what lies in it to the host, where it is not yet.
+Replays in another order stay correct: taking a slot first offloads its bytes, if needed.
 """
 
 import collections
@@ -64,11 +64,11 @@ class StagedPart:
     def __init__(self, saved: SavedStorage) -> None:
         self.saved = saved
         self.stats: TagStats | None = None
-        """Of the tag whose region saved it; None between the regions."""
+        """Statistics of its region's tag; None between regions."""
         self.forward: CapturedForward | None = None
         """Where it was staged; None where it stays."""
         self.start = 0
-        """Of its bytes in a slot."""
+        """Location of its bytes in a slot."""
         self._views: dict[View, torch.Tensor] = {}
 
     def take(self, view: View) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Staging:
         """Behind the last copy to the host."""
 
     def is_copying_out(self) -> bool:
-        """Return whether a copy to the host may be under way. The host does not block."""
+        """Return whether a copy to the host may be in flight. The host does not block."""
         if self._d2h_done is not None and self._device.is_done(self._d2h_done):
             self._d2h_done = None
         return self._d2h_done is not None
@@ -288,7 +288,7 @@ class Staging:
             self._device.wait_event(self._device.current_stream(), slot.last_use, Hazard.SLOT_STILL_USED)
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Take `slot` from whoever has bytes in it, which go on without it."""
+        """Take `slot` from its current owner."""
         holder, slot.holder = slot.holder, None
         if holder is None or holder is forward:
             return

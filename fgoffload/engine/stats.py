@@ -30,7 +30,7 @@ class KeptReason(enum.Enum):
 class TimeKind(enum.Enum):
     """What the seconds of a tag measure, by the GPU's clock."""
 
-    D2H = "copies to the host"  # from the start of the first of a group to the end of the last
+    D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"
     WAIT = "compute waits"  # for a reload, or for a copy to the host because the window is full
 
@@ -76,7 +76,7 @@ class StepStats:
     """One step, on this rank. `rich.print` shows it as a table."""
 
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
-    """By tag, in the order of first use."""
+    """Statistics by tag, in order of first use."""
     window_waits: int = 0
     """How often compute waited because more bytes than the window were in flight to the host."""
     host_bytes: int = 0

@@ -36,9 +36,9 @@ class _InFlight(NamedTuple):
     d2h_done: Event
     size_bytes: int
     end_bytes: int
-    """Of these copies, and of all that joined the queue before them since it was last empty."""
+    """Bytes of these copies and of earlier ones since the queue was last empty."""
     stats: TagStats
-    """Of the group's tag."""
+    """Statistics of the group's tag."""
 
 
 class Transfers:
@@ -60,7 +60,7 @@ class Transfers:
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.abandoned: collections.deque[Reload] = collections.deque()
-        """Device buffers that nobody wants any more, and that other streams may still touch."""
+        """Unneeded device buffers that other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages whose saves autograd no longer wants, and whether they had left."""
         self._used: set[Stream] = set()
@@ -223,13 +223,13 @@ class Transfers:
         """Release the device buffer of `saved`; the host block still has the bytes.
 
         Streams:
-            The buffer's stream waits for whoever may still touch it. The host does not block.
+            The buffer's stream waits for all its users. The host does not block.
         """
         reload, saved.reload = saved.reload, None
         if reload is not None:
             saved.state = SavedState.OFFLOADED
             if reload.version is not None and reload.version != get_version(reload.buffer):
-                saved.fault = _say_changed(saved)  # the host still has what was saved, and torch would not give it either
+                saved.fault = _say_changed(saved)  # the host block keeps the saved bytes, which torch would not return either
             self._order(reload)
 
     def join(self) -> None:
