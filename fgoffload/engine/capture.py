@@ -1,6 +1,7 @@
 """Offload of layers that a CUDA graph captures, through the staging slots.
 
-[Note: Captured layers] The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover
+[Note: Captured layers]
+The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover
 the whole layer, and regions only set the current tag: an op outside all regions may save a view of a region's tensor and would
 hold its memory. At the end of forward, when the layer's frames are gone, a storage is offloaded if a region saved it and only
 this capture references it. Static inputs and outputs of the graph stay on the device.

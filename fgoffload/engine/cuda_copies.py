@@ -1,6 +1,7 @@
 """Copies queued directly by the CUDA runtime.
 
-[Note: Copies past torch] `Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and
+[Note: Copies past torch]
+`Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and
 strides, pinned-memory check, and a switch of the current stream. Here all of that is known: contiguous bytes, pinned memory,
 our own stream. The engine also does what torch would: it keeps both ends alive until an event after the copy.
 

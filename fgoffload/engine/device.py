@@ -1,6 +1,7 @@
 """Devices: streams, events, byte copies and memory, behind one interface.
 
-[Note: Who waits for whom] Compute stays on the training's streams. Copies run on two streams of our own, one for each
+[Note: Who waits for whom]
+Compute stays on the training's streams. Copies run on two streams of our own, one for each
 direction, so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams
 use is handed over with an event, and the engine names the hazard at each wait.
 

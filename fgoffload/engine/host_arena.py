@@ -1,21 +1,25 @@
 """Host memory for offloaded storages: slabs, divided by offset, within a budget.
 
-[Note: A host block that is still read] A block returns to the arena when its last handle dies, possibly while the copy to the
+[Note: A host block that is still read]
+A block returns to the arena when its last handle dies, possibly while the copy to the
 device that reads it is only queued. So a free range keeps that copy's event, and the next writer waits for it. A copy to the
 host that still writes the range needs no event: those copies run in order on one stream.
 
-[Note: A block of several parts] Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous
+[Note: A block of several parts]
+Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous
 block cannot span two slabs. With the varying shapes of mixture-of-experts routing, the rest of each slab would be lost to
 slightly larger blocks: over thousands of steps, a fifth to a half of the reserved memory is never used (simulated). So a block
 that fits into no free range takes several, the largest first, and only the missing bytes are reserved. The price is one copy
 for each part.
 
-[Note: Returned blocks] Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
+[Note: Returned blocks]
+Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
 copy. So a returned block is cached as it is for the next request of its size. Only without such a block are all cached blocks
 joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps request the same types and
 sizes too.
 
-[Note: Interrupted arenas] Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
+[Note: Interrupted arenas]
+Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
 itself to a queue, without Python code that could be skipped. After an exception, the free ranges are rebuilt: everything that
 no living block has.
 """

@@ -1,6 +1,7 @@
 """Regions of forward whose saves form a group, and the marks that show the position of backward.
 
-[Note: Marks] The first unpacked tensor of a site shows that backward has reached it. Where that is late, a mark shows it
+[Note: Marks]
+The first unpacked tensor of a site shows that backward has reached it. Where that is late, a mark shows it
 earlier: a hook on the gradient of the site's output. A hook on the gradient of a lane's first input shows that backward has
 left the lane. A mark adds nothing to the graph. An identity autograd function in its place would change results: where the
 site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the gradients of

@@ -1,6 +1,7 @@
 """Keeps the buffers of modules on the device.
 
-[Note: Buffers stay] Batch norm updates its running statistics without a new version, so an old graph's copy on the host would
+[Note: Buffers stay]
+Batch norm updates its running statistics without a new version, so an old graph's copy on the host would
 pass for the current values. Saved buffers therefore stay on the device, as without offload. They are small, and the module
 would hold their memory anyway.
 

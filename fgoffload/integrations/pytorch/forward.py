@@ -1,10 +1,12 @@
 """Forwards in grad mode: their lanes, and the one that runs in this thread.
 
-[Note: Which forward is running] Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost
+[Note: Which forward is running]
+Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost
 forward, and each knows the one around it: a module finds the forward of its own handle, a manual region the innermost of any
 handle. There is no process-wide state, so two threads, two models, and a model within another are independent.
 
-[Note: Interrupted forwards] An exception may occur between any two of our lines: Ctrl-C, an alarm, out of memory. A leftover
+[Note: Interrupted forwards]
+An exception may occur between any two of our lines: Ctrl-C, an alarm, out of memory. A leftover
 saved-tensor hook would affect whatever the process does next. So all code that opens something creates `Surroundings` first
 and restores them in a `finally`, however far it got.
 """
@@ -125,7 +127,8 @@ class UncompiledSaving(Saving):
 class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site into consecutive groups of limited size.
 
-    [Note: When a full group ends] Some ops write a tensor after autograd has saved it, without a new version: `rrelu` writes
+    [Note: When a full group ends]
+    Some ops write a tensor after autograd has saved it, without a new version: `rrelu` writes
     its noise this way. Autograd numbers its nodes, and creates an op's node before it saves for it. So a full group ends at
     the next save with another number: by then the op that filled it has returned, and its kernel is queued on a stream that
     the copy waits for. A group that is full at the end ends there.

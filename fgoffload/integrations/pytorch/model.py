@@ -1,6 +1,7 @@
 """Offload for any module tree: regions around modules selected by globs.
 
-[Note: A replaced forward] says how a region wraps a module. The handle holds no strong reference to a module, so weights,
+[Note: A replaced forward]
+says how a region wraps a module. The handle holds no strong reference to a module, so weights,
 handle, engine and host memory are freed with the last reference to the model, without the cyclic garbage collector.
 """
 

@@ -1,6 +1,7 @@
 """Finds the tensor in a module's input or output whose gradient shows where backward is.
 
-[Note: Looking into user values] A mark saves a little time in backward and must never raise in a forward that works without
+[Note: Looking into user values]
+A mark saves a little time in backward and must never raise in a forward that works without
 offload. So the search only enters plain containers, by their base classes' methods and stored fields: no user code runs, and
 mappings that compute values are skipped. Each container is entered once, since it may contain itself, and the search stops
 after `MAX_VALUES`.

@@ -1,6 +1,7 @@
 """Module names and globs: which modules are regions, with which tag and layer.
 
-[Note: Globs] A pattern matches a module's name part by part; dots separate parts. `*`, `?` and `[...]` work as in a shell
+[Note: Globs]
+A pattern matches a module's name part by part; dots separate parts. `*`, `?` and `[...]` work as in a shell
 within one part; `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
 `layers.0.cross.attn`, and `**.attn` matches both. The model itself has no name and is never a region: its tensors would be
 offloaded at the end of forward, just before backward needs them.

@@ -1,6 +1,7 @@
 """Replaces a module's `forward` by one that runs it as a region.
 
-[Note: A replaced forward] The replacement is an attribute of the module, not a pair of forward hooks: hooks disable torch's
+[Note: A replaced forward]
+The replacement is an attribute of the module, not a pair of forward hooks: hooks disable torch's
 fast paths for evaluation and do not run after a BaseException. Nor is it a new class: other code compares classes, and
 transformers checks the class to decide on recompute.
 
@@ -10,7 +11,8 @@ An attribute does not know the module that it is called for, so copies of the mo
 `__getstate__`, or the class's `__reduce__` as in `fx.GraphModule`; `nn.DataParallel` uses a method of the module. All of these
 are replaced too, and leave our attributes out.
 
-[Note: A checkpoint around the call] Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs
+[Note: A checkpoint around the call]
+Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs
 inside the checkpoint, where a region does nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is
 replaced too: that region wraps the checkpoint and offloads its saved tensors, the layer's inputs. The region of `forward`
 serves layers without a checkpoint.

@@ -1,4 +1,4 @@
-"""Where forward is in a Megatron model, and what each layer has: sites, units that can run again, and what must be refused."""
+"""The layers of a Megatron model: where forward is, and the sites and recompute units of each layer."""
 
 import contextlib
 import functools
@@ -216,12 +216,12 @@ class _Registrar:
         offload.graphs.add_layer(layer, chunk)
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-        # A plan that is made of measurements says only later what runs again.
+        # A plan that is made of measurements says only later what is recomputed.
         units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
-        # A first linear that runs again has its site around what it runs again from.
+        # A first linear that is recomputed has its site around what it runs again from.
         own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)

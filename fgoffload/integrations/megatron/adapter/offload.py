@@ -69,7 +69,7 @@ class MegatronOffload:
         """Microbatches of a step, more than the plan was made for."""
 
     def remove(self) -> None:
-        """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does no harm."""
+        """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does nothing."""
         try:
             if self.measurement is not None:
                 # First, since what it wrapped is wrapped around what is undone next.

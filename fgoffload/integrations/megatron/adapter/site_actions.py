@@ -27,7 +27,7 @@ class LayerSites:
     fused: tuple[str, ...] = ()
     """The selected tags whose module is fused into another."""
     units: tuple[str, ...] = ()
-    """What can run again by itself, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
+    """What can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
     shares_router_input: bool = False
     """Whether something else than the router saves the hidden states that it gets."""
 

@@ -97,7 +97,7 @@ class MeasuredStep:
     policy: TransferPolicy
 
     def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
-        """Return this step with what stretches of an older one of the same training had for a moment, where that was more.
+        """Return this step with what segments of an older one of the same training had for a moment, where that was more.
 
         Of a layer that leaves while it is measured nobody knows it: with little room one may have stayed in the older alone.
         """
@@ -209,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own` with the most that each stretch of a layer has for a moment in either."""
+    """Return `own` with the most that each segment of a layer has for a moment in either."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)

@@ -339,7 +339,7 @@ def _split_fields(texts: list[str]) -> tuple[list[str], bool]:
 
 
 def _scan_text(text: str, source: str) -> Word:
-    """Return `text` as the inside of double quotes."""
+    """Return `text` as the inside double quotes."""
     stripped = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
     (word,) = _Scanner('"' + stripped.replace('"', '\\"') + '"', source).scan()
     return word if isinstance(word, Word) else Word((), 1)

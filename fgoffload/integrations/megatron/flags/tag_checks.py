@@ -44,7 +44,7 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Refuse tags whose tensors Megatron's selective recompute drops before they could leave.
+    """Refuse tags whose tensors Megatron's selective recompute drops before they could be offloaded.
 
     Raises:
         ConfigError: A tag and a recompute module exclude each other.
@@ -69,7 +69,7 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
 
 def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
     if offload.offload_plan is not None:
-        return  # it says itself what runs again
+        return  # it says itself what is recomputed
     is_full = values.get("recompute_granularity") == "full"
     is_uniform = is_full and values.get("recompute_method") == "uniform"
     for name in offload.offload_modules:

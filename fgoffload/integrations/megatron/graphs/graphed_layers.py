@@ -1,4 +1,4 @@
-"""CUDA graphs in Megatron: where forward is when a graph is replayed, and what leaves of modules inside of one.
+"""CUDA graphs in Megatron: where forward is when a graph is replayed, and what leaves of modules inside one.
 
 Transformer Engine captures one graph for each layer and microbatch. Megatron calls `_te_cuda_graph_capture` of the layer for
 it, to warm up and then for the graph, and `_te_cuda_graph_replay` from then on: no `forward` of the captured modules runs

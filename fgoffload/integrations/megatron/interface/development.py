@@ -2,7 +2,7 @@
 
 CUDA graphs ask three things of it. Their warm-up runs between `disable_offload` and `enable_offload`, and nothing may leave
 there. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph let their groups wait for
-`flush_delayed_groups`, which comes once the graph is launched. Megatron's own engine captures copies of modules inside of the
+`flush_delayed_groups`, which comes once the graph is launched. Megatron's own engine captures copies of modules inside the
 graph, and orders them through `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures
 none, see [Note: Staging] in `fgoffload/engine/staging.py`: these do nothing, and graphs run on the current stream.
 """

@@ -93,7 +93,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collect
 
 
 def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
-    """Return whether layers have the same stretches, and save as much by the same tags: their times are not looked at."""
+    """Return whether layers have the same segments, and save as much by the same tags: their times are not looked at."""
     names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
     tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
     least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
@@ -101,7 +101,7 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:
-    """Return the tags that save a storage; where none does, the stretch that does so first, which nobody can select."""
+    """Return the tags that save a storage; where none does, the segment that does so first, which nobody can select."""
     return tuple(record.tags) or tuple(record.stretches)[:1]
 
 
@@ -148,7 +148,7 @@ def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
 def _build_segments(
     recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the stretches of some runs of the same place, with the median of their times."""
+    """Return the segments of some runs of the same place, with the median of their times."""
     timed = _list_timed(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.stretches))
 
@@ -205,7 +205,7 @@ class _LayerBuilder:
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Return a stretch with what it has beside it where experts run in turn.
+        """Return a segment with what it has beside it where experts run in turn.
 
         Backward comes to the first linear of the last expert while all others still have what is behind theirs.
         """
@@ -216,7 +216,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return by key what the tensors of a run are called: by the stretch that saves them first, and their number there."""
+        """Return by key what the tensors of a run are called: by the segment that saves them first, and their number there."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():

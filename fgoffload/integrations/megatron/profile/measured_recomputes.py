@@ -43,7 +43,7 @@ class UnitBuilder:
         self._measure_gather_s = measure_gather_s
 
     def build(self, segments: Sequence[Segment]) -> tuple[UnitModel, ...]:
-        """Return them, for a layer with these stretches: those that save less by it."""
+        """Return them, for a layer with these segments: those that save less by it."""
         units = [self._build_watched(unit, segments) for unit in self._facts.watched]
         if "layer" in self._facts.units:
             units.insert(0, self._build_whole(segments))
@@ -77,8 +77,8 @@ class UnitBuilder:
         )
         output_bytes = sum(saved.size_bytes for key, saved in self._run.saved.items() if key in record.outputs)
         is_refilled = unit.form is UnitForm.REFILL
-        # By Megatron's checkpoint what ran again is copied to where others look for it: about as many bytes read and written as
-        # by the norm itself.
+        # By Megatron's checkpoint what was recomputed is copied to where others look for it: about as many bytes read and
+        # written as by the norm itself.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0
         copy_bytes = output_bytes if is_refilled else 0
         is_copied = self._facts.is_quantized
@@ -131,7 +131,7 @@ class UnitBuilder:
         given_bytes, made_bytes = (self._run.saved[key].size_bytes for key in (given, made))
         segment = segments[names.index("expert_fc1") - 1]
         # Of what goes through memory there, the sort by expert reads and writes what was made. That does not run again. And
-        # where the host is late, most of the stretch is waiting for it.
+        # where the host is late, most of the segment is waiting for it.
         part = (given_bytes + made_bytes) / (given_bytes + 3 * made_bytes)
         again_s = min(part * segment.forward_s, _WHOLE_PERMUTATION * self._measure_gather_s(given_bytes, made_bytes))
         return UnitModel(
@@ -171,7 +171,7 @@ class UnitBuilder:
         return key in record.inputs or (key not in record.outputs and saved.size_bytes in record.tensor_bytes)
 
     def _find_end(self, norm: str) -> str:
-        """Return the stretch before whose backward a norm runs again: the end of what the norm is for."""
+        """Return the segment before whose backward a norm runs again: the end of what the norm is for."""
         names = list(self._run.stretches)
         tagged = [name for name in names if self._run.stretches[name].tag is not None]
         if norm == "mlp_norm":

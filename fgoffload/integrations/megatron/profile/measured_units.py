@@ -1,12 +1,12 @@
 """What of a layer could run again, found out while it runs once: which modules, what goes in and out, and whether bits stay.
 
 [Note: Units that keep every bit]
-A unit that runs again computes what it computed before. But a checkpoint sums the gradients of its input by itself, and hands
-on their sum. Where others use that input too, the sum without recompute may take their gradients in between, and sums of
-three or more floating-point numbers depend on their order. So such a unit is offered where its graph reaches its input once,
-or where nobody else uses the input. What runs again for the graph of its forward (`reruns.py`) keeps every bit, whatever it
-is made of: a norm of plain ops too, which uses its input twice, beside a residual that uses it once more. In FP8 such units
-are checkpoints of Megatron's all the same.
+A unit that is recomputed computes what it computed before. But a checkpoint sums the
+gradients of its input by itself, and hands on their sum. Where others use that input too, the sum without recompute may take
+their gradients in between, and sums of three or more floating-point numbers depend on their order. So such a unit is offered
+where its graph reaches its input once, or where nobody else uses the input. What runs again for the graph of its forward
+(`reruns.py`) keeps every bit, whatever it is made of: a norm of plain ops too, which uses its input twice, beside a residual
+that uses it once more. In FP8 such units are checkpoints of Megatron's all the same.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class LayerFacts:
     tags: tuple[str, ...]
     """Those that have a site there."""
     units: tuple[str, ...]
-    """What can run again by itself."""
+    """What can be recomputed."""
     watched: tuple[WatchedUnit, ...]
     """Those of them that are modules."""
     wait: HostWait | None
@@ -127,7 +127,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
     def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         run = find_run()
         if run is not None:
-            # Megatron's sites are around the modules and ours inside of them.
+            # Megatron's sites are around the modules and ours inside them.
             around = run.current
             tensors = list(_list_tensors((args, kwargs)))
             run.modules[unit] = ModuleRecord(

@@ -1,15 +1,16 @@
-"""What a measured step runs and saves: stretches of forward and backward with their times, and every saved storage.
+"""What a measured step runs and saves: segments of forward and backward with their times, and every saved storage.
 
 While a step is measured nothing leaves. The hooks of a recorder stand where the engine's would: around each model, each layer,
-and each site. A stretch is a site's region, or what runs between two of them. Forward is in one stretch at a time; where
-backward is, the saved tensors tell that it takes. Between two stretches there is one timed event on the compute stream, so
-that the host waits for nothing, and what is computed stays bitwise identical.
+and each site. A segment is a site's region, or what runs between two of them. Forward is in one segment at a time; where
+backward is, the saved tensors tell that it takes. Between two segments there is one timed event on the compute stream, so that
+the host waits for nothing, and what is computed stays bitwise identical.
 
 The host, which the hooks slow down, is late in forward where something lets it wait, as token dispatchers do. So in the first
-microbatches the device does nothing for a while before each stretch of forward, and the host gets ahead of it: what is measured
-is what the device takes. On an H200 with a late host, forward of a layer was measured at 7.9 ms without; others took 6.9.
+microbatches the device does nothing for a while before each segment of forward, and the host gets ahead of it: what is
+measured is what the device takes. On an H200 with a late host, forward of a layer was measured at 7.9 ms without; others took
+6.9.
 
-Where a layer leaves though it is measured, since a budget has no room for it, its stretches end where the engine submits a
+Where a layer leaves though it is measured, since a budget has no room for it, its segments end where the engine submits a
 group or gives a tensor back, and go on behind that: there compute may wait for copies, and a plan counts such waits by itself.
 With them a plan of two stages on H100s, of which no layer could stay, was expected to take 3.8 s where it took less than half.
 """
@@ -33,7 +34,7 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Seconds before a stretch of forward: more than the host takes to launch one, of experts in eager mode too."""
+"""Seconds before a segment of forward: more than the host takes to launch one, of experts in eager mode too."""
 
 STALLED_MICROBATCHES = 3
 """Of a chunk, from the first: that one's times do not count where there are others, and those of later ones never do."""
@@ -43,7 +44,7 @@ FIRST, LAST = "first", "last"
 
 
 class RecordedHandle(KeptHandle):
-    """What autograd gets for a tensor that it saves in a measured step: the handle that it would have got, and the stretch."""
+    """What autograd gets for a tensor that it saves in a measured step: the handle that it would have got, and the segment."""
 
     __slots__ = ("_handle", "_saving", "stretch")
 
@@ -88,7 +89,7 @@ class RecordedRegion(Region):
         return self._recorder.take(handle)
 
     def __enter__(self) -> None:
-        """Begin to save, and begin the stretch."""
+        """Begin to save, and begin the segment."""
         self._recorder.enter(self._run.get_stretch(self._tag, tag=self._tag))
         super().__enter__()
 
@@ -112,7 +113,7 @@ class RecordedRegion(Region):
 
 
 class _RecordedWatch(Saving):
-    """A layer, or a model, in a measured step: what is saved between its regions belongs to the stretch that forward is in."""
+    """A layer, or a model, in a measured step: what is saved between its regions belongs to the segment that forward is in."""
 
     __slots__ = ("_inner", "_recorder", "_run")
 
@@ -156,10 +157,10 @@ class StepRecorder:
         self._forwards: dict[int, int] = {}
         """By chunk."""
         self._open: tuple[Stretch, bool] | None = None
-        """The stretch that runs now, and whether it is in backward."""
+        """The segment that runs now, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
-        """Whether the device is stalled before each stretch of the forward that runs."""
+        """Whether the device is stalled before each segment of the forward that runs."""
         self.stalls: list[tuple[Event, Event]] = []
         """When it was."""
         self._live_at_start = 0
@@ -282,7 +283,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep what happens inside out of the stretch that runs now, which goes on behind it."""
+        """Keep what happens inside out of the segment that runs now, which goes on behind it."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:

@@ -89,7 +89,7 @@ class StepMeasurement:
         self.state = MeasurementState.WANTED
 
     def close(self) -> None:
-        """Take everything out of the model. A second call does no harm."""
+        """Take everything out of the model. A second call does nothing."""
         self._switches.remove()
         self.stop_watching()
 

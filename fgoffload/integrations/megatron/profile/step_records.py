@@ -1,4 +1,4 @@
-"""The records of a measured step: stretches with their times, storages that were saved, and modules that could run again."""
+"""The records of a measured step: segments with their times, storages that were saved, and modules that could run again."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ class SavedRecord:
         self.stretches: dict[str, None] = {}
         """The same, with what is between the regions."""
         self.modules = modules
-        """The watched modules that all its saves are inside of."""
+        """The watched modules that all its saves are inside."""
         self.views: set[View] = set()
         """What its saves look at."""
 
@@ -71,7 +71,7 @@ class SavedRecord:
 
 @dataclasses.dataclass(slots=True)
 class ModuleRecord:
-    """One execution of a module that could run again by itself."""
+    """One execution of a module that could be recomputed."""
 
     inputs: frozenset[int] = frozenset()
     """Keys of the storages of its input tensors."""
@@ -113,7 +113,7 @@ class Run:
         self.number = number
         """Of the layer in the whole model, from 0; -1 outside of layers."""
         self.is_sampled = is_sampled
-        """Whether device bytes are read when its stretches begin and end."""
+        """Whether device bytes are read when its segments begin and end."""
         self.is_leaving = False
         """Whether the engine offloads a layer while it is recorded: its times are longer than those of compute."""
         self.input_key: int | None = None
@@ -129,7 +129,7 @@ class Run:
         self.modules: dict[str, ModuleRecord] = {}
         """By the unit that would run the module again."""
         self.current: Stretch | None = None
-        """The stretch that forward came to last."""
+        """The segment that forward came to last."""
         self.open_modules: frozenset[str] = frozenset()
         """Those that forward is in."""
         self.storages: dict[int, StorageRef] = {}
@@ -144,7 +144,7 @@ class Run:
         return self.storages.setdefault(storage.key, storage).key
 
     def get_stretch(self, name: str, *, tag: str | None = None) -> Stretch:
-        """Return the stretch called `name`, which begins now if it is new."""
+        """Return the segment called `name`, which begins now if it is new."""
         stretch = self.stretches.get(name)
         if stretch is None:
             stretch = self.stretches[name] = Stretch(name, tag=tag, is_sampled=self.is_sampled)

@@ -1,7 +1,7 @@
 """Measures what it takes to permute tokens again: rows that are gathered within the device.
 
-The stretch in which a recorded step permutes says it only where the device is never idle there. The host waits for the counts
-in it, and where it is late the stretch is mostly that: of `launch_bound_moe.sh` 0.95 ms on an H100, of which the permutation
+The segment in which a recorded step permutes says it only where the device is never idle there. The host waits for the counts
+in it, and where it is late the segment is mostly that: of `launch_bound_moe.sh` 0.95 ms on an H100, of which the permutation
 has 0.05.
 """
 

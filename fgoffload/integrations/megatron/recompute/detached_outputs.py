@@ -1,7 +1,7 @@
-"""Detached outputs of what runs again: whoever uses one saves nothing of it, and gets what the second run makes.
+"""Detached outputs of what is recomputed: whoever uses one saves nothing of it, and gets what the second run makes.
 
-    forward     what runs again  ->  its output  ->  whoever uses it, below these hooks: a stand-in is saved in its place
-    backward    what runs again  ->  another tensor of the same bits, which the stand-in looks at
+    forward what is recomputed -> its output -> whoever uses it, below these hooks: a stand-in is saved in its place backward
+    what is recomputed -> another tensor of the same bits, which the stand-in looks at
 
 So nothing holds the output behind its last use, and nothing is copied into it in backward.
 
@@ -133,7 +133,7 @@ class Maker(Protocol):
 class OpenReruns:
     """What runs again and is in use just now, so that whoever uses it finds it. Nothing here is held.
 
-    Of one layer: its norm, and inside of that what its attention, or its experts, run again.
+    Of one layer: its norm, and inside that what its attention, or its experts, run again.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class OpenReruns:
 
 
 class Input(NamedTuple):
-    """A saved input of what runs again."""
+    """A saved input of what is recomputed."""
 
     unpack: Callable[[], torch.Tensor]
     requires_grad: bool

@@ -85,7 +85,7 @@ class LayerInputs:
                 return original(run_function, *args, **kwargs)
             offload = self.get_offload()
             if self._depth == 0:
-                # Of a part of a layer. It may be given what a norm returned that runs again too, and saves that when its
+                # Of a part of a layer. It may be given what a norm returned that is recomputed too, and saves that when its
                 # forward is through.
                 made = offload.open_reruns.find_made()
                 with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():

@@ -46,7 +46,7 @@ from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Switch:
-    """How one unit of one layer is made to run again."""
+    """How one unit of one layer is recomputed."""
 
     target: Any
     """The module with the attribute."""
@@ -56,7 +56,7 @@ class _Switch:
 
 
 def find_units(layer: Any) -> tuple[str, ...]:
-    """Return the units of a Megatron layer that can run again by themselves, by the names of `RECOMPUTE_UNITS`."""
+    """Return the units of a Megatron layer that can be recomputed, by the names of `RECOMPUTE_UNITS`."""
     switches = _find_switches(layer)
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
         # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
@@ -91,8 +91,8 @@ def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Ite
     """Let whoever uses what Megatron's checkpoints without output return save nothing of it, until `patches` are removed.
 
     Args:
-        patches: Undo it; wrapped before anything else of the layer is, so that the hooks are inside of regions.
-        get_offload: Returns what knows what runs again and is in use.
+        patches: Undo it; wrapped before anything else of the layer is, so that the hooks are inside regions.
+        get_offload: Returns what knows what is recomputed and is in use.
         layer: A Megatron layer.
         units: What may run again in it.
     """

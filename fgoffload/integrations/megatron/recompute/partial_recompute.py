@@ -59,7 +59,7 @@ class PartialRecompute:
 
 
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
-    """Return the first parts of a Megatron layer that can run again by themselves, by unit."""
+    """Return the first parts of a Megatron layer that can be recomputed, by unit."""
     if is_quantized(layer.config):
         # What ran again would quantize again, and move on the scaling that it was quantized with.
         return {}
@@ -238,7 +238,7 @@ class _Runs:
         rerun.empty_outputs()
         # Before the backward of what made the submodule's output, and behind all hooks of that output: the norm before a dense
         # MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It is put there later, and has
-        # to fill what the first part of the MLP is given before that runs again.
+        # to fill what the first part of the MLP is given before that is recomputed.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result

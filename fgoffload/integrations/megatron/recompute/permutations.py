@@ -138,7 +138,7 @@ def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Permutation:
-    """One permutation, which runs again when backward asks for what it made.
+    """One permutation, which is recomputed when backward asks for what it made.
 
     Args:
         hidden: What it permutes; saved here as autograd would save it.
