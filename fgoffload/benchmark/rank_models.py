@@ -17,8 +17,7 @@ from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.captured_layer import capture_rank
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.solving.search_limits import THOROUGH
-from fgoffload.planner.solving.solver import solve_leaving_free
+from fgoffload.planner.solving.solver import THOROUGH_LAYER_PASSES, solve_leaving_free
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.trainer.training_arguments import TrainingArguments
@@ -47,7 +46,7 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
     Raises:
         BudgetError: No plan was found that fits.
     """
-    solution = solve_leaving_free(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, limits=THOROUGH)
+    solution = solve_leaving_free(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES)
     return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
 

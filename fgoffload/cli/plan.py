@@ -137,8 +137,7 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_tables import Subject
-    from fgoffload.planner.solving.search_limits import THOROUGH
-    from fgoffload.planner.worker_processes import share_work
+    from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, THOROUGH_LAYER_PASSES
 
     found = find_device(checked.gpu, checked.hardware, checked.profile)
     hardware, profile = found.hardware, found.profile
@@ -168,7 +167,7 @@ def _plan(checked: PlanOptions) -> int:
         if hardware is not None and checked.budget_bytes is None:
             show_fits(console, model, parallelism, hardware, assumptions)
 
-    with share_work(), _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
+    with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
             check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
@@ -181,7 +180,7 @@ def _plan(checked: PlanOptions) -> int:
             budget_bytes=budget_bytes,
             host_budget_bytes=host_budget_bytes,
             files={name: getattr(checked, name) for name in OUTPUTS},
-            limits=THOROUGH if checked.is_thorough else None,
+            layer_passes=THOROUGH_LAYER_PASSES if checked.is_thorough else DEFAULT_LAYER_PASSES,
         )
     return EXIT_PLANNED
 

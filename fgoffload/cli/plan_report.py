@@ -1,13 +1,14 @@
 """Makes a plan or a sweep, prints it and writes its files."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
+from fgoffload.cli.console import PipeConsole
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.cli.plan_tables import (
     PLAN,
@@ -27,11 +28,9 @@ from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail, StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.flag_search import NearestFlags
-from fgoffload.planner.solving.search_limits import SearchLimits
-from fgoffload.planner.solving.solver import Solution, find_least_budget, sweep
+from fgoffload.planner.solving.nearest_flags import NearestFlags
+from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
 
 MOST_DRAWN_LAYERS = 200_000
@@ -46,7 +45,7 @@ def show_plan(
     budget_bytes: int,
     host_budget_bytes: int | None,
     files: Mapping[str, Path | None],
-    limits: SearchLimits | None = None,
+    layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> None:
     """Plan, print the tables, and write the files.
 
@@ -57,14 +56,14 @@ def show_plan(
         budget_bytes: Budget of each device.
         host_budget_bytes: Budget of each rank; None for no limit.
         files: Output file or None for each of `json`, `plot` and `timeline`.
-        limits: Effort of the search.
+        layer_passes: Effort of the search.
 
     Raises:
         ConfigError: A file cannot be written, or the step is too long to draw.
         PlanError: No plan fits.
     """
     check_drawn(ranks, files)
-    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
+    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     console.print(build_prediction_table(report, subject))
     if subject.link_line:
         console.print(subject.link_line, soft_wrap=True)
@@ -88,11 +87,9 @@ def show_plan(
 
 def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
     """Write the picture and the trace of the planned step."""
-    # In parallel: a step with a full timeline takes as long to simulate as a plan to find.
     drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
     only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
-    note = functools.partial(simulate, report.ranks, detail=Detail.TIMELINE, only=only)
-    results = dict(zip(drawn, map_in_processes(note, drawn.values()), strict=True))
+    results = {name: simulate(report.ranks, one, detail=Detail.TIMELINE, only=only) for name, one in drawn.items()}
     detailed = results[PLAN]
     if (path := files["plot"]) is not None:
         shown = {name: results[name] for name in ("baseline", PLAN)}
@@ -151,7 +148,11 @@ def show_sweep(
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
     # The frontier may fall steeply between two budgets, so each baseline's peak is a budget too.
     same = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
-    solutions = sweep(ranks, sorted(even | same, reverse=True), host_budget_bytes=host_budget_bytes)
+    budgets = sorted(even | same)
+    found = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
+    bar = PipeConsole(stderr=True)
+    shown = track(found, "planning", total=len(budgets), console=bar, transient=True, disable=not bar.is_terminal)
+    solutions = list(shown)[::-1]
     console.print(build_sweep_table(report.baselines, solutions, subject))
     if subject.link_line:
         console.print(subject.link_line, soft_wrap=True)

@@ -1,7 +1,6 @@
 """The tables of `fgoffload plan`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.table import Table
@@ -13,12 +12,10 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport
 from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
+from fgoffload.planner.solving.decisions import Decision, price_decisions
 from fgoffload.planner.solving.megatron_flags import choose_usual_modules
-from fgoffload.planner.solving.prices import price_decisions
-from fgoffload.planner.solving.reasons import Decision
 from fgoffload.planner.solving.solver import Solution
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.planner.worker_processes import map_in_processes
 from fgoffload.units import format_bytes, format_ms
 
 PLAN = "this plan"
@@ -134,11 +131,8 @@ def build_decision_table(report: PlanReport) -> Table:
     for decision in solution.decisions:
         if decision.action is not Action.KEEP:
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
-    get_price = functools.partial(
-        price_decisions, report.ranks, solution.plan, solution.result, budget_bytes=solution.budget_bytes
-    )
-    prices = map_in_processes(get_price, groups.values())
-    for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):
+    for (kind, tag, action), decisions in groups.items():
+        price = price_decisions(report.ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
         copies = moved.get((kind, tag, action))
         table.add_row(
             kind,

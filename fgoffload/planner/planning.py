@@ -35,8 +35,7 @@ from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
-from fgoffload.planner.solving.search_limits import SearchLimits
-from fgoffload.planner.solving.solver import Solution, solve
+from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, solve
 from fgoffload.planner.timing.hardware import Hardware
 
 
@@ -87,15 +86,15 @@ def plan_ranks(
     *,
     budget_bytes: int,
     host_budget_bytes: int | None = None,
-    limits: SearchLimits | None = None,
+    layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the same for ranks that were made otherwise, from a profile for one; `limits` say how long to look.
+    """Return the same for ranks that were made otherwise, from a profile for one; `layer_passes` says how long to look.
 
     Raises:
         ConfigError: An argument is not what it must be.
         PlanError: No plan was found that fits.
     """
-    solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, limits=limits)
+    solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
     return PlanReport(ranks=tuple(ranks), baselines=solution.baselines, solution=solution)

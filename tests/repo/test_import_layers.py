@@ -46,7 +46,6 @@ MAY_IMPORT = {
 
 PLANNER_MAY_IMPORT = {
     "checks": (),
-    "worker_processes": (),
     "host_slowdown": ("ranks", "timing", "simulation"),
     "late_host": ("ranks", "timing", "host_slowdown"),
     "ranks": ("checks", "ranks"),
@@ -56,7 +55,7 @@ PLANNER_MAY_IMPORT = {
     "timing": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "model_ranks": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "simulation": ("checks", "ranks", "simulation"),
-    "solving": ("checks", "worker_processes", "ranks", "simulation", "solving"),
+    "solving": ("checks", "ranks", "simulation", "solving"),
     "plan_facts": ("model",),
     "profiled_ranks": ("ranks", "timing", "simulation", "host_slowdown"),
     "planning": ("checks", "ranks", "model", "timing", "model_ranks", "plan_facts", "simulation", "solving"),

@@ -30,7 +30,7 @@ def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused():
 def test_a_larger_budget_is_never_slower():
     rank = make_toy_rank()
     least = find_least_budget([rank])
-    solutions = sweep([rank], [least + 40, least, least + 10, least + 20])
+    solutions = list(sweep([rank], [least + 40, least, least + 10, least + 20]))
     assert all(one.result.peak_bytes <= one.budget_bytes for one in solutions)
     steps = [one.result.step_s for one in sorted(solutions, key=lambda one: one.budget_bytes)]
     assert steps == sorted(steps, reverse=True)

@@ -1,21 +1,27 @@
-"""What a plan does about a site, in words, with the numbers that belong to it.
+"""What a plan does about each tag, why, and what that costs: the rows of the tables of `fgoffload plan`.
 
-Bytes and the time of running again are those of one microbatch and layer. What was waited for is the simulator's, of a step of
-the rank. What something costs and whether the budget needs it takes a second simulation: `prices` has that.
+Bytes and the time of a recompute are those of one microbatch and layer. What was waited for is the simulator's, of a step of
+the rank. What something costs takes a second simulation, of the plan without it: a recompute may hide behind a wait, copies
+that nobody waits for slow compute, and what one rank does others may wait for.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from fgoffload.plan import Action
+from fgoffload.errors import PlanError
+from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.layer_choice import resolve_layer
-from fgoffload.planner.simulation.simulation_result import RankResult, TagTraffic
-from fgoffload.planner.solving.choices import Actions, Choice, list_needs, measure_actions
-from fgoffload.planner.solving.placement import LayerSlot, State
-from fgoffload.tags import default_tags, find_recompute_unit
+from fgoffload.planner.simulation.simulation_result import RankResult, StepResult, TagTraffic
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.states import LayerSlot, list_slots, read_plan
+from fgoffload.planner.solving.treatments import Actions, Treatment, list_needs, measure_treatment
+from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes, format_ms
+
+_SHOWN_S = 5e-5
+"""Half of what a table shows: a step that is longer by less is as long there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,37 +41,93 @@ class Decision:
     layers: tuple[int, ...]
     """In which layers, by number in the whole model."""
     moved_bytes: int
-    """What leaves with it of one microbatch and layer."""
+    """What is offloaded with it, of one microbatch and layer."""
     freed_bytes: int
     """What is off the device between forward and backward, of one microbatch and layer, by this action alone."""
     recompute_s: float
-    """Seconds that running again takes, of one microbatch and layer."""
+    """Seconds of the recompute, of one microbatch and layer."""
     reason: str
     """What comes of it; of what is kept, why."""
 
 
-def explain_rank(
-    rank: RankModel, slots: Sequence[LayerSlot], state: State, result: RankResult, *, keeps_within_budget: bool
-) -> tuple[Decision, ...]:
-    """Return the decisions of a rank, chunk by chunk and kind by kind, in the order of a layer's forward.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """A step under a plan beside one under the plan without something that it does."""
+
+    cost_s: float
+    """How much longer the step is with it; below 0 where it is shorter."""
+    rank: int
+    """The pipeline rank with the highest peak without it."""
+    peak_bytes: int
+    """That peak."""
+    lacking_bytes: int
+    """What that peak is above the budget; 0 where it is not."""
+    taken_along: tuple[str, ...] = ()
+    """Tags that need what was left out, and were left out with it."""
+
+    def describe(self) -> str:
+        """Return why the plan does it, as far as the two steps say."""
+        along = f" (and {', '.join(self.taken_along)}, which needs it)" if self.taken_along else ""
+        # A recompute hides copies, and what is offloaded moves others to a better time.
+        longer = ", and what else the plan does takes longer" if self.cost_s <= -_SHOWN_S else ""
+        if self.lacking_bytes:
+            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}{longer}"
+        return f"the budget holds without it{along} too{longer}"
+
+
+def price_decisions(
+    ranks: Sequence[RankModel],
+    plan: OffloadPlan,
+    result: StepResult,
+    decisions: Iterable[Decision],
+    *,
+    budget_bytes: int,
+) -> Price | None:
+    """Return what `decisions` come to together, or None where the rest of the plan cannot be done without them.
 
     Args:
-        rank: The rank.
-        slots: Its layers.
-        state: What they do.
-        result: What the simulator says of it.
-        keeps_within_budget: Whether the budget holds where everything is kept.
+        ranks: That the plan is for, with their host budgets.
+        plan: All of it.
+        result: What it comes to.
+        decisions: What to leave out. None of them keeps.
+        budget_bytes: Of each device.
     """
-    traffic = {(tag.kind, tag.tag, tag.action): tag for tag in result.tags}
+    left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
+    along = {site for site in plan.actions if _needs_one(site, left_out)}
+    rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
+    try:
+        without = simulate(ranks, dataclasses.replace(plan, actions=rest))
+    except PlanError:
+        return None
+    worst = without.worst_rank
+    return Price(
+        cost_s=result.step_s - without.step_s,
+        rank=worst.rank,
+        peak_bytes=worst.peak_bytes,
+        lacking_bytes=max(0, worst.peak_bytes - budget_bytes),
+        taken_along=tuple(sorted({site.tag for site in along})),
+    )
+
+
+def explain_plan(
+    ranks: Sequence[RankModel], plan: OffloadPlan, result: StepResult, *, budget_bytes: int
+) -> tuple[Decision, ...]:
+    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward."""
+    kept = simulate(ranks, OffloadPlan(actions={}))
     decisions: list[Decision] = []
-    for chunk in range(len(rank.chunks)):
-        for kind in dict.fromkeys(slot.layer.kind for slot in slots if slot.chunk == chunk):
-            rows: dict[Actions, list[LayerSlot]] = {}
-            for slot, configuration in zip(slots, state, strict=True):
-                if slot.chunk == chunk and slot.layer.kind == kind:
-                    rows.setdefault(configuration.actions, []).append(slot)
-            decisions += _explain_kind(rank, rows, traffic, keeps_within_budget=keeps_within_budget)
+    for place, rank in enumerate(ranks):
+        keeps_within_budget = kept.ranks[place].peak_bytes <= budget_bytes
+        decisions += _explain_rank(rank, plan, result.ranks[place], keeps_within_budget=keeps_within_budget)
     return tuple(decisions)
+
+
+def _explain_rank(rank: RankModel, plan: OffloadPlan, result: RankResult, *, keeps_within_budget: bool) -> Iterator[Decision]:
+    traffic = {(tag.kind, tag.tag, tag.action): tag for tag in result.tags}
+    alike: dict[tuple[int, str], dict[Actions, list[LayerSlot]]] = {}
+    for slot, treatment in zip(list_slots(rank), read_plan(plan, rank), strict=True):
+        alike.setdefault((slot.chunk, slot.layer.kind), {}).setdefault(treatment.actions, []).append(slot)
+    for rows in alike.values():
+        yield from _explain_kind(rank, rows, traffic, keeps_within_budget=keeps_within_budget)
 
 
 def _explain_kind(
@@ -78,7 +140,7 @@ def _explain_kind(
     layer = next(iter(rows.values()))[0].layer
     for tag in _list_names(layer):
         # Layers that do the same about a tag may differ in what else they do, and with it in bytes and reasons.
-        groups: dict[object, tuple[Action, Choice, str | None, list[LayerSlot]]] = {}
+        groups: dict[object, tuple[Action, Treatment, str | None, list[LayerSlot]]] = {}
         for chosen, alike in rows.items():
             actions = dict(chosen)
             action, alone = actions.get(tag, Action.KEEP), _measure_alone(rank, layer, actions, tag)
@@ -122,29 +184,26 @@ def _list_names(layer: LayerModel) -> list[str]:
     """Return the tags and units of a layer, in the order of the registry, units that are no tags last."""
     saving = {tag for tensor in layer.tensors for tag in tensor.tags}
     tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
+    tags += sorted(saving - {*tags})
     return [*tags, *(unit.name for unit in layer.units if unit.name not in tags)]
 
 
-def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Choice:
+def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
     """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
-    with_it = measure_actions(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
-    without = measure_actions(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
+    with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
+    without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
     # Not by difference: what runs again may spare another tag as many bytes as leave with this one.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
-    return Choice(
-        actions=(),
-        kept_bytes=with_it.kept_bytes - without.kept_bytes,
-        moved_bytes=sum(group.size_bytes for group in groups if group.tag == tag),
-        recompute_s=with_it.recompute_s - without.recompute_s,
-    )
+    moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
+    return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)
 
 
 def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:
     for name, action in actions.items():
-        unit = find_recompute_unit(name)
-        if action.recomputes and unit is not None and tag in unit.covers:
+        unit = layer.find_unit(name)
+        if action.recomputes and unit is not None and tag in unit.covered:
             return f"{name} runs again, so that it saves nothing"
     tensors = [tensor for tensor in layer.tensors if tag in tensor.tags]
     if layer.find_unit(tag) is None and tag not in layer.offloadable_tags:
@@ -161,7 +220,7 @@ def _say_why_kept_here(layers: Sequence[int], acting: Sequence[int]) -> str:
     return "the budget holds without it"
 
 
-def _list_reasons(action: Action, alone: Choice, traffic: TagTraffic | None) -> Iterator[str]:
+def _list_reasons(action: Action, alone: Treatment, traffic: TagTraffic | None) -> Iterator[str]:
     if action.recomputes:
         yield f"{format_ms(alone.recompute_s)} of compute, {format_bytes(max(0, -alone.kept_bytes))} off the device"
     if not action.offloads:
@@ -179,3 +238,8 @@ def _say_part(traffic: TagTraffic) -> str:
         return "none"
     part = traffic.exposed_s / (traffic.d2h_s + traffic.h2d_s)
     return f"{part:.0%}" if part >= 0.01 else "less than 1%"
+
+
+def _needs_one(site: Site, left_out: Collection[Site]) -> bool:
+    others = (dataclasses.replace(site, tag=name) for name in list_needs(site.tag))
+    return site not in left_out and any(other in left_out for other in others)

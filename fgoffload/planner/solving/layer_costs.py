@@ -1,0 +1,159 @@
+"""What each treatment of a layer costs: seconds and device bytes, by short simulations.
+
+How much of a copy hides depends on where in the layer its group ends and is asked for, on the window and on prefetch. So the
+simulator is asked: each treatment runs a few microbatches with one layer in a chunk, and with several. What one more layer adds
+is what it costs among others; what one alone costs is what the last layer of a chunk costs, whose copies no backward before it
+announces. Neighbours that do something else change both, which the simulation of the whole rank corrects.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.schedule import Pipeline, list_passes
+from fgoffload.planner.simulation.simulation_result import RankResult
+from fgoffload.planner.simulation.simulator import simulate_rank
+from fgoffload.planner.solving.treatments import Treatment, find_efficient
+
+_MICROBATCHES = 4
+_PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
+"""The short schedule, of its first rank: two microbatches in flight, and a forward and a backward in turn."""
+_IN_FLIGHT = 2
+
+_MOST_LAYERS = 8
+"""Layers of a short simulation, of chunks that have more. A window is full before, or a layer moves little."""
+
+_RESOLUTION_PARTS = 24
+"""Costs that differ by less than this part of a layer's bytes, and of its forward, are one to a program."""
+_RESOLUTION_PARTS_OF_SHORT = 14
+"""The same in several short chunks, whose programs are large."""
+_SHORT_CHUNK = 3
+"""Layers."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a treatment costs in one place of a chunk. Of one microbatch."""
+
+    added_s: float
+    """Seconds that forward and backward take longer than where all is kept."""
+    d2h_s: float
+    """Seconds in which its copies to the host run."""
+    extra_bytes: int
+    """The most on the device beside what microbatches in flight keep: in flight, back again, and what compute has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TreatmentCosts:
+    """A treatment, and what it costs."""
+
+    treatment: Treatment
+    """Which."""
+    inner: Cost
+    """Among other layers that do the same."""
+    last: Cost
+    """As the last layer of a chunk, with which backward begins."""
+
+    @property
+    def first_wait_s(self) -> float:
+        """Seconds that its first reload is waited for where no layer behind it has announced it."""
+        return max(self.last.added_s - self.inner.added_s, 0.0) if self.treatment.moved_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """The treatments of a kind of layer that are worth having, each with its costs."""
+
+    inner: tuple[TreatmentCosts, ...]
+    """Those that may be best among other layers, for some budget. The first keeps everything."""
+    last: tuple[TreatmentCosts, ...]
+    """Those that may be best for the last layer of a chunk."""
+    resolution_s: float
+    """Seconds of a microbatch: costs that differ by less are one to a program."""
+    resolution_bytes: int
+    """Bytes of a microbatch, likewise."""
+
+
+def measure_costs(rank: RankModel, layer: LayerModel, treatments: Sequence[Treatment]) -> LayerCosts:
+    """Return what the treatments of a kind of layer cost.
+
+    Args:
+        rank: Says what the link and the engine's rules are, how long its chunks are, and whether host memory is to save.
+        layer: The kind.
+        treatments: Its own. The first keeps everything.
+    """
+    longest = max(len(chunk.layers) for chunk in rank.chunks)
+    many = min(max(2, longest), _MOST_LAYERS)
+    measured = [_measure(rank, layer, one, (many // 2, many)) for one in treatments]
+    base_inner, base_last = measured[0]
+    costs = [
+        TreatmentCosts(treatment=one, inner=_subtract(inner, base_inner), last=_subtract(last, base_last))
+        for one, (inner, last) in zip(treatments, measured, strict=True)
+    ]
+    is_short = 1 < longest <= _SHORT_CHUNK and len(rank.chunks) > 1
+    parts = _RESOLUTION_PARTS_OF_SHORT if is_short else _RESOLUTION_PARTS
+    resolution_s, resolution_bytes = max(layer.forward_s / parts, 1e-9), max(layer.saved_bytes // parts, 1)
+
+    def pick(places: Sequence[Cost], others: Sequence[float]) -> tuple[TreatmentCosts, ...]:
+        rows = [
+            (
+                round(cost.added_s / resolution_s),
+                round(one.treatment.kept_bytes / resolution_bytes),
+                round(cost.extra_bytes / resolution_bytes),
+                0 if rank.host_budget_bytes is None else round(one.treatment.moved_bytes / resolution_bytes),
+                other,
+            )
+            for one, cost, other in zip(costs, places, others, strict=True)
+        ]
+        return tuple(costs[place] for place in sorted({0, *find_efficient(rows)}))
+
+    return LayerCosts(
+        inner=pick([one.inner for one in costs], [round(one.first_wait_s / resolution_s / 4) for one in costs]),
+        # A last layer that moves something spares the layers before it the wait for the first reload.
+        last=pick([one.last for one in costs], [not one.treatment.moved_bytes for one in costs]),
+        resolution_s=resolution_s,
+        resolution_bytes=resolution_bytes,
+    )
+
+
+def _measure(rank: RankModel, layer: LayerModel, treatment: Treatment, counts: tuple[int, int]) -> tuple[Cost, Cost]:
+    """Return what a treatment comes to among others, and as the last layer of a chunk: not yet what it adds."""
+    few, many = counts
+    results = {layers: _simulate(rank, layer, treatment, layers) for layers in {1, few, many}}
+    kept_bytes = layer.saved_bytes + treatment.kept_bytes
+    alone, shorter, longer = results[1], results[few], results[many]
+    last = Cost(
+        added_s=alone.step_s / _MICROBATCHES,
+        d2h_s=alone.d2h_s / _MICROBATCHES,
+        extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes,
+    )
+    # In flight and ahead hide a burst of copies, and not what goes on through a long chunk: its second half counts.
+    inner = Cost(
+        added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
+        d2h_s=(longer.d2h_s - shorter.d2h_s) / _MICROBATCHES / (many - few),
+        extra_bytes=longer.peak_bytes - many * _IN_FLIGHT * kept_bytes,
+    )
+    return inner, last
+
+
+def _subtract(cost: Cost, base: Cost) -> Cost:
+    return dataclasses.replace(cost, added_s=max(cost.added_s - base.added_s, 0.0))
+
+
+def _simulate(rank: RankModel, layer: LayerModel, treatment: Treatment, layers: int) -> RankResult:
+    actions: dict[Site, Action] = {
+        Site(chunk=0, layer=number, tag=tag): action for number in range(layers) for tag, action in treatment.actions
+    }
+    short = RankModel(
+        rank=0,
+        static_bytes=0,
+        chunks=(ChunkModel(layers=tuple(NumberedLayer(number=number, model=layer) for number in range(layers))),),
+        passes=list_passes(_PIPELINE, rank=0),
+        link=rank.link,
+        policy=rank.policy,
+        min_offloaded_numel=rank.min_offloaded_numel,
+        late_group_s=rank.late_group_s,
+    )
+    return simulate_rank(short, OffloadPlan(actions=actions))

@@ -1,0 +1,199 @@
+"""The local search: random changes to what the layers of a rank do, the most promising simulated, better ones taken.
+
+A walk begins at one of the best states that are known. Each step draws some changes: one layer gets another treatment, all
+layers that are treated alike do, a run of layers does, or two layers change places. What each would come to is estimated from
+its bytes and its recompute, and the most promising one is simulated. A better state is taken, and now and then a little worse
+one (simulated annealing). A walk pays for a byte above the budget instead of turning back from it, each at another price: the
+best plans near the least budget are behind plans that do not fit.
+"""
+
+import collections
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.peak_times import count_backwards, list_peak_times
+from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key
+from fgoffload.planner.solving.treatments import Treatment, list_neighbours
+
+_STEPS = 100
+"""Of one walk."""
+
+_DRAWN = 8
+"""Changes of which the most promising one is simulated."""
+
+_BLIND = 0.2
+"""How often a change is simulated whatever it promises: estimates know nothing of copies that come to wait for others."""
+
+_TWICE = 0.3
+"""How often two changes are one."""
+
+_NEAR = 0.5
+"""How often a layer that changes does something else about one tag alone."""
+
+_STARTS = 6
+"""Walks begin at one of so many states: from the best one alone they mostly come back to it."""
+
+_WARMTH = 0.003
+"""How much worse than before a state may be at the beginning of a walk, as a part of the step; at its end, not at all."""
+
+_IDLE_WALKS = 3
+"""In a row that find next to nothing new: the last ones."""
+
+_LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
+"""Of a byte above the budget, in seconds that all layers take for all their bytes: recompute costs 1 where all of a layer does,
+and the last bytes that can be freed a hundred times as much."""
+
+_Thing = TypeVar("_Thing")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a simulation says of a state."""
+
+    step_s: float
+    """How long the step takes."""
+    peak_bytes: int
+    """The most on the device."""
+
+
+Known = dict[object, tuple[State, Verdict]]
+"""What was simulated, by `make_key` of the state."""
+
+
+class LocalSearch:
+    """Walks over the states of one rank.
+
+    Args:
+        rank: The rank.
+        treatments: What each kind of its layers may do.
+        judge: Simulates a state, and takes note of it in `known`.
+        known: What was simulated so far, in which walks begin.
+        kept: What keeping everything comes to.
+    """
+
+    def __init__(
+        self,
+        rank: RankModel,
+        treatments: Mapping[str, Sequence[Treatment]],
+        *,
+        judge: Callable[[State], Verdict],
+        known: Known,
+        kept: Verdict,
+    ) -> None:
+        self._slots = list_slots(rank)
+        self._treatments = treatments
+        self._judge = judge
+        self._known = known
+        self._kept = kept
+        self._min_offloaded_numel = rank.min_offloaded_numel
+        self._random = random.Random(0)
+        self._microbatches = [count_backwards(rank.passes, chunk=slot.chunk) for slot in self._slots]
+        self._in_flight = _count_in_flight(rank, self._slots)
+        full_s = sum(slot.layer.forward_s * count for slot, count in zip(self._slots, self._microbatches, strict=True))
+        full_bytes = sum(slot.layer.saved_bytes * count for slot, count in zip(self._slots, self._in_flight, strict=True))
+        self._full_s_per_byte = full_s / max(full_bytes, 1)
+        self._alike: dict[str, list[int]] = collections.defaultdict(list)
+        for place, slot in enumerate(self._slots):
+            self._alike[slot.layer.kind].append(place)
+
+    def run(self, budget_bytes: int, *, simulations: int) -> None:
+        """Walk until so many more states are known, or walks find next to nothing new."""
+        most, idle = len(self._known) + simulations, 0
+        while len(self._known) < most and idle < _IDLE_WALKS:
+            before = len(self._known)
+            price = self._full_s_per_byte * _LEAST_PRICE * (_MOST_PRICE / _LEAST_PRICE) ** self._random.random()
+            self._walk(budget_bytes, price, most)
+            # Where there are few plans walks know all that they come to.
+            idle = 0 if len(self._known) >= before + _STEPS // 10 else idle + 1
+
+    def _walk(self, budget_bytes: int, price: float, most: int) -> None:
+        def cost(verdict: Verdict) -> float:
+            return verdict.step_s + price * max(verdict.peak_bytes - budget_bytes, 0)
+
+        best = sorted(self._known.values(), key=lambda pair: cost(pair[1]))[:_STARTS]
+        # The square: the better ones more often.
+        state, verdict = best[int(self._random.random() ** 2 * len(best))]
+        for number in range(_STEPS):
+            if len(self._known) >= most:
+                return
+            following = self._draw(state, verdict, budget_bytes, price)
+            if following is None:
+                continue
+            other = self._judge(following)
+            warmth = _WARMTH * verdict.step_s * (1 - number / _STEPS)
+            worse_s = cost(other) - cost(verdict)
+            if worse_s <= 0 or self._random.random() < math.exp(-worse_s / warmth):
+                state, verdict = following, other
+
+    def _draw(self, state: State, verdict: Verdict, budget_bytes: int, price: float) -> State | None:
+        """Return the most promising of some states that are drawn, or None where all of them are known."""
+        s_per_byte = self._find_copy_price(state, verdict)
+        is_blind = self._random.random() < _BLIND
+        promised = []
+        for number in range(1 if is_blind else _DRAWN):
+            following = self._change(state)
+            if self._random.random() < _TWICE:
+                following = self._change(following)
+            longer_s, more_bytes = self._estimate(state, following, s_per_byte)
+            above_s = price * max(verdict.peak_bytes + more_bytes - budget_bytes, 0)
+            promised.append((longer_s + above_s, number, following))
+        for _, _, following in sorted(promised, key=lambda one: one[:2]):
+            if make_key(following) not in self._known:
+                return following
+        return None
+
+    def _find_copy_price(self, state: State, verdict: Verdict) -> float:
+        """Return the seconds that a moved byte makes the step longer, as `state` and keeping everything compare."""
+        pairs = list(zip(state, self._microbatches, strict=True))
+        moved_bytes = sum(one.moved_bytes * count for one, count in pairs)
+        recompute_s = sum(one.recompute_s * count for one, count in pairs)
+        longer_s = verdict.step_s - self._kept.step_s - recompute_s
+        return max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
+
+    def _estimate(self, state: State, following: State, s_per_byte: float) -> tuple[float, float]:
+        """Return how much longer the step would be, and how much higher the peak."""
+        longer_s = more_bytes = 0.0
+        for place, (before, after) in enumerate(zip(state, following, strict=True)):
+            if before is not after:
+                copied_s = (after.moved_bytes - before.moved_bytes) * s_per_byte
+                longer_s += (after.recompute_s - before.recompute_s + copied_s) * self._microbatches[place]
+                more_bytes += (after.kept_bytes - before.kept_bytes) * self._in_flight[place]
+        return longer_s, more_bytes
+
+    def _change(self, state: State) -> State:
+        place, kind = self._pick(range(len(state))), self._random.random()
+        alike = self._alike[self._slots[place].layer.kind]
+        if kind < 0.65:
+            same = [other for other in alike if state[other].actions == state[place].actions]
+            return self._treat(state, same if self._random.random() < 0.3 else [place])
+        layers, other = list(state), self._pick(alike)
+        if kind < 0.8:  # the layers between do what this one does
+            for between in alike:
+                if min(place, other) <= between <= max(place, other):
+                    layers[between] = state[place]
+        else:
+            layers[place], layers[other] = layers[other], layers[place]
+        return tuple(layers)
+
+    def _treat(self, state: State, places: Sequence[int]) -> State:
+        layer = self._slots[places[0]].layer
+        chosen = self._pick(self._treatments[layer.kind])
+        if self._random.random() < _NEAR:
+            near = list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=self._min_offloaded_numel)
+            chosen = self._pick(near or [chosen])
+        return tuple(chosen if place in places else one for place, one in enumerate(state))
+
+    def _pick(self, things: Sequence[_Thing]) -> _Thing:
+        return things[int(self._random.random() * len(things))]
+
+
+def _count_in_flight(rank: RankModel, slots: Sequence[LayerSlot]) -> list[int]:
+    """Return how many microbatches of each layer are in flight when the layers together keep most."""
+    sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
+    vectors = [time.in_flight for time in list_peak_times(rank.passes, len(rank.chunks))]
+    most = max(vectors, key=lambda vector: sum(count * size for count, size in zip(vector, sizes, strict=True)))
+    return [most[slot.chunk] for slot in slots]

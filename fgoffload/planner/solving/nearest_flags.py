@@ -1,0 +1,147 @@
+"""Looks for the fastest of Megatron's own flags within a memory budget, for people to compare a plan with.
+
+Each recompute is simulated alone on the fullest rank, from the fastest on, as long as it is faster than the best that fits.
+Where it is above the budget, tags are added to it: those first that free most for the time that each takes alone, and no more
+than the budget needs. What is found is checked on all ranks.
+"""
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulator import simulate, simulate_rank
+from fgoffload.planner.solving.megatron_flags import (
+    FULL_RECOMPUTE,
+    FullMethod,
+    FullRecompute,
+    MegatronFlags,
+    SelectiveRecompute,
+    choose_usual_modules,
+)
+from fgoffload.planner.solving.peak_times import shorten, shorten_together
+from fgoffload.planner.solving.treatments import list_names
+from fgoffload.tags import RECOMPUTE_UNITS, default_tags
+
+_MOST_BLOCKS = 4
+"""Numbers of layers of `--recompute-method block` that are tried."""
+
+_MOST_CHECKS = 4
+"""Settings that are simulated on all ranks: each that is above the budget there lowers the budget of the fullest rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NearestFlags:
+    """Flags that keep to a budget, and what they come to."""
+
+    flags: MegatronFlags
+    """The flags."""
+    result: StepResult
+    """What the simulator says of them."""
+
+
+class FlagSearch:
+    """The search for flags of a pipeline. What was simulated for one budget is known for the next.
+
+    Args:
+        ranks: The pipeline, by number.
+    """
+
+    def __init__(self, ranks: Sequence[RankModel]) -> None:
+        self._ranks = ranks
+        self._short = shorten_together(ranks)
+        kept = simulate(self._short, MegatronFlags().make_plan(ranks))
+        self._fullest = shorten(ranks[kept.worst_rank.rank])
+        self._known: dict[MegatronFlags, tuple[int, float]] = {}
+
+    def find(self, budget_bytes: int) -> NearestFlags | None:
+        """Return the fastest flags found that keep to the budget, and what they come to, or None where none do."""
+        alone_bytes = budget_bytes
+        for _ in range(_MOST_CHECKS):
+            flags = self._find_alone(alone_bytes)
+            if flags is None:
+                break
+            short = simulate(flags.adapt(self._short), flags.make_plan(self._ranks))
+            if short.peak_bytes <= budget_bytes:
+                result = simulate(flags.adapt(self._ranks), flags.make_plan(self._ranks))
+                if result.peak_bytes <= budget_bytes:
+                    return NearestFlags(flags=flags, result=result)
+                short = result
+            alone_bytes = self._simulate(flags)[0] - (short.peak_bytes - budget_bytes)
+        full = simulate(FULL_RECOMPUTE.adapt(self._ranks), FULL_RECOMPUTE.make_plan(self._ranks))
+        return NearestFlags(flags=FULL_RECOMPUTE, result=full) if full.peak_bytes <= budget_bytes else None
+
+    def _find_alone(self, budget_bytes: int) -> MegatronFlags | None:
+        """Return the fastest flags found that keep to a budget on the fullest rank."""
+        best, best_s = None, math.inf
+        starts = [MegatronFlags(recompute=recompute) for recompute in self._list_recomputes()]
+        for start in sorted(starts, key=lambda one: self._simulate(one)[1]):
+            # What is slower by itself than something that fits is slower with tags too.
+            if self._simulate(start)[1] >= best_s:
+                break
+            flags = self._add_tags(start, budget_bytes)
+            if flags is not None and self._simulate(flags)[1] < best_s:
+                best, best_s = flags, self._simulate(flags)[1]
+        return best
+
+    def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
+        """Return `start` with as few tags as keep to a budget, the cheapest ones first; None where all of them do not."""
+        if self._simulate(start)[0] <= budget_bytes:
+            return start
+
+        ordered = sorted(_list_tags(self._fullest, start), key=self._rate_tag)
+
+        def fits(count: int) -> bool:
+            return self._simulate(_add_tags(start, ordered[:count]))[0] <= budget_bytes
+
+        count = bisect.bisect_left(range(len(ordered)), x=True, key=fits)
+        return _add_tags(start, ordered[:count]) if fits(count) else None
+
+    def _rate_tag(self, tag: str) -> float:
+        """Return the seconds that a tag alone costs for each byte that it frees."""
+        peak_bytes, step_s = self._simulate(_add_tags(MegatronFlags(), [tag]))
+        kept_bytes, kept_s = self._simulate(MegatronFlags())
+        return max(step_s - kept_s, 0.0) / max(kept_bytes - peak_bytes, 1)
+
+    def _simulate(self, flags: MegatronFlags) -> tuple[int, float]:
+        """Return peak and step of the fullest rank, alone."""
+        if flags not in self._known:
+            result = simulate_rank(flags.adapt([self._fullest])[0], flags.make_plan([self._fullest]))
+            self._known[flags] = (result.peak_bytes, result.step_s)
+        return self._known[flags]
+
+    def _list_recomputes(self) -> Iterator[SelectiveRecompute | FullRecompute | None]:
+        units = {unit.name for chunk in self._fullest.chunks for layer in chunk.layers for unit in layer.model.units}
+        modules = list(
+            dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.name in units and unit.recompute_module)
+        )
+        modules.sort(key=lambda module: self._simulate(MegatronFlags(recompute=SelectiveRecompute(modules=(module,))))[1])
+        sets = [choose_usual_modules(self._ranks), *(modules[:count] for count in range(1, len(modules) + 1))]
+        sets += [[module] for module in modules]
+        most = max((len(chunk.layers) for chunk in self._fullest.chunks), default=0)
+        counts = {round(most * (place + 1) / (_MOST_BLOCKS + 1)) for place in range(_MOST_BLOCKS)}
+        full = [FullRecompute(method=FullMethod.BLOCK, layers=count) for count in sorted(counts) if 0 < count < most]
+        yield None
+        yield from dict.fromkeys(SelectiveRecompute(modules=tuple(names)) for names in sets if names)
+        if "layer" in units:
+            yield from [FullRecompute(method=FullMethod.UNIFORM), *full]
+
+
+def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
+    """Return the tags that `flags` may have, that Megatron knows, and that save anything on a rank."""
+    saving = {name for chunk in rank.chunks for layer in chunk.layers for name in list_names(layer.model)}
+    modules = set(flags.recompute.modules) if isinstance(flags.recompute, SelectiveRecompute) else set()
+    return [
+        tag.name
+        for tag in default_tags()
+        if tag.is_in_megatron and tag.name in saving and not tag.requires and not set(tag.excluded_by) & modules
+    ]
+
+
+def _add_tags(flags: MegatronFlags, tags: Sequence[str]) -> MegatronFlags:
+    """Return `flags` with `tags`, and with those that need them: they save the same storage, which both have to release."""
+    names = set(tags)
+    names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
+    return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))

@@ -1,0 +1,98 @@
+"""When the memory of a rank may be at its peak: how many microbatches of each chunk are in flight, and which pass begins.
+
+A step of hundreds of passes has a dozen such times that matter, whatever a plan does.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.schedule import Pass, PassKind
+
+
+class PeakTime(NamedTuple):
+    """A time of the schedule when memory may be at its peak: between two passes."""
+
+    in_flight: tuple[int, ...]
+    """Microbatches whose forward ended and whose backward did not, by chunk."""
+    backward: int | None
+    """The chunk whose backward begins; None where a forward begins, or nothing."""
+
+
+@functools.lru_cache(maxsize=64)
+def list_peak_times(passes: tuple[Pass, ...], chunks: int) -> tuple[PeakTime, ...]:
+    """Return when memory may be at its peak: behind each forward and before each backward.
+
+    Of times before the same backward those are left out that take no more than others, whatever each chunk keeps.
+
+    Args:
+        passes: Of a step, in order.
+        chunks: Of the rank.
+    """
+    found: dict[int | None, set[tuple[int, ...]]] = {}
+    for before, in_flight, after in _list_gaps(passes, chunks):
+        is_backward = after is not None and after.kind is PassKind.BACKWARD
+        # Between a backward and a forward there is less than before the one, and than behind the other.
+        if before.kind is PassKind.FORWARD or is_backward:
+            found.setdefault(after.chunk if after is not None and is_backward else None, set()).add(in_flight)
+    return tuple(PeakTime(in_flight, backward) for backward, vectors in found.items() for in_flight in list_largest(vectors))
+
+
+def shorten(rank: RankModel) -> RankModel:
+    """Return `rank` with as few microbatches as have all its peak times, and at least two more than are ever in flight.
+
+    What a plan does to such a step it does to the whole one, whose other microbatches repeat the same.
+    """
+    chunks = len(rank.chunks)
+    places: set[Any] = _list_places(rank.passes, chunks)
+    most = max((count for _, in_flight, _ in places for count in in_flight), default=0)
+    for microbatches in range(most + 2, 2 * most + 2):
+        passes = tuple(one for one in rank.passes if one.microbatch < microbatches)
+        if _list_places(passes, chunks) == places:
+            return dataclasses.replace(rank, passes=passes)
+    return rank
+
+
+def shorten_together(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
+    """Return a pipeline with as many microbatches as the longest of its ranks has where `shorten` shortens each alone."""
+    microbatches = max((1 + one.microbatch for rank in ranks for one in shorten(rank).passes), default=0)
+    return tuple(
+        dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches)) for rank in ranks
+    )
+
+
+def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the vectors of which one has the largest product with any vector of numbers from 0, the largest first."""
+    found = sorted(set(vectors), reverse=True)
+    # Halfway between two others, or below that, none is larger than both: the interleaved schedule has whole lines of them.
+    return [
+        one
+        for one in found
+        if not any(
+            all(a + b >= 2 * own for a, b, own in zip(left, right, one, strict=True))
+            for left, right in itertools.combinations_with_replacement([other for other in found if other != one], 2)
+        )
+    ]
+
+
+def count_backwards(passes: Iterable[Pass], *, chunk: int) -> int:
+    """Return how many microbatches a step takes through `chunk`."""
+    return sum(one.kind is PassKind.BACKWARD and one.chunk == chunk for one in passes)
+
+
+def _list_places(passes: Sequence[Pass], chunks: int) -> set[Any]:
+    return {
+        ((before.kind, before.chunk), in_flight, after and (after.kind, after.chunk))
+        for before, in_flight, after in _list_gaps(passes, chunks)
+    }
+
+
+def _list_gaps(passes: Sequence[Pass], chunks: int) -> Iterator[tuple[Pass, tuple[int, ...], Pass | None]]:
+    """Yield each pass with how many microbatches are in flight behind it, by chunk, and the pass that follows."""
+    current = [0] * chunks
+    for one, following in zip(passes, (*passes[1:], None), strict=True):
+        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+        yield one, tuple(current), following

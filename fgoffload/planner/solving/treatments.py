@@ -1,0 +1,252 @@
+"""What a layer may do: whole-layer treatments of which none beats another in memory, copies and recompute.
+
+A layer falls apart into parts that do not affect each other: what is done about attention changes neither the bytes nor the
+recompute of the experts. So each part has a few dozen treatments, where the layer as a whole would have thousands. Parts are
+joined one after the other, and what another treatment beats is dropped at once. A unit that covers many others, as `layer`
+does, is decided first: each set of such units that goes together leaves parts of its own.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fgoffload.errors import PlanError
+from fgoffload.plan import Action
+from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.simulation.choice_rules import check_choice
+from fgoffload.planner.simulation.layer_choice import resolve_layer
+from fgoffload.tags import default_tags, list_read_tags
+from fgoffload.watched import find_watched
+
+Actions = tuple[tuple[str, Action], ...]
+"""Of one layer, by tag or unit, sorted by name. What is kept is not named."""
+
+_WIDE_COVERS = 3
+"""A unit that covers this many others, itself apart, is decided first."""
+
+_RESOLUTION_PARTS = 64
+"""Treatments that differ by less than this part of a layer's bytes, and of its forward, count as one."""
+
+_MOST = 200
+"""Treatments of one kind of layer. With more the resolution is halved: each is simulated, which takes milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What one layer does, and what that changes against keeping everything. Bytes and seconds are of one microbatch."""
+
+    actions: Actions
+    """What is done."""
+    kept_bytes: int = 0
+    """What more stays on the device from forward to backward: below 0 where something is offloaded or recomputed."""
+    moved_bytes: int = 0
+    """What is offloaded and reloaded."""
+    groups: int = 0
+    """Copies each way."""
+    recompute_s: float = 0.0
+    """Seconds that backward takes longer."""
+
+    def join(self, other: "Treatment") -> "Treatment":
+        """Return what both come to in two parts of one layer."""
+        return Treatment(
+            actions=tuple(sorted((*self.actions, *other.actions), key=lambda row: row[0])),
+            kept_bytes=self.kept_bytes + other.kept_bytes,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            groups=self.groups + other.groups,
+            recompute_s=self.recompute_s + other.recompute_s,
+        )
+
+    def subtract(self, base: "Treatment") -> "Treatment":
+        """Return what this adds to `base`, whose actions are some of its own."""
+        return Treatment(
+            actions=tuple(row for row in self.actions if row not in base.actions),
+            kept_bytes=self.kept_bytes - base.kept_bytes,
+            moved_bytes=self.moved_bytes - base.moved_bytes,
+            groups=self.groups - base.groups,
+            recompute_s=self.recompute_s - base.recompute_s,
+        )
+
+
+KEEP = Treatment(actions=())
+
+
+def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Treatment:
+    """Return what `actions` come to in a layer.
+
+    Raises:
+        PlanError: The layer cannot do that.
+    """
+    resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
+    return Treatment(
+        actions=tuple(sorted((name, action) for name, action in actions.items() if action is not Action.KEEP)),
+        kept_bytes=resolved.kept_bytes - layer.saved_bytes,
+        moved_bytes=resolved.moved_bytes,
+        groups=sum(1 for group in resolved.groups if group.tensors),
+        recompute_s=resolved.recompute_s,
+    )
+
+
+@functools.lru_cache(maxsize=128)
+def list_treatments(
+    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, is_alone: bool = False
+) -> tuple[Treatment, ...]:
+    """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
+
+    Args:
+        layer: A kind of layer.
+        min_offloaded_numel: Elements. What is smaller stays.
+        group_s: Seconds that each group costs the host.
+        is_alone: Whether chunks have one layer. Nothing announces its first reload but the ops that the engine watches, so that
+            of treatments alike in all else the one with and the one without are listed.
+    """
+    modes = list(_list_modes(layer, min_offloaded_numel))
+    resolution_parts = _RESOLUTION_PARTS
+    while True:
+        prune = functools.partial(_drop_beaten, layer, parts=resolution_parts, group_s=group_s, tells_watched=is_alone)
+        found: list[Treatment] = []
+        for base, parts in modes:
+            treatments = [base]
+            for part in parts:
+                treatments = prune([one.join(other) for one in treatments for other in part])
+            found += treatments
+        found = prune(found)
+        if len(found) <= _MOST or resolution_parts == 1:
+            return (KEEP, *(one for one in found if one.actions))
+        resolution_parts //= 2
+
+
+@functools.lru_cache(maxsize=4096)
+def list_neighbours(layer: LayerModel, actions: Actions, *, min_offloaded_numel: int) -> tuple[Treatment, ...]:
+    """Return the treatments of a layer that do something else than `actions` about one tag or unit."""
+    found = []
+    for name in list_names(layer):
+        for action in _list_site_actions(layer, name):
+            changed = {**dict(actions), name: action}
+            if changed[name] is not dict(actions).get(name, Action.KEEP) and _is_allowed(layer, changed):
+                found.append(measure_treatment(layer, changed, min_offloaded_numel=min_offloaded_numel))
+    return tuple(found)
+
+
+def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Return the places of those rows that no other row is at most as large as in all columns; of equal rows the first."""
+    import numpy as np
+
+    table = np.array(costs, dtype=float)
+    efficient: list[int] = []
+    found = np.empty_like(table)
+    # In this order whatever is at most as large as a row is before it.
+    for place in np.lexsort(table.T[::-1]):
+        row, count = table[place], len(efficient)
+        if not (found[:count] <= row).all(axis=1).any():
+            found[count] = row
+            efficient.append(int(place))
+    return sorted(efficient)
+
+
+def list_names(layer: LayerModel) -> list[str]:
+    """Return the tags and units of a layer that a plan may name, tags first, in the order of the registry."""
+    tags = {tag for tensor in layer.tensors for tag in tensor.tags if tag in layer.offloadable_tags or layer.find_unit(tag)}
+    tags |= {unit.name for unit in layer.units if unit.name in default_tags()}
+    ordered = sorted(tags, key=default_tags().get_place)
+    return [*ordered, *(unit.name for unit in layer.units if unit.name not in tags)]
+
+
+def list_needs(name: str) -> tuple[str, ...]:
+    """Return what has to be in a plan with `name`."""
+    if name == "layer_input":
+        return ("layer",)
+    return default_tags().get(name).requires if name in default_tags() else ()
+
+
+def _drop_beaten(
+    layer: LayerModel, found: Sequence[Treatment], *, parts: int, group_s: float, tells_watched: bool
+) -> list[Treatment]:
+    """Return those of `found` that no other one beats in recompute, memory and copies; of equal ones the shortest."""
+    resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
+    costs: dict[tuple[int, ...], Treatment] = {}
+    for one in sorted(found, key=lambda one: len(one.actions)):
+        is_watched = tells_watched and _is_watched(layer, one)
+        cost = (
+            round((one.recompute_s + one.groups * group_s) / resolution_s),
+            round(one.kept_bytes / resolution_bytes),
+            round(one.moved_bytes / resolution_bytes),
+            is_watched,
+            not is_watched,
+        )
+        costs.setdefault(cost, one)
+    rows = list(costs)
+    return [costs[rows[place]] for place in find_efficient(rows)]
+
+
+def _is_watched(layer: LayerModel, treatment: Treatment) -> bool:
+    """Return whether the engine watches all ops of a layer, each of which then tells how far backward has come."""
+    is_read = "router" in list_read_tags(name for name, action in treatment.actions if action.recomputes)
+    offloaded = [name for name, action in treatment.actions if action.offloads]
+    return find_watched(offloaded, shares_router_input=layer.shares_router_input or is_read).covers_layer
+
+
+def _list_modes(layer: LayerModel, numel: int) -> Iterator[tuple[Treatment, list[list[Treatment]]]]:
+    """Yield each set of wide units that goes together, with what the parts beside it may do on top."""
+    sites = list_names(layer)
+    wide = [name for name in sites if len(_list_covered(layer, name)) >= _WIDE_COVERS]
+    for size in range(len(wide) + 1):
+        for units in itertools.combinations(wide, size):
+            base = dict.fromkeys(units, Action.RECOMPUTE)
+            if _is_allowed(layer, base):
+                covered = {name for unit in units for name in _list_covered(layer, unit)}
+                free = [name for name in sites if name not in wide and name not in covered]
+                parts = [_list_part(layer, base, part, numel) for part in _list_parts(layer, base, free)]
+                yield measure_treatment(layer, base, min_offloaded_numel=numel), parts
+
+
+def _list_part(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], numel: int) -> list[Treatment]:
+    """Return what the sites of a part may do, and what it changes against `base` alone."""
+    whole = measure_treatment(layer, base, min_offloaded_numel=numel)
+    found = []
+    for chosen in itertools.product(*(_list_site_actions(layer, name) for name in sites)):
+        actions = {**base, **{name: one for name, one in zip(sites, chosen, strict=True) if one is not Action.KEEP}}
+        if _is_allowed(layer, actions):
+            found.append(measure_treatment(layer, actions, min_offloaded_numel=numel).subtract(whole))
+    return found
+
+
+def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
+    saves, recomputes = name in layer.offloadable_tags, layer.find_unit(name) is not None
+    possible = {Action.KEEP: True, Action.RECOMPUTE: recomputes, Action.OFFLOAD: saves}
+    possible[Action.RECOMPUTE_AND_OFFLOAD] = saves and recomputes
+    return tuple(action for action, is_possible in possible.items() if is_possible)
+
+
+def _list_parts(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str]) -> list[list[str]]:
+    """Return `sites` in groups: two are in one where both save one tensor, or a unit covers the other."""
+    units = [unit for unit in layer.units if unit.name in base or unit.name in sites]
+    dropped = {name for unit in units if unit.name in base for name in unit.drops}
+    links = [{unit.name, *unit.covered} for unit in units]
+    links += [{unit.name, *tensor.tags} for unit in units for tensor in unit.keeps]
+    for tensor in layer.tensors:
+        if tensor.name not in dropped:
+            links.append({*tensor.tags, *(unit.name for unit in units if tensor.name in unit.drops)})
+    parts: list[set[str]] = [{name} for name in sites]
+    for link in links:
+        touched = [part for part in parts if part & link]
+        parts = [part for part in parts if not part & link] + ([set().union(*touched)] if touched else [])
+    return _order(parts, sites)
+
+
+def _order(parts: Iterable[set[str]], sites: Sequence[str]) -> list[list[str]]:
+    # In the order of `sites`, so that two runs list the same.
+    return sorted(([name for name in sites if name in part] for part in parts), key=lambda part: sites.index(part[0]))
+
+
+def _is_allowed(layer: LayerModel, actions: Mapping[str, Action]) -> bool:
+    try:
+        check_choice(layer, actions)
+    except PlanError:
+        return False
+    return True
+
+
+def _list_covered(layer: LayerModel, name: str) -> tuple[str, ...]:
+    unit = layer.find_unit(name)
+    return () if unit is None else tuple(covered for covered in unit.covered if covered != name)
