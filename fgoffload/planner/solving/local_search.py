@@ -25,13 +25,13 @@ _STEPS = 100
 _DRAWN = 8
 """Changes of which the most promising one is simulated."""
 
-_BLIND = 0.2
+_BLIND = 0.3
 """How often a change is simulated whatever it promises: estimates know nothing of copies that come to wait for others."""
 
 _TWICE = 0.3
 """How often two changes are one."""
 
-_NEAR = 0.5
+_NEAR = 0.3
 """How often a layer that changes does something else about one tag alone."""
 
 _STARTS = 6
