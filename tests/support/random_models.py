@@ -98,7 +98,7 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
     "buffer": lambda part, h, other: h * part.buffer,
     "expand": lambda part, h, other: h * other[:1].expand(SIZE, SIZE),
     "pieces": lambda part, h, other: torch.cat([piece.sin() for piece in h.chunk(2)]),
-    "unsafe pieces": lambda part, h, other: torch.cat([piece.cos() for piece in torch.unsafe_chunk(h, 2)]),
+    "unsafe pieces": lambda part, h, other: torch.cat([piece.cos() for piece in torch.unsafe_chunk(h * 1, 2)]),
     "transposed": lambda part, h, other: (h.t() * other).t(),
     "strided": lambda part, h, other: h + h[:, ::2].exp().repeat(1, 2),
     "relu in place": _in_place(torch.relu_),
