@@ -129,7 +129,7 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
 @pytest.mark.parametrize(
     ("profile", "message"),
     [
-        (make_profile(layers=4, has_optimizer=False), "p.json is of 4 layers, and the model has 6. Give --profile without"),
+        (make_profile(layers=4, has_optimizer=False), "p.json has 4 layers, but the model has 6. Give --profile without"),
         (make_profile(), r"p.json was measured with an optimizer, and this benchmark runs without an optimizer"),
     ],
 )

@@ -10,6 +10,7 @@ from fgoffload import BudgetError, ConfigError, OffloadPlan, PlanError
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
+from fgoffload.transfer_schedule import TransferPolicy
 
 
 def test_two_runs_come_to_the_same_plan():
@@ -77,10 +78,10 @@ def test_a_budget_that_static_memory_exceeds_is_refused_with_both():
 
 
 def test_a_host_budget_is_kept():
-    # Nothing runs again. Two microbatches of 21 bytes are in flight, and attention's 8 of the first have left before the
-    # second is through: 8 bytes of the host for each of them.
+    # Nothing is recomputed. Two microbatches of 21 bytes are in flight, and attention's 8 of the first have left before the
+    # second is through: 8 bytes of the host for each of them. None is on its way back meanwhile.
     layer = dataclasses.replace(make_toy_layer(), units=())
-    rank = make_toy_rank(layers=[[layer]], pipeline=Pipeline(stages=2, microbatches=3))
+    rank = make_toy_rank(layers=[[layer]], pipeline=Pipeline(stages=2, microbatches=3), policy=TransferPolicy(prefetch_bytes=0))
     kept_bytes = simulate([rank], OffloadPlan(actions={})).peak_bytes
     solution = solve([rank], budget_bytes=kept_bytes - 8, host_budget_bytes=16)
     assert 0 < solution.result.ranks[0].host_peak_bytes <= 16
