@@ -59,7 +59,7 @@ def test_what_has_no_end_is_refused_with_its_line(script: str, message: str) -> 
 )
 def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_named(name, flags, skipped, caplog):
     path = Path(__file__).parent / "argument_scripts" / f"{name}.sh"
-    assert read_argument_file(path, variables={"NODES": "2"}) == tuple(flags.split())
+    assert read_argument_file(path, variables={"NODES": "2", "MFLAGS": "--x", "CALL": "x.py --y"}) == tuple(flags.split())
     assert [record.message.count(name) for record in caplog.records for name in skipped] == [1] * len(skipped)
     assert bool(caplog.records) == bool(skipped)
 

@@ -205,6 +205,8 @@ class Variables:
         """Begin with `known` variables, as of the environment."""
         self._source = source
         self._scalars = dict(known)
+        self._assigned: set[str] = set()
+        """Scalars that the script itself assigned."""
         self._arrays: dict[str, list[str]] = {}
         self._used: set[str] = set()
         self._size = 0
@@ -229,11 +231,13 @@ class Variables:
         else:
             self._arrays.pop(name, None)
             self._scalars[name] = (self._scalars.get(name, "") if appends else "") + self.expand_whole(word)
+            self._assigned.add(name)
             self._used.discard(name)
 
     def unset(self, name: str) -> None:
         """Forget `name`."""
         self._scalars.pop(name, None)
+        self._assigned.discard(name)
         self._arrays.pop(name, None)
 
     def find(self, name: str) -> str | None:
@@ -242,17 +246,16 @@ class Variables:
 
     def list_unused(self) -> Iterator[list[str]]:
         """Yield the words of all arrays, and of texts that begin with a flag, that no other word took in."""
-        texts = {
-            name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in self._scalars.items()
-        }
-        flags = {name: self._scalars[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}
+        own = {name: text for name, text in self._scalars.items() if name in self._assigned}
+        texts = {name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in own.items()}
+        flags = {name: own[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}
         for name, words in {**self._arrays, **flags}.items():
             if name not in self._used:
                 yield words
 
     def list_texts(self) -> list[str]:
-        """Return all assigned texts, in the order of their first assignment."""
-        return list(self._scalars.values())
+        """Return all texts that the script assigned, in the order of their first assignment."""
+        return [text for name, text in self._scalars.items() if name in self._assigned]
 
     def expand(self, word: Word) -> list[str]:
         """Return the words that bash makes of `word`: none of an empty variable, several of an array."""
