@@ -29,7 +29,7 @@ from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.torch_internals import empty_host_cache
-from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel

@@ -17,7 +17,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.host_budget import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
-from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes

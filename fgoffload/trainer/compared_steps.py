@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fgoffload.errors import BudgetError, ConfigError, OffloadError
-from fgoffload.integrations.megatron.adapter.collectives import ask_first, broadcast, gather, is_alone
+from fgoffload.integrations.collectives import ask_first, broadcast, gather, is_alone
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
 from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.profiled_ranks import make_rank_models

@@ -17,8 +17,8 @@ import torch
 from fgoffload.config import AUTO, OffloadConfig
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import Device, find_device
+from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.link import measure_link
-from fgoffload.integrations.megatron.adapter.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement

@@ -7,7 +7,7 @@ Everything is exported by the package itself: `fgoffload.offload`, `fgoffload.sa
 from fgoffload.integrations.pytorch.block import SavedTensors, saved_tensors
 from fgoffload.integrations.pytorch.estimate import SavingsEstimate, estimate_savings
 from fgoffload.integrations.pytorch.marks import PlacedRegion, region
-from fgoffload.integrations.pytorch.model import ModelOffload, offload
+from fgoffload.integrations.pytorch.model import ModelOffload, explain, offload
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_tensor
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "SavedTensors",
     "SavingsEstimate",
     "estimate_savings",
+    "explain",
     "offload",
     "offload_tensor",
     "region",

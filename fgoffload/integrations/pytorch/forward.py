@@ -282,6 +282,10 @@ class Forward:
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
         return SavingRegion(self.owner, self._engine, saving, given)
 
+    def keep_saves(self) -> None:
+        """Keep what is saved from now on the device, though a region is open."""
+        UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
+
     def leave(self) -> None:
         """Stop receiving saves, however far `begin` or `finish` got."""
         self._around.restore()
@@ -334,3 +338,21 @@ class SavingRegion:
             self._owner.count_hidden(saving.tag)
         if tensor is not None:
             mark_end(self._engine, saving.lane, group, tensor)
+
+
+class KeptRun:
+    """A run inside of a region, whose saved tensors stay on the device.
+
+    Args:
+        forward: The forward that runs.
+    """
+
+    __slots__ = ("_around",)
+
+    def __init__(self, forward: Forward) -> None:
+        self._around = Surroundings()
+        forward.keep_saves()
+
+    def finish(self, output: Any) -> None:
+        """Give what is saved to the region around it again."""
+        self._around.restore()

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +36,8 @@ def offload(
     config: TransferConfig | None = None,
     *,
     device: DeviceChoice = None,
+    memory: str | int | None = None,
+    memory_reserve: str | int | None = None,
 ) -> "ModelOffload":
     """Offload the activations of chosen modules during forward, and reload them before backward needs them.
 
@@ -56,6 +58,10 @@ def offload(
             model places its regions with `fgoffload.region`.
         config: Options of offload.
         device: None takes the accelerator of the model or of its first input, else the CPU.
+        memory: GPU memory for the whole training process, as `torch.cuda.max_memory_allocated` counts it, such as `60GiB`, or
+            `auto` for what the device has. The first step measures; from the second on each part of each layer is kept,
+            offloaded or recomputed. See `fgoffload.explain`.
+        memory_reserve: What `auto` leaves to the CUDA context, NCCL and fragmentation. None leaves 2 GiB.
 
     Returns:
         The handle, which is also a context manager that closes it. A second call with the same arguments returns the existing
@@ -65,7 +71,28 @@ def offload(
         ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is offloaded
             already with other arguments.
     """
-    return offload_sites(model, find_sites(model, modules), config, device=device)
+    if memory is None:
+        if memory_reserve is not None:
+            raise ConfigError(
+                f"memory_reserve {memory_reserve!r} has no effect without memory. Give memory='auto', or leave it out."
+            )
+        return offload_sites(model, find_sites(model, modules), config, device=device)
+    if modules != ():
+        raise ConfigError(
+            f"modules {modules!r} and memory {memory!r} exclude each other: a budget chooses the modules. Give one."
+        )
+    from fgoffload.integrations.budget.handle import BudgetOffload  # it derives from this module's handle
+
+    return BudgetOffload(model, memory, config, device=device, reserve="2GiB" if memory_reserve is None else memory_reserve)
+
+
+def explain(handle: "ModelOffload") -> str:
+    """Return the plan of a handle made with `memory`: each layer's treatment and bytes, and the step's time and peak.
+
+    Raises:
+        ConfigError: The handle has no memory budget.
+    """
+    return handle.explain()
 
 
 def offload_sites(
@@ -186,6 +213,18 @@ class ModelOffload(EngineOwner):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the handle, also on an exception."""
         self.close()
+
+    def explain(self) -> str:
+        """Refuse: without a budget there is no plan.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"the offload of {self.name} has no plan to explain. Give `offload` a budget, as in memory='60GiB'.")
+
+    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+        """Return what runs in place of `forward`: here, `forward` itself."""
+        return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":

@@ -55,6 +55,9 @@ class Run(Protocol):
 class OffloadHandle(Protocol):
     """What a replaced forward tells its handle."""
 
+    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+        """Return what runs in place of `forward`."""
+
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Run | None:
         """Begin to run `module`, or return None where everything has to be left alone."""
 
@@ -124,6 +127,7 @@ class ReplacedForward:
             forward = functools.partial(_call, forward)
         if self._is_checkpointed and module.training:
             forward = functools.partial(checkpoint, forward, use_reentrant=False)
+        forward = handle.arrange(module, forward, (args, kwargs), self._tag, self._layer)
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
             try:

@@ -6,8 +6,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fgoffload.engine import TimeKind
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.layers import find_layers
-from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
+from fgoffload.integrations.pytorch.model import ModelOffload, offload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.integrations.transformers.rivals import warn_of_rivals
 from fgoffload.transfer_config import TransferConfig
@@ -35,12 +36,18 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         modules: Globs as for `fgoffload.offload`; None finds the layers.
         config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
+        memory: A memory budget, as for `fgoffload.offload`, in place of `modules`.
     """
 
-    def __init__(self, modules: "Patterns | None" = None, config: TransferConfig | None = None) -> None:
+    def __init__(
+        self, modules: "Patterns | None" = None, config: TransferConfig | None = None, *, memory: str | int | None = None
+    ) -> None:
+        if memory is not None and modules is not None:
+            raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
         self.handle: ModelOffload | None = None
         """The handle; None outside of training."""
         self._modules = modules
+        self._memory = memory
         self._config = config or TransferConfig(is_timed=True)
         self._steps = 0
 
@@ -56,11 +63,16 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if not (args.fsdp_config or {}).get(KEY, True):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
-        sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
         if self.handle is None:
             warn_of_rivals(args, model)
         elif not self.handle.is_of(model):
             self.handle.close()
+        elif self._memory is not None:
+            return
+        if self._memory is not None:
+            self.handle = offload(model, config=self._config, memory=self._memory)
+            return
+        sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
         self.handle = offload_sites(model, sites, self._config)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:

@@ -47,16 +47,6 @@ def test_the_inputs_of_layers_are_offloaded_and_gradients_are_bitwise_identical(
         assert tag.groups == LAYERS
 
 
-def test_without_the_checkpoint_the_same_layers_are_regions_as_others_are():
-    model = make_model(use_reentrant=False)
-    for layer in model.layers:
-        layer.gradient_checkpointing = False
-    expected = run(model)
-    with fgoffload.offload(model, "layers.*", ALL) as handle:
-        check_equal(expected, run(model))
-        assert handle.stats().d2h_bytes > LAYERS * ROW_BYTES
-
-
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
 def test_a_copy_has_the_function_that_was_there_before(make_copy):
     model = make_model(use_reentrant=False)

@@ -32,8 +32,8 @@ import torch
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
+from fgoffload.integrations.collectives import ask_first, broadcast, gather, is_first_process
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron.adapter.collectives import ask_first, broadcast, gather, is_first_process
 from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.auto.measured_plans import (
     Layers,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fgoffload.errors import PlanError
-from fgoffload.integrations.megatron.adapter.collectives import gather
+from fgoffload.integrations.collectives import gather
 from fgoffload.units import format_bytes
 
 

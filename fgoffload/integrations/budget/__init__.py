@@ -1,0 +1,1 @@
+"""Plans a model's offload and recompute for a memory budget, from its own measurements."""

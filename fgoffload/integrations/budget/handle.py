@@ -1,0 +1,270 @@
+"""The handle of a model with a memory budget: it measures, plans, and treats each part as the plan says.
+
+[Note: Steps of a budget] Every part is offloaded in the first step, and each layer runs again right after its forward to be
+measured. The second step follows a plan. Steps 2, 3 and all powers of two are compared with their prediction. All processes
+compare at the same steps, since that is an exchange. A forward with a larger input than planned is offloaded whole. The next
+of these steps, or the very next forward in a process by itself, measures anew.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fgoffload.engine import TagStats, is_inert
+from fgoffload.engine.identity import get_key
+from fgoffload.engine.torch_internals import queue_after_backward
+from fgoffload.errors import BudgetError, ConfigError
+from fgoffload.integrations.budget.layers import find_parts
+from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, find_budget, find_meter, read_size
+from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, describe, make_first_plan, merge_blocks
+from fgoffload.integrations.budget.trial import REST, MeasuredBlock, Trial, note_state
+from fgoffload.integrations.collectives import ask_first, gather, is_alone
+from fgoffload.integrations.link import QUICK_SIZES, measure_link
+from fgoffload.integrations.pytorch.devices import DeviceChoice
+from fgoffload.integrations.pytorch.forward import KeptRun, find_running
+from fgoffload.integrations.pytorch.model import ModelOffload
+from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
+from fgoffload.plan import Action, Site
+from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT
+from fgoffload.transfer_config import TransferConfig
+
+logger = logging.getLogger(__name__)
+
+_OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
+_FAR = 0.02
+"""From the prediction, from which a new plan is worth the search."""
+_ALIKE = 0.9
+"""Of the planned input, from which a step is compared with its prediction."""
+_RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
+
+
+class BudgetOffload(ModelOffload):
+    """Offload and recompute of one model within a memory budget. Made by `fgoffload.offload(model, memory=...)`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        memory: str | int,
+        config: TransferConfig | None = None,
+        *,
+        reserve: str | int = DEFAULT_RESERVE,
+        device: DeviceChoice = None,
+    ) -> None:
+        self._memory = memory
+        self._reserve_bytes = read_size(reserve, name="memory_reserve")
+        if memory != "auto":
+            read_size(memory, name="memory")
+        self._budget_bytes = 0
+        self._planned: BudgetPlan | None = None
+        self._planner: Planner | None = None
+        self._blocks: dict[int, MeasuredBlock] = {}
+        self._trial: Trial | None = None
+        self._meter: PeakMeter | None = None
+        self._step = 0
+        self._measures = False
+        """Whether each layer runs again in this step."""
+        self._planned_numel = self._tried_numel = self._numel = 0
+        self._begun_s, self._begun_bytes, self._peak_bytes = 0.0, 0, 0
+        super().__init__(model, find_parts(model), config, device=device)
+
+    @property
+    def planned(self) -> BudgetPlan | None:
+        """The plan in use; None until the second step."""
+        return self._planned
+
+    def explain(self) -> str:
+        """Return the plan, and what was predicted and measured, as text."""
+        if self._planned is None:
+            return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
+        return describe(self._planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
+
+    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+        """Return `forward`, or what runs in its place: a checkpoint, a trial, or a watched forward of the model."""
+        if self._trial is not None:
+            if tag is None or tag == LAYER:
+                return forward
+            return functools.partial(self._run_part, module, forward, tag)
+        if is_inert():
+            return forward
+        if tag is None:
+            self._begin_step(module, given)
+            return functools.partial(self._watch, forward)
+        if tag == LAYER and self._measures:
+            return functools.partial(self._try_layer, module, forward, layer)
+        return functools.partial(_recompute, forward) if self._find_action(layer, tag) in _RECOMPUTES else forward
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any:
+        """Begin a region where the plan offloads; elsewhere keep what is saved out of a region around it."""
+        if self._trial is not None:
+            return None
+        if tag is None or is_inert() or self._is_offloaded(layer, tag):
+            return super().begin_run(module, given, tag, layer)
+        forward = find_running(self)
+        return None if forward is None else KeptRun(forward)
+
+    def _find_action(self, layer: int, tag: str) -> Action:
+        if self._planned is None or self._numel > self._planned_numel:
+            return Action.KEEP if tag == LAYER else Action.OFFLOAD
+        if not self._planned.blocks[layer].is_measured:
+            return Action.KEEP if tag == LAYER else Action.OFFLOAD
+        return self._planned.plan.actions.get(Site(chunk=0, layer=layer, tag=tag), Action.KEEP)
+
+    def _is_offloaded(self, layer: int, tag: str) -> bool:
+        if tag != LAYER:
+            return self._find_action(layer, tag) in _OFFLOADS
+        # The region around a layer takes what no part takes: its input, where the layer is recomputed.
+        inner = LAYER_INPUT if self._find_action(layer, LAYER) in _RECOMPUTES else REST
+        return self._find_action(layer, inner) in _OFFLOADS
+
+    def _begin_step(self, model: torch.nn.Module, given: Any) -> None:
+        engine = self.get_engine(given)
+        if self._meter is None:
+            self._meter = find_meter(engine, model)
+            self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
+        self._step += 1
+        if self._is_compared(self._step - 1) or self._measures:
+            self._compare(self._meter)
+        self._numel = sum(tensor.numel() for tensor in list_tensors(given))
+        wants_trial = self._planned is None or self._numel > self._tried_numel
+        if self._step == 1 or (wants_trial and is_alone()):
+            self._measures = True
+        elif self._is_compared(self._step) and not is_alone():
+            self._measures = any(gather(wants_trial))
+        if self._measures:
+            self._blocks.clear()
+        if self._measures or self._is_compared(self._step):
+            self._begun_s = self._read_clock()
+            self._begun_bytes, _ = self._meter.read()
+            self._meter.take()
+            self._peak_bytes = 0
+
+    def _is_compared(self, step: int) -> bool:
+        return step in (2, 3) or (step > 3 and step & (step - 1) == 0)
+
+    def _read_clock(self) -> float:
+        engine = self.get_engine()
+        engine.device.synchronize(engine.device.record_event(engine.device.current_stream()))
+        return time.perf_counter()
+
+    def _watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward, and read the peak when its backward ends, before an optimizer adds to it."""
+        if self._meter is None or not (self._measures or self._is_compared(self._step)):
+            return forward(*args, **kwargs)
+        with self._meter.watch():
+            output = forward(*args, **kwargs)
+        tensor = find_tensor(output)
+        if tensor is not None:
+            tensor.register_hook(lambda _: queue_after_backward(self._end_step))  # type: ignore[no-untyped-call]
+        return output
+
+    def _end_step(self) -> None:
+        if self._meter is not None:
+            self._peak_bytes = self._meter.take()
+
+    def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
+        before = note_state(module, (args, kwargs))
+        output = forward(*args, **kwargs)
+        model, meter = self._model(), self._meter
+        if model is None or meter is None:
+            return output
+        parameters = {get_key(one) for one in (*model.parameters(), *module.parameters(), *module.buffers()) if not one.is_meta}
+        with meter.left_out():
+            self._trial = Trial(self.get_engine().device, module, parameters, meter.read)
+            try:
+                self._blocks[layer] = self._trial.run(forward, args, kwargs, output, before)
+            finally:
+                self._trial = None
+        return output
+
+    def _run_part(self, module: torch.nn.Module, forward: Callable[..., Any], tag: str, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._trial is None else self._trial.run_part(module, tag, forward, args, kwargs)
+
+    def _compare(self, meter: PeakMeter) -> None:
+        """Plan after a measured step, or correct the plan after a compared one. All processes do so together."""
+        grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self._planned is None else 0
+        reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._read_clock() - self._begun_s)
+        readings = gather(reading)
+        reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
+        if min(one.peak_bytes for one in readings) == 0:
+            return  # a forward without a backward: a measured one is measured again
+        if self._measures:
+            self._plan(reading)
+            return
+        if self._planned is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
+            return
+        self._planned.measured = reading
+        is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
+        if (self._step <= 4 and is_far) or reading.peak_bytes > self._budget_bytes:
+            self._correct(self._planned, reading)
+
+    def _plan(self, reading: StepReading) -> None:
+        numel = max(gather(self._numel))
+        blocks = [self._blocks[number] for number in sorted(self._blocks)]
+        if not blocks:
+            raise ConfigError(
+                f"memory: no layer of {self.name} could be measured: its layers checkpoint themselves, or did not run. Switch "
+                "gradient checkpointing off, since a budget plans its own recompute."
+            )
+        engine = self.get_engine()
+        link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
+        merged = merge_blocks(gather(blocks))
+        self._planner = Planner(
+            merged,
+            link=min(gather(link), key=lambda one: one.duplex_bytes_per_s),
+            policy=self._policy,
+            budget_bytes=min(gather(self._budget_bytes)),
+            min_offloaded_bytes=self.config.min_offloaded_bytes,
+            host_budget_bytes=self.config.host_budget_bytes,
+        )
+        self._planner.fit(make_first_plan(merged), StepReading(reading.peak_bytes, 0.0))
+        planned = self._ask(self._planner)
+        self._measures, self._tried_numel = False, numel
+        if isinstance(planned, BudgetError):
+            if self._planned is None:
+                raise planned
+            logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
+            return
+        self._planned, self._planned_numel = planned, numel
+        logger.info("%s", self.explain())
+
+    def _correct(self, planned: BudgetPlan, reading: StepReading) -> None:
+        if self._planner is None:
+            return
+        self._planner.fit(planned.plan, reading)
+        found = self._ask(self._planner)
+        if isinstance(found, BudgetError):
+            logger.warning("the plan of %s took more than was predicted: %s", self.name, found)
+            return
+        found.measured = reading if found.plan == planned.plan else None
+        self._planned = found
+        logger.info("%s", self.explain())
+
+    def _ask(self, planner: Planner) -> BudgetPlan | BudgetError:
+        def solve() -> BudgetPlan | BudgetError:
+            try:
+                return planner.solve()
+            except BudgetError as error:
+                return error
+
+        return ask_first(solve)
+
+    def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
+        """Say nothing: parts that the plan keeps offload nothing."""
+
+
+def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `forward` in a checkpoint that saves the tensors with gradients, by position and by name."""
+    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+    moved = [kwargs.pop(name) for name in names]
+    count = len(args)
+
+    def run(*given: Any) -> Any:
+        return forward(*given[:count], **dict(zip(names, given[count:], strict=True)), **kwargs)
+
+    return checkpoint(run, *args, *moved, use_reentrant=False)

@@ -1,0 +1,71 @@
+"""Finds the repeated layers of a model and the parts of each that get a treatment of their own."""
+
+import collections
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.pytorch.layers import find_fsdp_units, find_layers
+from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, unwrap, unwrap_model
+from fgoffload.planner.ranks.measured_layers import LAYER
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
+    """Return a region for each layer, with the tag `layer`, followed by its parts: its submodules with parameters.
+
+    A compiled layer has no parts.
+
+    Raises:
+        ConfigError: `model` has no repeated layers, or FSDP shards parts of a layer separately.
+    """
+    sites = []
+    for number, layer in enumerate(_find_repeated(model)):
+        inner = unwrap(layer)
+        if any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in inner.modules() if one is not inner):
+            raise ConfigError(
+                f"memory: FSDP shards parts of {type(inner).__name__} separately, and a recompute would gather them once more. "
+                "Shard whole layers, or name modules instead of a budget."
+            )
+        is_compiled = getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod")
+        sites.append(ModuleSite(layer if hasattr(layer, "_orig_mod") else inner, f"layer {number}", LAYER, number))
+        if not is_compiled:
+            sites += [ModuleSite(part, f"layer {number} {tag}", tag, number) for tag, part in _list_parts(inner)]
+    return sites
+
+
+def _find_repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
+    check_model(model)
+    if getattr(unwrap_model(model), "_no_split_modules", None) or find_fsdp_units(model):
+        return [site.module for site in find_layers(model)]
+    found: list[torch.nn.Module] = []
+    for container in model.modules():
+        if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        kinds = collections.Counter(type(unwrap(child)) for child in container)
+        layers = [
+            child for child in container if kinds[type(unwrap(child))] > 1 and any(True for _ in unwrap(child).children())
+        ]
+        if sum(map(_count, layers)) > sum(map(_count, found)):
+            found = layers
+    if not found:
+        raise ConfigError(
+            f"memory: {type(model).__name__} has no repeated layers: no `_no_split_modules`, no FSDP units, and no list of "
+            "modules of one class. Name modules instead of a budget."
+        )
+    return found
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _list_parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            yield from _list_parts(child, f"{prefix}{name}_")
+        elif any(True for _ in child.parameters()):
+            yield f"{prefix}{name}" if not (prefix + name)[0].isdecimal() else f"part_{prefix}{name}", child

@@ -1,0 +1,119 @@
+"""Reads the device bytes of a step: from the allocator, or on a CPU from a ledger of activations."""
+
+import abc
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fgoffload.engine import ActivationLedger, OffloadEngine
+from fgoffload.errors import ConfigError
+from fgoffload.units import check_bytes, parse_bytes
+
+DEFAULT_RESERVE = "2GiB"
+"""What `memory="auto"` leaves to the CUDA context, NCCL and fragmentation."""
+
+
+class PeakMeter(abc.ABC):
+    """Counts device bytes between two calls of `take`."""
+
+    @abc.abstractmethod
+    def watch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a forward of the model."""
+
+    @abc.abstractmethod
+    def read(self) -> tuple[int, int]:
+        """Return the bytes now, and at peak since the last call."""
+
+    @abc.abstractmethod
+    def take(self) -> int:
+        """Return the peak bytes since the last call, over all calls of `read` between."""
+
+    @abc.abstractmethod
+    def left_out(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context whose bytes do not count in `take`."""
+
+
+class AllocatorMeter(PeakMeter):
+    """What torch's allocator hands out. It starts the allocator's peak anew."""
+
+    def __init__(self) -> None:
+        self._peak_bytes = 0
+
+    def watch(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return contextlib.nullcontext()
+
+    def read(self) -> tuple[int, int]:  # noqa: D102
+        allocated_bytes, peak_bytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        return allocated_bytes, peak_bytes
+
+    def take(self) -> int:  # noqa: D102
+        self.read()
+        peak_bytes, self._peak_bytes = self._peak_bytes, 0
+        return peak_bytes
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:  # noqa: D102
+        peak_bytes = self.take()
+        yield
+        self.read()
+        self._peak_bytes = peak_bytes
+
+
+class LedgerMeter(PeakMeter):
+    """Parameters, their gradients, and the activations that a ledger finds alive."""
+
+    def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._parameters = [one for one in model.parameters() if not one.is_meta]
+        self._ledger = ActivationLedger(parameters=self._parameters)
+
+    def watch(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        self._ledger = ActivationLedger(parameters=self._parameters)
+        self._engine.observers.append(self._ledger)
+        return self._ledger.watch()
+
+    def read(self) -> tuple[int, int]:  # noqa: D102
+        return 0, 0
+
+    def take(self) -> int:  # noqa: D102
+        if self._ledger in self._engine.observers:
+            self._engine.observers.remove(self._ledger)
+        static_bytes = sum((1 + one.requires_grad) * one.numel() * one.element_size() for one in self._parameters)
+        return static_bytes + self._ledger.peak_bytes
+
+    def left_out(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+        return contextlib.nullcontext()  # a trial has hooks of its own
+
+
+def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
+    """Return the meter for the device of `engine`."""
+    return AllocatorMeter() if engine.device.type == "cuda" else LedgerMeter(model, engine)
+
+
+def read_size(value: Any, *, name: str) -> int:
+    """Return bytes of a size such as `60GiB`, or of a number.
+
+    Raises:
+        ConfigError: It is neither, or not above 0.
+    """
+    size_bytes = parse_bytes(value, name=name) if isinstance(value, str) else check_bytes(value, name=name)
+    if size_bytes <= 0:
+        raise ConfigError(f"{name} {value!r} is not above 0. Give a size, as in '60GiB'.")
+    return size_bytes
+
+
+def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
+    """Return the budget in bytes. `auto` is the device's memory without the reserve.
+
+    Raises:
+        ConfigError: `auto` on a device without memory of its own.
+    """
+    if memory != "auto":
+        return read_size(memory, name="memory")
+    if device_type != "cuda":
+        raise ConfigError(f"memory 'auto' on a {device_type}, whose memory is not counted. Give a size, as in '60GiB'.")
+    return int(torch.cuda.mem_get_info()[1]) - reserve_bytes

@@ -1,0 +1,208 @@
+"""Plans measured layers, and corrects the plan by the steps under it. The first process plans, for all."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fgoffload.errors import ConfigError
+from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock
+from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.ranks.layer_model import SavedTensor
+from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT, LayerPart, MeasuredLayer, make_rank
+from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
+from fgoffload.transfer_schedule import TransferPolicy
+from fgoffload.units import format_bytes, format_ms
+
+
+class StepReading(NamedTuple):
+    """What one process took for a forward and whatever came before the next one."""
+
+    peak_bytes: int
+    step_s: float
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class BudgetPlan:
+    """The plan in use, and what is expected of it."""
+
+    plan: OffloadPlan
+    peak_bytes: int
+    step_s: float
+    blocks: tuple[MeasuredBlock, ...]
+    measured: StepReading | None = None
+    """The last step under it."""
+
+
+class Planner:
+    """Plans one model for one budget.
+
+    Args:
+        blocks: The layers, in the order of forward.
+        link: Between the device and its host.
+        policy: Window and prefetch.
+        budget_bytes: Of the allocator.
+        min_offloaded_bytes: Smaller storages stay on the device.
+        host_budget_bytes: Of this process; None for no limit.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[MeasuredBlock],
+        *,
+        link: LinkModel,
+        policy: TransferPolicy,
+        budget_bytes: int,
+        min_offloaded_bytes: int,
+        host_budget_bytes: int | None,
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._budget_bytes = budget_bytes
+        layers = _make_layers(blocks, min_offloaded_bytes)
+        rank = make_rank(layers, link=link, static_bytes=0, policy=policy, host_budget_bytes=host_budget_bytes)
+        self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
+
+    def fit(self, plan: OffloadPlan, reading: StepReading) -> None:
+        """Correct static memory and the time outside of the layers, so that the prediction of `plan` is what was read."""
+        from fgoffload.planner.simulation.simulator import simulate  # SciPy loads slowly
+
+        found = simulate([self._rank], plan)
+        self._rank = dataclasses.replace(
+            self._rank,
+            static_bytes=max(0, self._rank.static_bytes + reading.peak_bytes - found.peak_bytes),
+            step_end_s=max(0.0, self._rank.step_end_s + reading.step_s - found.step_s),
+        )
+
+    def solve(self) -> BudgetPlan:
+        """Return the fastest plan that fits.
+
+        Raises:
+            BudgetError: None fits, with the smallest budget that can be met.
+        """
+        from fgoffload.planner.solving.solver import solve
+
+        solution = solve([self._rank], budget_bytes=self._budget_bytes)
+        result = solution.result
+        return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
+
+    @property
+    def rank(self) -> RankModel:
+        """What the simulator takes."""
+        return self._rank
+
+
+def make_first_plan(blocks: Sequence[MeasuredBlock]) -> OffloadPlan:
+    """Return the plan of the measured step: every part of every layer is offloaded."""
+    return OffloadPlan(
+        actions={
+            Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
+            for number, block in enumerate(blocks)
+            for tag in dict.fromkeys(tag for _, tags in block.storages for tag in tags if tag != LAYER_INPUT)
+        }
+    )
+
+
+def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
+    """Return the layers as the slowest and largest process has them; a part that one cannot recompute, none does.
+
+    Raises:
+        ConfigError: The processes have different layers.
+    """
+    if len({tuple((one.name, tuple(one.parts), len(one.storages)) for one in blocks) for blocks in ranks}) > 1:
+        raise ConfigError("memory: the processes measured different layers. Give all of them the same model.")
+    return [_merge(same) for same in zip(*ranks, strict=True)]
+
+
+def _merge(same: Sequence[MeasuredBlock]) -> MeasuredBlock:
+    first = same[0]
+    sizes = zip(*(one.storages for one in same), strict=True)
+    return MeasuredBlock(
+        first.name,
+        _merge_parts([one.whole for one in same], max),
+        {tag: _merge_parts([one.parts[tag] for one in same], max) for tag in first.parts},
+        [(max(size for size, _ in alike), alike[0][1]) for alike in sizes],
+    )
+
+
+def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float]) -> Measured:
+    return Measured(
+        forward_s=choose([one.forward_s for one in same]),
+        backward_s=choose([one.backward_s for one in same]),
+        backward_extra_bytes=max(one.backward_extra_bytes for one in same),
+        input=same[0].input,
+        refusal=next((one.refusal for one in same if one.refusal is not None), None),
+    )
+
+
+def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
+    """Return the planner's layers. Those that save the same are one kind, with the median of their times."""
+    alike: dict[object, list[MeasuredBlock]] = {}
+    keys = []
+    for block in blocks:
+        refused = tuple((tag, part.refusal) for tag, part in block.parts.items())
+        key = (block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input)
+        keys.append(key)
+        alike.setdefault(key, []).append(block)
+    made = {
+        key: _make_layer(same, kind=f"{same[0].name}_{number}", min_offloaded_bytes=min_offloaded_bytes)
+        for number, (key, same) in enumerate(alike.items())
+    }
+    return [made[key] for key in keys]
+
+
+def _make_layer(same: Sequence[MeasuredBlock], *, kind: str, min_offloaded_bytes: int) -> MeasuredLayer:
+    first = same[0]
+    whole = _merge_parts([one.whole for one in same], statistics.median)
+    parts = {tag: _merge_parts([one.parts[tag] for one in same], statistics.median) for tag in first.parts}
+    parts[REST] = Measured(
+        forward_s=max(0.0, whole.forward_s - sum(part.forward_s for part in parts.values())),
+        backward_s=max(0.0, whole.backward_s - sum(part.backward_s for part in parts.values())),
+        refusal="it has no module of its own",
+    )
+    tensors = [
+        SavedTensor(name=f"t{n}", tags=tags, size_bytes=size, stays=size < min_offloaded_bytes)
+        for n, (size, tags) in enumerate(first.storages)
+    ]
+    return MeasuredLayer(
+        kind=kind,
+        parts=tuple(_make_part(tag, part, tensors) for tag, part in parts.items()),
+        # What a part starts from alone is not saved unless it is recomputed, and neither is the layer's input.
+        tensors=tuple(tensor for tensor in tensors if tensor.tags and tensor.tags != (LAYER_INPUT,)),
+        input=None if whole.refusal is not None or whole.input is None else tensors[whole.input],
+    )
+
+
+def _make_part(tag: str, part: Measured, tensors: Sequence[SavedTensor]) -> LayerPart:
+    can_recompute = part.refusal is None and part.input is not None
+    return LayerPart(
+        name=tag,
+        forward_s=part.forward_s,
+        backward_s=part.backward_s,
+        backward_extra_bytes=part.backward_extra_bytes,
+        input=tensors[part.input] if can_recompute and part.input is not None else None,
+        allowed=frozenset(
+            {Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD} if can_recompute else {Action.OFFLOAD}
+        ),
+    )
+
+
+def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name: str) -> str:
+    """Return the plan as text: a line for each layer, and what was predicted and measured."""
+    lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}, {format_bytes(reserve_bytes)} reserved beside it in auto"]
+    for number, block in enumerate(planned.blocks):
+        acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}
+        saved = sum(size for size, tags in block.storages if tags and tags != (LAYER_INPUT,))
+        chosen = ", ".join(f"{tag}: {act}" for tag, act in acts.items()) or "keep"
+        lines.append(f"  layer {number} ({block.name}), {format_bytes(saved)} saved: {chosen}")
+    for tag, why in dict.fromkeys(_list_refusals(planned.blocks)):
+        lines.append(f"  {tag} cannot be recomputed: {why}")
+    lines.append(f"predicted: {format_ms(planned.step_s)} a step, {format_bytes(planned.peak_bytes)} at peak")
+    if planned.measured is not None:
+        read = planned.measured
+        lines.append(f"measured: {format_ms(read.step_s)} a step, {format_bytes(read.peak_bytes)} at peak")
+    return "\n".join(lines)
+
+
+def _list_refusals(blocks: Sequence[MeasuredBlock]) -> list[tuple[str, str]]:
+    named = [(tag, part) for block in blocks for tag, part in ((LAYER, block.whole), *block.parts.items())]
+    return [(tag, part.refusal) for tag, part in named if part.refusal is not None]

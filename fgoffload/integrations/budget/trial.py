@@ -1,0 +1,265 @@
+"""Runs a layer again right after its forward: what its parts save, how long they take, and whether they can be recomputed.
+
+[Note: Trials] The second run gets detached inputs and the random state of the first. A module may be recomputed if the second
+run returns the same bits and leaves random states, buffers, inputs and plain attributes as the first one did. Gradients of the
+trial are returned by `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fgoffload.engine import Device
+from fgoffload.engine.identity import get_key, get_version
+from fgoffload.integrations.pytorch.outputs import list_tensors
+
+REST = "rest"
+"""The part that stands for whatever a layer runs outside of its submodules."""
+
+_BUFFER = "it changes a buffer"
+
+_PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
+
+
+@dataclasses.dataclass(slots=True)
+class Measured:
+    """One module's run alone. Bytes and times of one microbatch."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    backward_extra_bytes: int = 0
+    input: int | None = None
+    """Index into the layer's storages: the input that a recompute starts from."""
+    refusal: str | None = None
+    """Why it cannot be recomputed; None if it can."""
+
+
+@dataclasses.dataclass(slots=True)
+class MeasuredBlock:
+    """A layer and its parts."""
+
+    name: str
+    whole: Measured
+    parts: dict[str, Measured]
+    storages: list[tuple[int, tuple[str, ...]]]
+    """Bytes and the parts that save it, for each saved storage and each input."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it could run again to be measured. If not, it is offloaded whole."""
+        return self.whole.forward_s > 0
+
+
+class _State:
+    """What a run may change: random states, buffers, inputs and plain attributes."""
+
+    def __init__(self, module: torch.nn.Module, given: Any) -> None:
+        self.random = get_random_states()
+        self.python = random.getstate()
+        self.buffers = [buffer.clone() for buffer in module.buffers()]
+        self.versions = [get_version(tensor) for tensor in list_tensors(given)]
+        self.attributes = [(name, value) for one in module.modules() for name, value in _list_attributes(one)]
+
+    def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
+        """Return what has changed since, other than torch's random states, or None."""
+        now = _State(module, given)
+        if now.python != self.python:
+            return "it draws from Python's random numbers"
+        if not are_equal(self.buffers, now.buffers):
+            return _BUFFER
+        if now.versions != self.versions:
+            return "it changes its input in place"
+        if len(now.attributes) != len(self.attributes) or any(
+            one[0] != other[0] or (one[1] is not other[1] and one[1] != other[1])
+            for one, other in zip(self.attributes, now.attributes, strict=True)
+        ):
+            return "it changes an attribute"
+        return None
+
+
+def _list_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
+            yield name, id(value)
+        elif isinstance(value, (bool, int, float, str)):
+            yield name, value
+
+
+def get_random_states() -> list[torch.Tensor]:
+    """Return the random states of the CPU and of the current accelerator."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() else states
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    """Set the random states that `get_random_states` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
+    """Return whether two lists of tensors hold the same bits."""
+    ones, others = list(first), list(second)
+    return len(ones) == len(others) and all(_is_same(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.detach().contiguous(), other.detach().contiguous()
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+class Trial:
+    """Measures one layer around its real forward.
+
+    Args:
+        device: Of the engine.
+        layer: The layer.
+        parameters: Storages that never count as saved.
+        count_peak: Returns allocated and peak bytes since the last call.
+    """
+
+    def __init__(
+        self, device: Device, layer: torch.nn.Module, parameters: set[int], count_peak: Callable[[], tuple[int, int]]
+    ) -> None:
+        self._device = device
+        self._layer = layer
+        self._parameters = parameters
+        self._count_peak = count_peak
+        self._open: list[str] = []
+        self._saved: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        self._runs: dict[str, list[_Run]] = {}
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: "_State") -> MeasuredBlock:
+        """Run the layer again, and then each part alone. `output` is what the forward returned from the state `before`."""
+        after, buffers = get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
+        refusal = before.find_change(self._layer, (args, kwargs)) or _find_odd(args, kwargs)
+        whole, parts = Measured(refusal=refusal), {}
+        try:
+            if refusal in (None, _BUFFER):
+                whole = self._measure(_Run(self._layer, forward, args, kwargs, before.random, output, after), saves=True)
+                whole.refusal = refusal or whole.refusal
+            for tag, runs in self._runs.items():
+                parts[tag] = self._measure(runs[0])
+                if len(runs) > 1:
+                    parts[tag].refusal = "it runs more than once in a layer"
+            whole.input = self._find_input((args, kwargs), "layer_input")
+            for tag, part in parts.items():
+                part.input = self._find_input((self._runs[tag][0].args, self._runs[tag][0].kwargs), None)
+        finally:
+            set_random_states(after)
+            for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
+                if not _is_same(buffer, value):
+                    buffer.data.copy_(value)  # without a new version: the real graph may have saved it
+        storages = [(tensor.untyped_storage().nbytes(), tuple(tags)) for tensor, tags in self._saved.values()]
+        return MeasuredBlock(type(self._layer).__name__, whole, parts, storages)
+
+    def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a part of the layer inside of the trial and note its calls."""
+        if tag in self._open:
+            return forward(*args, **kwargs)
+        state = _State(module, (args, kwargs))
+        self._open.append(tag)
+        output = forward(*args, **kwargs)
+        self._open.pop()
+        refusal = state.find_change(module, (args, kwargs)) or _find_odd(args, kwargs)
+        kept = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, output)
+        given, named = _detach((args, kwargs))
+        run = _Run(module, forward, given, named, state.random, kept, get_random_states(), refusal)
+        self._runs.setdefault(tag, []).append(run)
+        return output
+
+    def _measure(self, run: "_Run", *, saves: bool = False) -> Measured:
+        if run.refusal is not None:
+            return Measured(refusal=run.refusal)
+        args, kwargs = _detach((run.args, run.kwargs))
+        set_random_states(run.before)
+        keep = self._save if saves else torch.Tensor.detach
+        device, stream = self._device, self._device.current_stream()
+        times = [device.record_event(stream, is_timed=True)]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = run.forward(*args, **kwargs)
+        times.append(device.record_event(stream, is_timed=True))
+        same_random = are_equal(run.after, get_random_states())
+        outputs = [tensor for tensor in list_tensors(output) if tensor.requires_grad]
+        leaves = [tensor for tensor in list_tensors((args, kwargs)) if tensor.requires_grad]
+        leaves += [one for one in run.module.parameters() if one.requires_grad and not one._backward_hooks]  # noqa: SLF001
+        measured = Measured()
+        if not are_equal(list_tensors(run.output), list_tensors(output)):
+            measured.refusal = "a second run returns other bits"
+        elif not same_random:
+            measured.refusal = "a second run draws other random numbers"
+        allocated_bytes, _ = self._count_peak()
+        times.append(device.record_event(stream, is_timed=True))
+        if outputs and leaves:
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True)
+        times.append(device.record_event(stream, is_timed=True))
+        device.synchronize(times[-1])
+        measured.backward_extra_bytes = max(0, self._count_peak()[1] - allocated_bytes)
+        measured.forward_s = device.measure_seconds(times[0], times[1])
+        measured.backward_s = device.measure_seconds(times[2], times[3])
+        return measured
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.detach()
+        if tensor.layout is torch.strided and (key := get_key(tensor)) not in self._parameters:
+            self._note(key, kept, self._open[-1] if self._open else REST)
+        return kept
+
+    def _note(self, key: int, tensor: torch.Tensor, tag: str) -> None:
+        _, tags = self._saved.setdefault(key, (tensor, []))
+        if tag not in tags:
+            tags.append(tag)
+
+    def _find_input(self, given: Any, tag: str | None) -> int | None:
+        """Return the index of the storage of the first input with a gradient."""
+        tensor = next((one for one in list_tensors(given) if one.requires_grad), None)
+        if tensor is None:
+            return None
+        key = get_key(tensor)
+        if tag is not None:
+            self._note(key, tensor.detach(), tag)
+        else:
+            self._saved.setdefault(key, (tensor.detach(), []))
+        return list(self._saved).index(key)
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    before: list[torch.Tensor]
+    output: Any
+    after: list[torch.Tensor]
+    refusal: str | None = None
+
+
+def note_state(module: torch.nn.Module, given: Any) -> _State:
+    """Return what a run of `module` may change, as it is now."""
+    return _State(module, given)
+
+
+def _detach(given: Any) -> Any:
+    return tree_map(lambda one: one.detach().requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one, given)
+
+
+def _find_odd(args: Any, kwargs: Any) -> str | None:
+    """Return the first argument that a second run might change, or None."""
+    waiting = [*args, *kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (tuple, list)):
+            waiting.extend(value)
+        elif isinstance(value, dict) and type(value) is dict:
+            waiting.extend(value.values())
+        elif not isinstance(value, _PLAIN):
+            return f"it takes a {type(value).__name__}, which a second run might change"
+    return None
