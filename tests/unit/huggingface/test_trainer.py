@@ -1,6 +1,7 @@
 """`OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
 
 import logging
+import re
 
 import pytest
 import torch.distributed as dist
@@ -64,6 +65,12 @@ def test_training_is_bitwise_identical_and_the_log_has_the_numbers(callback, tmp
         assert get_logged(trainer, "saved_gib") == [LAYERS * HIDDEN_BYTES / 2**30] * 4
     assert get_logged(trainer, "percent") == [100] * 4
     assert all(wait_ms > 0 for wait_ms in get_logged(trainer, "wait_ms"))
+
+
+def test_training_within_a_memory_budget_is_bitwise_identical(callback_type, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="fgoffload.integrations.budget")
+    compare(tmp_path, callback_type(config=ALL, memory="400KiB"), lambda: make_llama(use_cache=False))
+    assert re.search(r"layer \d \(LlamaDecoderLayer\), .* saved: .*(offload|recompute)", caplog.text)
 
 
 def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, caplog):

@@ -5,7 +5,7 @@ from support.models import ATTN_BYTES, MLP_BYTES, check_equal, get_gradients, ma
 
 import fgoffload
 from fgoffload import TransferConfig
-from fgoffload.engine import ActivationLedger, CpuDevice
+from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice
 from fgoffload.units import GIB, MIB
 
 LAYERS = 16
@@ -81,3 +81,22 @@ def test_the_peak_of_a_small_model_falls(is_block):
     assert min(fixed) > 0.9 * TOTAL_BYTES  # all of it is back at once
     assert derived[-1] < 0.5 * fixed[-1]
     assert is_block or derived[0] == derived[-1]  # modules: the first backward has them already
+
+
+def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
+    net, inputs, waits = make_net(layers=LAYERS), make_inputs(), []
+    with fgoffload.offload(net, PATTERNS, DEFAULT, device=DelayedCpuDevice()) as handle:
+        for _ in range(3):
+            net(inputs).backward()
+            waits.append(handle.stats().window_waits)
+    assert waits[0] == 0 < min(waits[1:])
+
+
+def test_one_group_is_ahead_however_large_and_a_forward_that_offloads_nothing_changes_no_size():
+    net = make_net(layers=1)
+    with fgoffload.offload(net, PATTERNS, DEFAULT, device=CpuDevice()) as handle:
+        net(make_inputs()).backward()
+        assert handle.group_bytes == MLP_BYTES // 4  # of what prefetch brings back, which is the larger one of two groups
+        net.requires_grad_(requires_grad=False)
+        net(make_inputs())
+        assert handle.group_bytes == MLP_BYTES // 4

@@ -1,11 +1,18 @@
 """A memory budget: the same bits, a peak within the budget, and a recompute only where a trial allows it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.models import ALL, Block, Net, check_equal, copy_gradients, make_inputs, make_net
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fgoffload
+from fgoffload.integrations.budget import handle as budget_handle
+from fgoffload.planner.ranks.rank_model import LinkModel
 
 
 class Normed(Block):
@@ -14,25 +21,35 @@ class Normed(Block):
         self.mlp = nn.Sequential(self.mlp, nn.BatchNorm1d(64), nn.Dropout(0.1))
 
 
-def train(memory, kind):
+def train(memory, kind, *, is_sharded):
     torch.manual_seed(0)
     model = Net(layers=0)
     model.layers.extend(kind() for _ in range(4))
+    for part in (*model.layers, model) if is_sharded else ():
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
     handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
     found = []
-    for step in range(4):  # gradients accumulate
+    for step in range(5):  # gradients accumulate; the fourth is compared with the last plan
         loss = model(make_inputs(step, rows=512) * 1.0)
         loss.backward()
-        found += [loss.detach(), *copy_gradients(model), *(one.clone() for one in model.buffers())]
+        gradients = [one.to_local() if is_sharded else one for one in copy_gradients(model)]
+        found += [loss.detach(), *gradients, *(one.clone() for one in model.buffers())]
         with torch.no_grad():
             model(make_inputs())
     return found, handle
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize(("kind", "mib", "action"), [(Block, 5, "mlp: recompute"), (Normed, 8, "offload")])
-def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(kind, mib, action):
-    found, handle = train(f"{mib}MiB", kind)
-    check_equal(train(None, kind)[0], found)
+def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(monkeypatch, kind, mib, action, is_sharded):
+    link = LinkModel(d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, duplex_bytes_per_s=1e7)  # so slow that recompute wins
+    monkeypatch.setattr(budget_handle, "measure_link", lambda *_, **__: SimpleNamespace(to_model=lambda: link))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found, handle = train(f"{mib}MiB", kind, is_sharded=is_sharded)
+        check_equal(train(None, kind, is_sharded=is_sharded)[0], found)
+    finally:
+        dist.destroy_process_group()
     planned, text = handle.planned, fgoffload.explain(handle)
     assert planned.measured.peak_bytes <= min(mib << 20, 1.03 * planned.peak_bytes)
     assert action in text
@@ -43,5 +60,5 @@ def test_a_budget_that_cannot_be_reached_names_the_smallest():
     model = make_net()
     fgoffload.offload(model, memory="600KiB", config=ALL)
     model(make_inputs(rows=512) * 1.0).backward()
-    with pytest.raises(fgoffload.BudgetError, match="Give a budget of"):
+    with pytest.raises(fgoffload.BudgetError, match=r"Give a budget of"):
         model(make_inputs(rows=512) * 1.0)

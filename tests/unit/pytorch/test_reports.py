@@ -8,7 +8,6 @@ import torch
 from support.models import ALL, LAYERS, PATTERNS, WIDTH, make_inputs, make_net
 from support.ticking import D2H_S, H2D_S, WAIT_S, TickingCpuDevice
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import TransferConfig
@@ -123,25 +122,6 @@ def test_a_tag_whose_modules_never_run_is_warned_about(logged):
         model(make_inputs() * 2).backward()
     (warning,) = logged(logging.WARNING)
     assert "tag 'unused' offloaded nothing: none of its regions ran in a forward with gradients" in warning
-
-
-def test_a_tag_inside_of_a_checkpoint_is_warned_about(logged):
-    class Recomputes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, hidden, use_reentrant=False).sum()
-
-    model = Recomputes()
-    with fgoffload.offload(model, ["inner"], ALL):
-        model(make_inputs()).backward()
-    (warning,) = logged(logging.WARNING)
-    assert (
-        "tag 'inner' offloaded nothing: its regions ran 1 times below other saved-tensor hooks, which take precedence"
-        in warning
-    )
 
 
 def test_a_tag_that_saves_nothing_or_only_parameters_is_warned_about(logged):
