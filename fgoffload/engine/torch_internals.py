@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - none of these has a public name
 

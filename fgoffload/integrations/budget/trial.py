@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from fgoffload.engine import Device
 from fgoffload.engine.identity import get_key, get_version
+from fgoffload.engine.torch_internals import tree_map_only
 from fgoffload.integrations.pytorch.outputs import list_tensors
 
 REST = "rest"
@@ -169,7 +169,7 @@ class Trial:
         output = forward(*args, **kwargs)
         self._open.pop()
         refusal = state.find_change(module, (args, kwargs)) or _find_odd(args, kwargs)
-        kept = tree_map(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, output)
+        kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         given, named = _detach((args, kwargs))
         run = _Run(module, forward, given, named, state.random, kept, get_random_states(), refusal)
         self._runs.setdefault(tag, []).append(run)
@@ -248,7 +248,7 @@ def note_state(module: torch.nn.Module, given: Any) -> _State:
 
 
 def _detach(given: Any) -> Any:
-    return tree_map(lambda one: one.detach().requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one, given)
+    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), given)
 
 
 def _find_odd(args: Any, kwargs: Any) -> str | None:

@@ -5,9 +5,10 @@ Everything is exported by the package itself: `fgoffload.offload`, `fgoffload.sa
 """
 
 from fgoffload.integrations.pytorch.block import SavedTensors, saved_tensors
+from fgoffload.integrations.pytorch.entry import explain, offload
 from fgoffload.integrations.pytorch.estimate import SavingsEstimate, estimate_savings
 from fgoffload.integrations.pytorch.marks import PlacedRegion, region
-from fgoffload.integrations.pytorch.model import ModelOffload, explain, offload
+from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.tensors import OffloadedTensor, offload_tensor
 
 __all__ = [

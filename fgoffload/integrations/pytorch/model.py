@@ -23,76 +23,11 @@ from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, enter_layer, find_running, note_inert
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
-from fgoffload.integrations.pytorch.patterns import ModuleSite, Patterns, find_sites
+from fgoffload.integrations.pytorch.patterns import ModuleSite
 from fgoffload.integrations.pytorch.replaced import CHECKPOINT, HANDLE, ReplacedForward, checkpoints_its_call
 from fgoffload.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
-
-
-def offload(
-    model: torch.nn.Module,
-    modules: Patterns = (),
-    config: TransferConfig | None = None,
-    *,
-    device: DeviceChoice = None,
-    memory: str | int | None = None,
-    memory_reserve: str | int | None = None,
-) -> "ModelOffload":
-    """Offload the activations of chosen modules during forward, and reload them before backward needs them.
-
-        handle = fgoffload.offload(model, {"layers.*.attn": "attn", "layers.*.mlp": "mlp"})
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            print(handle.stats().d2h_bytes)
-        handle.close()
-
-    Gradients are bitwise identical. Forwards without grad mode and code inside a checkpoint are left alone. Parameters and
-    buffers never move.
-
-    Args:
-        model: Any module tree; it need not be on its device yet. Compile it afterwards, or before its first forward.
-        modules: Globs over the names of `named_modules()`, each with a tag for the statistics, or globs alone: then the tag is
-            the last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Leave it out if the
-            model places its regions with `fgoffload.region`.
-        config: Options of offload.
-        device: None takes the accelerator of the model or of its first input, else the CPU.
-        memory: GPU memory for the whole training process, as `torch.cuda.max_memory_allocated` counts it, such as `60GiB`, or
-            `auto` for what the device has. The first step measures; from the second on each part of each layer is kept,
-            offloaded or recomputed. See `fgoffload.explain`.
-        memory_reserve: What `auto` leaves to the CUDA context, NCCL and fragmentation. None leaves 2 GiB.
-
-    Returns:
-        The handle, which is also a context manager that closes it. A second call with the same arguments returns the existing
-        handle.
-
-    Raises:
-        ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is offloaded
-            already with other arguments.
-    """
-    if memory is None:
-        if memory_reserve is not None:
-            raise ConfigError(
-                f"memory_reserve {memory_reserve!r} has no effect without memory. Give memory='auto', or leave it out."
-            )
-        return offload_sites(model, find_sites(model, modules), config, device=device)
-    if modules != ():
-        raise ConfigError(
-            f"modules {modules!r} and memory {memory!r} exclude each other: a budget chooses the modules. Give one."
-        )
-    from fgoffload.integrations.budget.handle import BudgetOffload  # it derives from this module's handle
-
-    return BudgetOffload(model, memory, config, device=device, reserve="2GiB" if memory_reserve is None else memory_reserve)
-
-
-def explain(handle: "ModelOffload") -> str:
-    """Return the plan of a handle made with `memory`: each layer's treatment and bytes, and the step's time and peak.
-
-    Raises:
-        ConfigError: The handle has no memory budget.
-    """
-    return handle.explain()
 
 
 def offload_sites(

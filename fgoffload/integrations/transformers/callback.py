@@ -7,8 +7,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.pytorch.entry import offload
 from fgoffload.integrations.pytorch.layers import find_layers
-from fgoffload.integrations.pytorch.model import ModelOffload, offload, offload_sites
+from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.integrations.transformers.rivals import warn_of_rivals
 from fgoffload.transfer_config import TransferConfig

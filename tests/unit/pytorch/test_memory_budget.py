@@ -56,9 +56,9 @@ def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(monkeyp
     assert ("mlp cannot be recomputed: it changes a buffer" in text) == ("recompute" not in action)
 
 
-def test_a_budget_that_cannot_be_reached_names_the_smallest():
+def test_a_budget_that_cannot_be_reached_names_one_that_can():
     model = make_net()
     fgoffload.offload(model, memory="600KiB", config=ALL)
     model(make_inputs(rows=512) * 1.0).backward()
-    with pytest.raises(fgoffload.BudgetError, match=r"Give a budget of"):
+    with pytest.raises(fgoffload.BudgetError, match=r"Give a budget of \d+KiB or more"):
         model(make_inputs(rows=512) * 1.0)
