@@ -16,7 +16,7 @@ PUBLIC = (
     *("Action", "BudgetError", "ConfigError", "GIB", "HostMemory", "IntegrationError", "InternalError", "MIB", "ModelOffload"),
     *("OffloadConfig", "OffloadError", "OffloadPlan", "OffloadedTensor", "PlacedRegion", "PlanError", "SavedTensors"),
     *("SavingsEstimate", "Site", "StateError", "Tag", "TagRegistry", "TransferConfig", "TransferPolicy", "default_tags"),
-    *("estimate_savings", "offload", "offload_tensor", "region", "saved_tensors"),
+    *("estimate_savings", "explain", "offload", "offload_tensor", "region", "saved_tensors"),
 )
 HEAVY = ("torch", "megatron", "transformer_engine", "rich", "matplotlib", "numpy")
 
