@@ -77,7 +77,7 @@ class Planner:
         """Return the fastest plan that fits.
 
         Raises:
-            BudgetError: None fits, with the smallest budget that can be met.
+            BudgetError: None fits, with the budget of the nearest plan that was found.
         """
         from fgoffload.planner.solving.solver import solve
 
