@@ -107,7 +107,14 @@ class _LocalGraphs(_Graphs):
         return bool(record.cudagraph_created)
 
     def close(self) -> None:
-        load_module(_LAYER_GRAPHS).delete_cuda_graphs()
+        module = load_module(_LAYER_GRAPHS)
+        module.delete_cuda_graphs()
+        # That forgets runners which have captured. Their outputs keep autograd's graph, which keeps them and the whole model.
+        managers = [one for chunk in self._chunks for one in chunk.modules() if isinstance(one, module.CudaGraphManager)]
+        for manager in managers:
+            for runner in manager.cudagraph_runners:
+                vars(runner).clear()
+            manager.cudagraph_runners.clear()
         super().close()
 
 
