@@ -118,7 +118,8 @@ def build_decision_table(report: PlanReport) -> Table:
     """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
     table = Table(
         title="What the plan does",
-        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; costs: added step time",
+        caption="frees, leaves, recompute: per microbatch and layer; copies: per step, all ranks; "
+        "costs: added to a step of the rank that needs it most, by itself",
     )
     for heading in ("layers of kind", "tag or unit", "action"):
         table.add_column(heading)
@@ -166,7 +167,7 @@ def build_kept_table(report: PlanReport) -> Table:
     for (kind, reason, tag), count in counts.items():
         rows.setdefault((kind, reason, count), []).append(tag)
     for (kind, reason, count), tags in rows.items():
-        table.add_row(kind, ", ".join(tags), str(count), reason.partition(": ")[2])
+        table.add_row(kind, ", ".join(tags), str(count), reason)
     return table
 
 

@@ -1,24 +1,24 @@
 """What a plan does about each tag, why, and what that costs: the rows of the tables of `fgoffload plan`.
 
-Bytes and the time of a recompute are those of one microbatch and layer. What was waited for is the simulator's, of a step of
-the rank. What something costs takes a second simulation, of the plan without it: a recompute may hide behind a wait, copies
-that nobody waits for slow compute, and what one rank does others may wait for.
+Bytes and the time of a recompute are those of one microbatch and layer. What something costs takes a second simulation, of the
+plan without it: a recompute may hide behind a wait, and copies that nobody waits for slow compute.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.schedule import count_in_flight
 from fgoffload.planner.simulation.layer_choice import resolve_layer
-from fgoffload.planner.simulation.simulation_result import RankResult, StepResult, TagTraffic
-from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, list_slots, read_plan
 from fgoffload.planner.solving.treatments import Actions, Treatment, list_needs, measure_treatment
 from fgoffload.tags import default_tags
-from fgoffload.units import format_bytes, format_ms
+from fgoffload.units import format_bytes
 
 _SHOWN_S = 5e-5
 """Half of what a table shows: a step that is longer by less is as long there."""
@@ -47,21 +47,19 @@ class Decision:
     recompute_s: float
     """Seconds of the recompute, of one microbatch and layer."""
     reason: str
-    """What comes of it; of what is kept, why."""
+    """Why it is kept; empty for other actions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """A step under a plan beside one under the plan without something that it does."""
+    """A step of one rank under a plan beside one under the plan without something that it does."""
 
     cost_s: float
     """How much longer the step is with it; below 0 where it is shorter."""
     rank: int
-    """The pipeline rank with the highest peak without it."""
-    peak_bytes: int
-    """That peak."""
+    """The pipeline rank: the one that would have the highest peak without it."""
     lacking_bytes: int
-    """What that peak is above the budget; 0 where it is not."""
+    """Device bytes above the budget there without it; 0 where it fits."""
     taken_along: tuple[str, ...] = ()
     """Tags that need what was left out, and were left out with it."""
 
@@ -79,105 +77,98 @@ def price_decisions(
     ranks: Sequence[RankModel],
     plan: OffloadPlan,
     result: StepResult,
-    decisions: Iterable[Decision],
+    decisions: Sequence[Decision],
     *,
     budget_bytes: int,
 ) -> Price | None:
-    """Return what `decisions` come to together, or None where the rest of the plan cannot be done without them.
+    """Return the cost of `decisions` together, or None where the rest of the plan cannot be done without them.
+
+    It is that of the rank which needs them most, by itself: neighbours wait for the slowest.
 
     Args:
         ranks: That the plan is for, with their host budgets.
         plan: All of it.
-        result: What it comes to.
+        result: Its prediction.
         decisions: What to leave out. None of them keeps.
         budget_bytes: Of each device.
     """
+    more_bytes = dict.fromkeys((one.rank for one in decisions), 0)
+    for one in decisions:
+        in_flight = count_in_flight(ranks[one.rank].passes, chunk=one.chunk)
+        more_bytes[one.rank] += one.freed_bytes * len(one.layers) * in_flight
+    number = max(more_bytes, key=lambda rank: result.ranks[rank].peak_bytes + more_bytes[rank])
     left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
     along = {site for site in plan.actions if _needs_one(site, left_out)}
     rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
     try:
-        without = simulate(ranks, dataclasses.replace(plan, actions=rest))
+        without = simulate_rank(ranks[number], dataclasses.replace(plan, actions=rest))
     except PlanError:
         return None
-    worst = without.worst_rank
+    alone = simulate_rank(ranks[number], plan)
+    peak_bytes = result.ranks[number].peak_bytes + without.peak_bytes - alone.peak_bytes
     return Price(
-        cost_s=result.step_s - without.step_s,
-        rank=worst.rank,
-        peak_bytes=worst.peak_bytes,
-        lacking_bytes=max(0, worst.peak_bytes - budget_bytes),
+        cost_s=alone.step_s - without.step_s,
+        rank=number,
+        lacking_bytes=max(0, peak_bytes - budget_bytes),
         taken_along=tuple(sorted({site.tag for site in along})),
     )
 
 
-def explain_plan(
-    ranks: Sequence[RankModel], plan: OffloadPlan, result: StepResult, *, budget_bytes: int
-) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward."""
-    kept = simulate(ranks, OffloadPlan(actions={}))
+def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
+    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward.
+
+    Args:
+        ranks: That the plan is for.
+        plan: All of it.
+        kept: The prediction for keeping everything.
+        budget_bytes: Of each device.
+    """
     decisions: list[Decision] = []
-    for place, rank in enumerate(ranks):
-        keeps_within_budget = kept.ranks[place].peak_bytes <= budget_bytes
-        decisions += _explain_rank(rank, plan, result.ranks[place], keeps_within_budget=keeps_within_budget)
+    for rank, before in zip(ranks, kept.ranks, strict=True):
+        decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)
     return tuple(decisions)
 
 
-def _explain_rank(rank: RankModel, plan: OffloadPlan, result: RankResult, *, keeps_within_budget: bool) -> Iterator[Decision]:
-    traffic = {(tag.kind, tag.tag, tag.action): tag for tag in result.tags}
+def _explain_rank(rank: RankModel, plan: OffloadPlan, *, keeps_within_budget: bool) -> Iterator[Decision]:
     alike: dict[tuple[int, str], dict[Actions, list[LayerSlot]]] = {}
     for slot, treatment in zip(list_slots(rank), read_plan(plan, rank), strict=True):
         alike.setdefault((slot.chunk, slot.layer.kind), {}).setdefault(treatment.actions, []).append(slot)
     for rows in alike.values():
-        yield from _explain_kind(rank, rows, traffic, keeps_within_budget=keeps_within_budget)
+        yield from _explain_kind(rank, rows, keeps_within_budget=keeps_within_budget)
 
 
 def _explain_kind(
-    rank: RankModel,
-    rows: Mapping[Actions, Sequence[LayerSlot]],
-    traffic: Mapping[tuple[str, str, Action], TagTraffic],
-    *,
-    keeps_within_budget: bool,
+    rank: RankModel, rows: Mapping[Actions, Sequence[LayerSlot]], *, keeps_within_budget: bool
 ) -> Iterator[Decision]:
     layer = next(iter(rows.values()))[0].layer
     for tag in _list_names(layer):
         # Layers that do the same about a tag may differ in what else they do, and with it in bytes and reasons.
-        groups: dict[object, tuple[Action, Treatment, str | None, list[LayerSlot]]] = {}
+        groups: dict[object, tuple[Action, Treatment, str, list[LayerSlot]]] = {}
+        acting = [slot.number for chosen, alike in rows.items() if tag in dict(chosen) for slot in alike]
         for chosen, alike in rows.items():
             actions = dict(chosen)
             action, alone = actions.get(tag, Action.KEEP), _measure_alone(rank, layer, actions, tag)
-            has_to_say = action is Action.KEEP and not keeps_within_budget
-            why = _say_why_kept(rank, layer, actions, tag) if has_to_say else None
-            # Differences of the same times differ in their last digits.
-            key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), why)
-            groups.setdefault(key, (action, alone, why, []))[-1].extend(alike)
-        acting = [slot.number for chosen, alike in rows.items() if tag in dict(chosen) for slot in alike]
-        for action, alone, why, slots in groups.values():
-            slots.sort(key=lambda slot: slot.number)
+            reason = ""
             if action is Action.KEEP:
-                kept_here = _say_why_kept_here([slot.number for slot in slots], acting)
-                reason = "everything fits" if keeps_within_budget else why or kept_here
-            else:
-                reason = "; ".join(_list_reasons(action, alone, traffic.get((layer.kind, tag, action))))
+                reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
+                if not reason:
+                    reason = _say_why_kept_here([slot.number for slot in alike], acting)
+            # Differences of the same times differ in their last digits.
+            key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), reason)
+            groups.setdefault(key, (action, alone, reason, []))[-1].extend(alike)
+        for action, alone, reason, slots in groups.values():
             yield Decision(
                 rank=rank.rank,
                 chunk=slots[0].chunk,
                 kind=layer.kind,
                 tag=tag,
                 action=action,
-                layers=tuple(slot.number for slot in slots),
+                layers=tuple(sorted(slot.number for slot in slots)),
                 moved_bytes=alone.moved_bytes,
                 freed_bytes=-alone.kept_bytes,
                 recompute_s=alone.recompute_s,
-                reason=f"{_STEMS[action]}: {reason}",
+                reason=reason,
             )
-
-
-_STEMS = {
-    Action.KEEP: "kept",
-    Action.RECOMPUTE: "runs again",
-    Action.OFFLOAD: "leaves",
-    Action.RECOMPUTE_AND_OFFLOAD: "runs again, and what it needs leaves",
-}
-"""How reasons begin."""
 
 
 def _list_names(layer: LayerModel) -> list[str]:
@@ -200,7 +191,7 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)
 
 
-def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str | None:
+def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str:
     for name, action in actions.items():
         unit = layer.find_unit(name)
         if action.recomputes and unit is not None and tag in unit.covered:
@@ -211,33 +202,13 @@ def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Acti
     if layer.find_unit(tag) is None and all(tensor.is_below(rank.min_offloaded_numel) for tensor in tensors):
         most_bytes = max(tensor.size_bytes for tensor in tensors)
         return f"{format_bytes(most_bytes)}, below the least that moves, {rank.min_offloaded_numel} elements"
-    return None
+    return ""
 
 
 def _say_why_kept_here(layers: Sequence[int], acting: Sequence[int]) -> str:
     if acting and min(layers) > max(acting):
         return "the last layers of the chunk, which backward wants first; the budget holds without them"
     return "the budget holds without it"
-
-
-def _list_reasons(action: Action, alone: Treatment, traffic: TagTraffic | None) -> Iterator[str]:
-    if action.recomputes:
-        yield f"{format_ms(alone.recompute_s)} of compute, {format_bytes(max(0, -alone.kept_bytes))} off the device"
-    if not action.offloads:
-        return
-    if not alone.moved_bytes:
-        yield "with another tag that saves the same storage"
-    elif traffic is None or not traffic.d2h_bytes:
-        yield "nothing of it, since something else holds it or the host budget is used up"
-    else:
-        yield f"{format_bytes(alone.moved_bytes)}, and compute waits for {_say_part(traffic)} of the time of its copies"
-
-
-def _say_part(traffic: TagTraffic) -> str:
-    if not traffic.exposed_s:
-        return "none"
-    part = traffic.exposed_s / (traffic.d2h_s + traffic.h2d_s)
-    return f"{part:.0%}" if part >= 0.01 else "less than 1%"
 
 
 def _needs_one(site: Site, left_out: Collection[Site]) -> bool:

@@ -175,7 +175,7 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
         plan=best.plan,
         result=best.result,
         budget_bytes=budget_bytes,
-        decisions=explain_plan(search.ranks, best.plan, best.result, budget_bytes=budget_bytes),
+        decisions=explain_plan(search.ranks, best.plan, search.baselines["baseline"], budget_bytes=budget_bytes),
         baselines=search.baselines,
         nearest=nearest,
     )
