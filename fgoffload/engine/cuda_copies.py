@@ -6,16 +6,39 @@ strides, pinned-memory check, and a switch of the current stream. Here all of th
 our own stream. The engine also does what torch would: it keeps both ends alive until an event after the copy.
 
 PyTorch's stream sanitizer sees copies only in the dispatcher. If it is on, copies go through torch.
+
+[Note: Pieces of a copy]
+A GPU has one copy engine for each direction, and it finishes everything queued on one stream before it turns to another. A
+copy of a few bytes elsewhere, such as FSDP2's pointers or a dispatcher's token counts, would wait for all that is queued here:
+9.5 ms behind 512 MiB. So every second piece goes through a second stream. Between pieces the copy engine turns to what
+waits: 0.4 ms at most, at the same rate (measured, H100, PCIe 5).
 """
 
 import ctypes
+import dataclasses
 
 import torch
 
 from fgoffload.engine.torch_internals import is_sanitizer_on
+from fgoffload.units import MIB
 
 _DEFAULT = 4
 """`cudaMemcpyDefault`: the addresses determine the direction."""
+
+PIECE_BYTES = 32 * MIB
+"""Bytes of a piece. Half of it costs the CPU twice the launches; twice as much makes others wait 1 ms."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Relay:
+    """The second stream of a stream. See [Note: Pieces of a copy]."""
+
+    address: int
+    stream: torch.Stream
+    stream_address: int
+    event: torch.Event
+    direct_bytes: int = 0
+    """Queued on the first stream since the last piece on the second."""
 
 
 class CudaCopies:
@@ -29,10 +52,10 @@ class CudaCopies:
         self._copy = runtime.cudaMemcpyAsync
         self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         self._copy.restype = ctypes.c_int
-        self._addresses: dict[torch.Stream, int] = {}
+        self._relays: dict[torch.Stream, _Relay] = {}
 
     def queue(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream`, whichever is current. The host does not block.
+        """Queue a copy on `stream`, whichever is current, in pieces. The host does not block.
 
         Args:
             destination: Contiguous, of the type and size of `source`; pinned or on the device.
@@ -42,10 +65,26 @@ class CudaCopies:
         Raises:
             torch.cuda.CudaError: CUDA refuses the copy, or says that something before it failed.
         """
-        address = self._addresses.get(stream)
-        if address is None:
-            address = self._addresses[stream] = _get_address(stream)
-        status = self._copy(destination.data_ptr(), source.data_ptr(), destination.nbytes, _DEFAULT, address)
+        relay = self._relays.get(stream)
+        if relay is None:
+            relay = self._relays[stream] = _make_relay(stream)
+        target, origin, left_bytes = destination.data_ptr(), source.data_ptr(), destination.nbytes
+        while left_bytes > 0:
+            piece_bytes = min(left_bytes, PIECE_BYTES)
+            if relay.direct_bytes < PIECE_BYTES:
+                self._queue_piece(target, origin, piece_bytes, relay.address)
+                relay.direct_bytes += piece_bytes
+            else:
+                relay.event.record(stream)
+                relay.stream.wait_event(relay.event)
+                self._queue_piece(target, origin, piece_bytes, relay.stream_address)
+                relay.event.record(relay.stream)
+                stream.wait_event(relay.event)
+                relay.direct_bytes = 0
+            target, origin, left_bytes = target + piece_bytes, origin + piece_bytes, left_bytes - piece_bytes
+
+    def _queue_piece(self, target: int, origin: int, size_bytes: int, stream_address: int) -> None:
+        status = self._copy(target, origin, size_bytes, _DEFAULT, stream_address)
         if status:
             torch.cuda.check_error(status)
 
@@ -58,6 +97,16 @@ def find_cuda_copies() -> CudaCopies | None:
         return CudaCopies(ctypes.CDLL(None))  # torch has made the symbols of its libraries known to the whole process
     except AttributeError:
         return None  # a torch that was linked with the runtime in it, which then has no name of its own
+
+
+def _make_relay(stream: torch.Stream) -> _Relay:
+    second = torch.Stream(device=stream.device)
+    return _Relay(
+        address=_get_address(stream),
+        stream=second,
+        stream_address=_get_address(second),
+        event=torch.Event(device=stream.device),
+    )
 
 
 def _get_address(stream: torch.Stream) -> int:
