@@ -1,9 +1,10 @@
 """The handle of a model with a memory budget: it measures, plans, and treats each part as the plan says.
 
 [Note: Steps of a budget] Every part is offloaded in the first step, and each layer runs again right after its forward to be
-measured. The second step follows a plan. Steps 2, 3 and all powers of two are compared with their prediction. All processes
-compare at the same steps, since that is an exchange. A forward with a larger input than planned is offloaded whole. The next
-of these steps, or the very next forward in a process by itself, measures anew.
+measured. The second step follows a plan. Its peak is compared with the prediction in the first three steps, its time in the
+13th: only then has the engine stopped comparing storages that are saved twice (`engine/rewrites.py`). Later steps are compared
+at powers of two. All processes compare at the same steps, since that is an exchange. A forward with a larger input than planned
+is offloaded whole. The next of these steps, or the very next forward in a process by itself, measures anew.
 """
 
 import functools
@@ -37,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
-"""From the prediction, from which a new plan is worth the search."""
+"""From the predicted peak, from which a new plan is worth the search."""
+_EARLY = 3
+"""Steps after a measured one whose peak is compared."""
+_SETTLED = 12
+"""Step of a plan, from 0, whose time is compared."""
 _ALIKE = 0.9
 """Of the planned input, from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
@@ -65,7 +70,7 @@ class BudgetOffload(ModelOffload):
         self._blocks: dict[int, MeasuredBlock] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
-        self._step = 0
+        self._step = self._tried_at = self._planned_at = 0
         self._measures = False
         """Whether each layer runs again in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
@@ -145,7 +150,8 @@ class BudgetOffload(ModelOffload):
             self._peak_bytes = 0
 
     def _is_compared(self, step: int) -> bool:
-        return step in (2, 3) or (step > 3 and step & (step - 1) == 0)
+        age = step - self._planned_at
+        return step - self._tried_at <= _EARLY or age == _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
 
     def _read_clock(self) -> float:
         engine = self.get_engine()
@@ -198,9 +204,13 @@ class BudgetOffload(ModelOffload):
             return
         if self._planned is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
             return
-        self._planned.measured = reading
+        age = self._step - 1 - self._planned_at
+        if age == _SETTLED and self._planner is not None:
+            self._planned.step_s = self._planner.fit(self._planned.plan, reading)
+        self._planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
-        if (self._step <= 4 and is_far) or reading.peak_bytes > self._budget_bytes:
+        # Only the first plan is corrected for a lower peak: two plans whose errors differ would take turns.
+        if (self._planned_at == self._tried_at + 1 and is_far) or reading.peak_bytes > self._budget_bytes:
             self._correct(self._planned, reading)
 
     def _plan(self, reading: StepReading) -> None:
@@ -224,25 +234,24 @@ class BudgetOffload(ModelOffload):
         )
         self._planner.fit(make_first_plan(merged), StepReading(reading.peak_bytes, 0.0))
         planned = self._ask(self._planner)
-        self._measures, self._tried_numel = False, numel
+        self._measures, self._tried_numel, self._tried_at = False, numel, self._step - 1
         if isinstance(planned, BudgetError):
             if self._planned is None:
                 raise planned
             logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
             return
-        self._planned, self._planned_numel = planned, numel
+        self._planned, self._planned_at, self._planned_numel = planned, self._step, numel
         logger.info("%s", self.explain())
 
     def _correct(self, planned: BudgetPlan, reading: StepReading) -> None:
         if self._planner is None:
             return
-        self._planner.fit(planned.plan, reading)
+        self._planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = self._ask(self._planner)
         if isinstance(found, BudgetError):
             logger.warning("the plan of %s took more than was predicted: %s", self.name, found)
             return
-        found.measured = reading if found.plan == planned.plan else None
-        self._planned = found
+        self._planned, self._planned_at = found, self._step
         logger.info("%s", self.explain())
 
     def _ask(self, planner: Planner) -> BudgetPlan | BudgetError:

@@ -31,7 +31,7 @@ class BudgetPlan:
     step_s: float
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
-    """The last step under it."""
+    """The last compared step under it; its time is 0 in the first ones."""
 
 
 class Planner:
@@ -59,19 +59,29 @@ class Planner:
         self._blocks = tuple(blocks)
         self._budget_bytes = budget_bytes
         layers = _make_layers(blocks, min_offloaded_bytes)
+        # The engine submits a part in several groups. To the planner it is one, and must not be waited for by itself.
+        largest_bytes = max((sum(one.size_bytes for one in layer.tensors) for layer in layers), default=0)
+        policy = dataclasses.replace(policy, window_bytes=max(policy.window_bytes, largest_bytes))
         rank = make_rank(layers, link=link, static_bytes=0, policy=policy, host_budget_bytes=host_budget_bytes)
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
 
-    def fit(self, plan: OffloadPlan, reading: StepReading) -> None:
-        """Correct static memory and the time outside of the layers, so that the prediction of `plan` is what was read."""
+    def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
+        """Correct static memory and the time outside of the layers by a step under `plan`, and return its seconds.
+
+        Args:
+            plan: Of the step.
+            reading: A time of 0 leaves the time as it is.
+        """
         from fgoffload.planner.simulation.simulator import simulate  # SciPy loads slowly
 
         found = simulate([self._rank], plan)
+        outside_s = max(0.0, reading.step_s - found.step_s) if reading.step_s else 0.0
         self._rank = dataclasses.replace(
             self._rank,
             static_bytes=max(0, self._rank.static_bytes + reading.peak_bytes - found.peak_bytes),
-            step_end_s=max(0.0, self._rank.step_end_s + reading.step_s - found.step_s),
+            step_end_s=self._rank.step_end_s + outside_s,
         )
+        return found.step_s + outside_s
 
     def solve(self) -> BudgetPlan:
         """Return the fastest plan that fits.
@@ -196,10 +206,13 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name
         lines.append(f"  layer {number} ({block.name}), {format_bytes(saved)} saved: {chosen}")
     for tag, why in dict.fromkeys(_list_refusals(planned.blocks)):
         lines.append(f"  {tag} cannot be recomputed: {why}")
-    lines.append(f"predicted: {format_ms(planned.step_s)} a step, {format_bytes(planned.peak_bytes)} at peak")
-    if planned.measured is not None:
-        read = planned.measured
-        lines.append(f"measured: {format_ms(read.step_s)} a step, {format_bytes(read.peak_bytes)} at peak")
+    read = planned.measured
+    is_settled = read is not None and read.step_s > 0
+    where = "" if is_settled else " in the layers"
+    lines.append(f"predicted: {format_ms(planned.step_s)} a step{where}, {format_bytes(planned.peak_bytes)} at peak")
+    if read is not None:
+        time = f"{format_ms(read.step_s)} a step" if is_settled else "the step time after 12 steps of this plan"
+        lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)
 
 

@@ -22,6 +22,9 @@ REST = "rest"
 
 _BUFFER = "it changes a buffer"
 
+_HEAD_START_S = 2e-3
+"""Seconds for which the device waits, so that the host has queued a module's kernels when the first one runs."""
+
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
 
@@ -133,6 +136,7 @@ class Trial:
         self._parameters = parameters
         self._count_peak = count_peak
         self._open: list[str] = []
+        self._notes_parts = False
         self._saved: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self._runs: dict[str, list[_Run]] = {}
 
@@ -162,7 +166,7 @@ class Trial:
 
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a part of the layer inside of the trial and note its calls."""
-        if tag in self._open:
+        if tag in self._open or not self._notes_parts:
             return forward(*args, **kwargs)
         state = _State(module, (args, kwargs))
         self._open.append(tag)
@@ -176,12 +180,18 @@ class Trial:
         return output
 
     def _measure(self, run: "_Run", *, saves: bool = False) -> Measured:
+        """Run a module twice: the first run may load kernels and choose algorithms, and the second one is timed."""
         if run.refusal is not None:
             return Measured(refusal=run.refusal)
+        first = self._run_once(run, saves=saves)
+        return first if first.refusal is not None else self._run_once(run, saves=False)
+
+    def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
+        self._notes_parts, keep = saves, self._save if saves else torch.Tensor.detach
         args, kwargs = _detach((run.args, run.kwargs))
         set_random_states(run.before)
-        keep = self._save if saves else torch.Tensor.detach
         device, stream = self._device, self._device.current_stream()
+        device.stall(_HEAD_START_S)
         times = [device.record_event(stream, is_timed=True)]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = run.forward(*args, **kwargs)
@@ -196,6 +206,7 @@ class Trial:
         elif not same_random:
             measured.refusal = "a second run draws other random numbers"
         allocated_bytes, _ = self._count_peak()
+        device.stall(_HEAD_START_S)
         times.append(device.record_event(stream, is_timed=True))
         if outputs and leaves:
             torch.autograd.grad(outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True)
