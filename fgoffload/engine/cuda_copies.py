@@ -100,12 +100,10 @@ def find_cuda_copies() -> CudaCopies | None:
 
 
 def _make_relay(stream: torch.Stream) -> _Relay:
-    second = torch.Stream(device=stream.device)
+    device = torch.device("cuda", stream.device_index)
+    second = torch.Stream(device=device)
     return _Relay(
-        address=_get_address(stream),
-        stream=second,
-        stream_address=_get_address(second),
-        event=torch.Event(device=stream.device),
+        address=_get_address(stream), stream=second, stream_address=_get_address(second), event=torch.Event(device=device)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from support.models import ALL, ATTN_BYTES, LAYERS, MLP_BYTES, PATTERNS, check_equal, get_gradients, make_inputs, make_net
 
 import fgoffload
-from fgoffload.engine import AcceleratorDevice, Hazard, find_device
+from fgoffload.engine import AcceleratorDevice, Hazard, cuda_copies, find_device
 
 pytestmark = pytest.mark.quick
 
@@ -128,6 +128,10 @@ class Queue:
     stream_id: int
     device_index: int
     device_type: int
+    waits: ClassVar[list[tuple[int, int]]] = []  # of one test
+
+    def wait_event(self, event):
+        self.waits.append((self.stream_id, event.stream.stream_id))
 
     def __enter__(self):
         raise AssertionError("the runtime is given the stream: to make it the current one takes the host time for nothing")
@@ -136,15 +140,20 @@ class Queue:
         raise AssertionError("it was entered")
 
 
-def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_on_the_stream_that_it_is_given(use_runtime):
+def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece_on_a_second_stream(use_runtime, monkeypatch):
+    monkeypatch.setattr(cuda_copies, "PIECE_BYTES", 20)
     runtime = use_runtime(Runtime())
     device = AcceleratorDevice()
     source, destination = torch.arange(24, dtype=torch.int16).view(4, 6), torch.zeros(4, 6, dtype=torch.int16)
-    for stream in (device.d2h_stream, device.h2d_stream, device.d2h_stream):
+    for stream in (device.d2h_stream, device.h2d_stream):
         with device.copying_on(stream):
             device.copy_bytes(destination=destination, source=source, stream=stream)
-    assert torch.equal(destination, source)
-    assert runtime.asked == [(destination.data_ptr(), source.data_ptr(), 48, 4, stream) for stream in (16, 32, 16)]
+        assert torch.equal(destination, source)
+        destination.zero_()
+    offsets = [(to - destination.data_ptr(), origin - source.data_ptr(), *rest) for to, origin, *rest in runtime.asked]
+    assert offsets[:3] == [(0, 0, 20, 4, 16), (20, 20, 20, 4, 48), (40, 40, 8, 4, 16)]
+    assert offsets[3:] == [(0, 0, 20, 4, 32), (20, 20, 20, 4, 64), (40, 40, 8, 4, 32)]
+    assert Queue.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the one before it"
 
 
 def test_what_cuda_refuses_is_an_error(use_runtime, monkeypatch):
