@@ -1,10 +1,11 @@
 """The handle of a model with a memory budget: it measures, plans, and treats each part as the plan says.
 
 [Note: Steps of a budget] Every part is offloaded in the first step, and each layer runs again right after its forward to be
-measured. The second step follows a plan. Its peak is compared with the prediction in the first three steps, its time in the
-13th: only then has the engine stopped comparing storages that are saved twice (`engine/rewrites.py`). Later steps are compared
-at powers of two. All processes compare at the same steps, since that is an exchange. A forward with a larger input than planned
-is offloaded whole. The next of these steps, or the very next forward in a process by itself, measures anew.
+measured. The second step follows a plan, which is corrected where its first steps exceed the budget. In its 13th step peak and
+time are compared with the prediction: only then has the engine stopped comparing storages that are saved twice
+(`engine/rewrites.py`). Later steps are compared at powers of two. All processes compare at the same steps, since that is an
+exchange. A forward with a larger input than planned is offloaded whole. The next of these steps, or the very next forward in a
+process by itself, measures anew.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fgoffload.engine import TagStats, is_inert
+from fgoffload.engine import Lane, TagStats, is_inert
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.torch_internals import queue_after_backward
 from fgoffload.errors import BudgetError, ConfigError
@@ -33,6 +34,7 @@ from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.plan import Action, Site
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT
 from fgoffload.transfer_config import TransferConfig
+from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,11 @@ _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
 """From the predicted peak, from which a new plan is worth the search."""
 _EARLY = 3
-"""Steps after a measured one whose peak is compared."""
+"""Steps after a measured one whose peak must not exceed the budget."""
 _SETTLED = 12
-"""Step of a plan, from 0, whose time is compared."""
+"""Step of a plan, from 0, whose peak and time are compared with the prediction."""
+_MOST_CORRECTIONS = 4
+"""Plans after one trial. Their errors differ, and two of them might take turns."""
 _ALIKE = 0.9
 """Of the planned input, from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
@@ -70,7 +74,7 @@ class BudgetOffload(ModelOffload):
         self._blocks: dict[int, MeasuredBlock] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
-        self._step = self._tried_at = self._planned_at = 0
+        self._step = self._tried_at = self._planned_at = self._corrections = 0
         self._measures = False
         """Whether each layer runs again in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
@@ -204,14 +208,16 @@ class BudgetOffload(ModelOffload):
             return
         if self._planned is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
             return
+        self._planned.measured = reading
         age = self._step - 1 - self._planned_at
-        if age == _SETTLED and self._planner is not None:
-            self._planned.step_s = self._planner.fit(self._planned.plan, reading)
-        self._planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
-        # Only the first plan is corrected for a lower peak: two plans whose errors differ would take turns.
-        if (self._planned_at == self._tried_at + 1 and is_far) or reading.peak_bytes > self._budget_bytes:
+        if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and self._corrections < _MOST_CORRECTIONS):
+            self._corrections += 1
             self._correct(self._planned, reading)
+        elif age == _SETTLED and self._planner is not None:
+            self._planned.step_s = self._planner.fit(self._planned.plan, reading)
+        elif age < _SETTLED:
+            self._planned.measured = reading._replace(step_s=0.0)
 
     def _plan(self, reading: StepReading) -> None:
         numel = max(gather(self._numel))
@@ -234,18 +240,26 @@ class BudgetOffload(ModelOffload):
         )
         self._planner.fit(make_first_plan(merged), StepReading(reading.peak_bytes, 0.0))
         planned = self._ask(self._planner)
-        self._measures, self._tried_numel, self._tried_at = False, numel, self._step - 1
+        self._measures, self._tried_numel, self._tried_at, self._corrections = False, numel, self._step - 1, 0
         if isinstance(planned, BudgetError):
             if self._planned is None:
                 raise planned
             logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
             return
         self._planned, self._planned_at, self._planned_numel = planned, self._step, numel
+        self._policy = self._planner.policy
+        engine.set_policy(self._policy)
         logger.info("%s", self.explain())
 
     def _correct(self, planned: BudgetPlan, reading: StepReading) -> None:
         if self._planner is None:
             return
+        logger.info(
+            "%s took %s at peak where the plan predicts %s: it is planned again.",
+            self.name,
+            format_bytes(reading.peak_bytes),
+            format_bytes(planned.peak_bytes),
+        )
         self._planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = self._ask(self._planner)
         if isinstance(found, BudgetError):
@@ -262,6 +276,11 @@ class BudgetOffload(ModelOffload):
                 return error
 
         return ask_first(solve)
+
+    def _derive_policy(self, lane: Lane) -> None:
+        """Keep the policy that the plan was made for."""
+        if self._planned is None:
+            super()._derive_policy(lane)
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
         """Say nothing: parts that the plan keeps offload nothing."""

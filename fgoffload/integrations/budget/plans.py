@@ -59,9 +59,11 @@ class Planner:
         self._blocks = tuple(blocks)
         self._budget_bytes = budget_bytes
         layers = _make_layers(blocks, min_offloaded_bytes)
-        # The engine submits a part in several groups. To the planner it is one, and must not be waited for by itself.
-        largest_bytes = max((sum(one.size_bytes for one in layer.tensors) for layer in layers), default=0)
-        policy = dataclasses.replace(policy, window_bytes=max(policy.window_bytes, largest_bytes))
+        # A part is one group to the planner: it must fit into the window, and return as a whole before backward asks for it.
+        largest_bytes = max(_count_part_bytes(layer) for layer in layers)
+        policy = TransferPolicy(
+            window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
+        )
         rank = make_rank(layers, link=link, static_bytes=0, policy=policy, host_budget_bytes=host_budget_bytes)
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
 
@@ -96,9 +98,19 @@ class Planner:
         return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
 
     @property
+    def policy(self) -> TransferPolicy:
+        """Window and prefetch with which the plan is simulated, and must be run."""
+        return self._rank.policy
+
+    @property
     def rank(self) -> RankModel:
         """What the simulator takes."""
         return self._rank
+
+
+def _count_part_bytes(layer: MeasuredLayer) -> int:
+    """Return the bytes that the largest part of `layer` offloads."""
+    return max(sum(one.size_bytes for one in layer.tensors if part.name in one.tags) for part in layer.parts)
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock]) -> OffloadPlan:
