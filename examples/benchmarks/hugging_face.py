@@ -1,7 +1,7 @@
 """Hugging Face models under FSDP2: offload and checkpointing side by side, each setting in the same process.
 
     python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
-        [--steps 8] [--out FILE.csv]
+        [--budgets 26GiB 22GiB] [--steps 8] [--out FILE.csv]
 
 `dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as Qwen3-30B
 has them (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
@@ -10,13 +10,15 @@ run on a GPU where `verl.utils.activation_offload` and `trl.models.activation_of
 What you should see: a row for each setting with the median step, its ratio to the first setting, the peak of the allocator, the
 bytes offloaded in a step, and whether loss and gradients of deterministic kernels are bitwise identical to the first setting's.
 `over link` is the step over what the link allows: for forward and for backward the larger of the first setting's time and the
-bytes over the rate of the link, measured in the same run.
+bytes over the rate of the link, measured in the same run. `--budgets` adds settings with a memory budget, and prints their
+plans. A plan settles in 33 steps.
 """
 
 import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import gc
 import importlib.util
 import os
@@ -95,6 +97,14 @@ def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ck
 
 
 @contextlib.contextmanager
+def plan(model: torch.nn.Module, budget: str) -> Iterator[object]:
+    """Offload and recompute by a plan for a memory budget, and print the plan."""
+    with fgoffload.offload(model, memory=budget) as handle:
+        yield handle
+        print(fgoffload.explain(handle))
+
+
+@contextlib.contextmanager
 def checkpointing(model: torch.nn.Module) -> Iterator[None]:
     """Switch transformers' own checkpointing on."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,6 +162,7 @@ SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManage
     "trl with checkpointing": lambda model: trl(model, enable_ckpt=True),
     "save_on_cpu": save_on_cpu,
 }
+PLAN_SETTLES_STEPS = 33
 PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activation_offloading"}
 
 
@@ -236,7 +247,7 @@ def measure(
     shape = (2, 32) if options.tiny else (sequences, tokens_each)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with SETTINGS[name](model) as handle:
-        for _ in range(options.warmup):
+        for _ in range(max(options.warmup, PLAN_SETTLES_STEPS) if name.startswith("budget") else options.warmup):
             run_step(model, tokens, options.microbatches)
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -279,6 +290,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--workload", choices=WORKLOADS, default="dense")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="memory budgets to plan for")
     parser.add_argument("--layers", type=int, help="in place of the workload's")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
@@ -308,7 +320,9 @@ def main() -> int:
     print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device; torch {torch.__version__}")
     print("setting                            step ms  ratio  peak GiB  offloaded  over link  bitwise")
     rows, baseline = [], None
-    for name in options.settings or SETTINGS:
+    names = [*(options.settings or SETTINGS), *(f"budget {one}" for one in options.budgets)]
+    SETTINGS.update({f"budget {one}": functools.partial(plan, budget=one) for one in options.budgets})
+    for name in names:
         if not can_run(name):
             print(f"{name:32s} left out: needs a GPU and {PACKAGES[name.split()[0]]}")
             continue

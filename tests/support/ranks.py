@@ -19,6 +19,8 @@ TIMEOUT_SECONDS = 90
 """Of a whole run."""
 IMPORTS = ("torch.distributed.fsdp", "torch._dynamo", "fgoffload.integrations.pytorch")
 STEPS, MICROBATCHES = 2, 2
+BUDGET = "1020KiB"
+"""Of the device, for what the small model takes in a microbatch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Scenario:
     wrapper: str
     """`ddp`, `fsdp`, or `fsdp2`."""
     offload: str
-    """`none`, `modules`, `before` (the same, called before the model is wrapped), or `block`; with FSDP also `switch`, its call
+    """`none`, `modules`, `before` (the same before the model is wrapped), `block`, `budget`; with FSDP also `switch`, its call
     without names, `checkpoints`, the same with its checkpoints, and `later`, its call after a step."""
     reshard: bool = True
     """FSDP2: give parameters back after forward, and gather them again for backward."""
@@ -49,6 +51,8 @@ class RankResult:
     """The shapes of all tensors that could have left, each once."""
     gathers: int
     """All-gathers of all steps."""
+    plan: list[str] = dataclasses.field(default_factory=list)
+    """What a memory budget does about each layer."""
 
 
 def run_ranks(scenarios: Sequence[Scenario], *, processes: int = 2) -> dict[Scenario, list[RankResult]]:
@@ -93,10 +97,11 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
         optimizer.zero_grad()
         if handle is not None:
             moved = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
+    plan = fgoffload.explain(handle).splitlines()[1:] if scenario.offload == "budget" else []
     if handle is not None:
         handle.close()
     assert isinstance(net, Net)
-    return RankResult(losses, gradients, moved, sorted(map(list, asked)), len(_gathers) - gathers_before)
+    return RankResult(losses, gradients, moved, sorted(map(list, asked)), len(_gathers) - gathers_before, plan)
 
 
 def _repeat_step(scenario: Scenario, rank: int) -> RankResult:
@@ -161,6 +166,8 @@ def _offload(model: Any, scenario: Scenario, config: Any) -> Any:
 
     if scenario.offload == "modules":
         return fgoffload.offload(model, PATTERNS, config, device="cpu")
+    if scenario.offload == "budget":
+        return fgoffload.offload(model, memory=BUDGET, config=config, device="cpu")
     if scenario.offload == "block":
         return fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
     if scenario.offload in ("switch", "checkpoints"):

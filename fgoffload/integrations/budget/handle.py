@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fgoffload.engine import Lane, TagStats, is_inert
 from fgoffload.engine.identity import get_key
-from fgoffload.engine.torch_internals import queue_after_backward
+from fgoffload.engine.torch_internals import queue_after_backward, skip
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.layers import find_parts
 from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, find_budget, find_meter, read_size
@@ -78,7 +78,7 @@ class BudgetOffload(ModelOffload):
         self._measures = False
         """Whether each layer runs again in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
-        self._begun_s, self._begun_bytes, self._peak_bytes = 0.0, 0, 0
+        self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
     @property
@@ -151,7 +151,7 @@ class BudgetOffload(ModelOffload):
             self._begun_s = self._read_clock()
             self._begun_bytes, _ = self._meter.read()
             self._meter.take()
-            self._peak_bytes = 0
+            self._peak_bytes, self._step_s = 0, 0.0
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
@@ -163,7 +163,7 @@ class BudgetOffload(ModelOffload):
         return time.perf_counter()
 
     def _watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, and read the peak when its backward ends, before an optimizer adds to it."""
+        """Run the model's forward, and read peak and time when its backward ends, before an optimizer adds to them."""
         if self._meter is None or not (self._measures or self._is_compared(self._step)):
             return forward(*args, **kwargs)
         with self._meter.watch():
@@ -176,7 +176,9 @@ class BudgetOffload(ModelOffload):
     def _end_step(self) -> None:
         if self._meter is not None:
             self._peak_bytes = self._meter.take()
+            self._step_s = self._read_clock() - self._begun_s
 
+    @skip
     def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
         before = note_state(module, (args, kwargs))
         output = forward(*args, **kwargs)
@@ -192,13 +194,14 @@ class BudgetOffload(ModelOffload):
                 self._trial = None
         return output
 
+    @skip
     def _run_part(self, module: torch.nn.Module, forward: Callable[..., Any], tag: str, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs) if self._trial is None else self._trial.run_part(module, tag, forward, args, kwargs)
 
     def _compare(self, meter: PeakMeter) -> None:
         """Plan after a measured step, or correct the plan after a compared one. All processes do so together."""
         grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self._planned is None else 0
-        reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._read_clock() - self._begun_s)
+        reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
         readings = gather(reading)
         reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
         if min(one.peak_bytes for one in readings) == 0:
@@ -238,7 +241,7 @@ class BudgetOffload(ModelOffload):
             min_offloaded_bytes=self.config.min_offloaded_bytes,
             host_budget_bytes=self.config.host_budget_bytes,
         )
-        self._planner.fit(make_first_plan(merged), StepReading(reading.peak_bytes, 0.0))
+        self._planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), StepReading(reading.peak_bytes, 0.0))
         planned = self._ask(self._planner)
         self._measures, self._tried_numel, self._tried_at, self._corrections = False, numel, self._step - 1, 0
         if isinstance(planned, BudgetError):

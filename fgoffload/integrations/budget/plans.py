@@ -16,7 +16,7 @@ from fgoffload.units import format_bytes, format_ms
 
 
 class StepReading(NamedTuple):
-    """What one process took for a forward and whatever came before the next one."""
+    """Peak bytes and seconds of one process for a forward and its backward."""
 
     peak_bytes: int
     step_s: float
@@ -113,13 +113,15 @@ def _count_part_bytes(layer: MeasuredLayer) -> int:
     return max(sum(one.size_bytes for one in layer.tensors if part.name in one.tags) for part in layer.parts)
 
 
-def make_first_plan(blocks: Sequence[MeasuredBlock]) -> OffloadPlan:
-    """Return the plan of the measured step: every part of every layer is offloaded."""
+def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
+    """Return the plan of the measured step: every part of every layer is offloaded, but for storages that are too small."""
     return OffloadPlan(
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
             for number, block in enumerate(blocks)
-            for tag in dict.fromkeys(tag for _, tags in block.storages for tag in tags if tag != LAYER_INPUT)
+            for tag in dict.fromkeys(
+                tag for size, tags in block.storages for tag in tags if size >= min_offloaded_bytes and tag != LAYER_INPUT
+            )
         }
     )
 
@@ -220,10 +222,10 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name
         lines.append(f"  {tag} cannot be recomputed: {why}")
     read = planned.measured
     is_settled = read is not None and read.step_s > 0
-    where = "" if is_settled else " in the layers"
-    lines.append(f"predicted: {format_ms(planned.step_s)} a step{where}, {format_bytes(planned.peak_bytes)} at peak")
+    where = "forward and backward" if is_settled else "forward and backward of the layers"
+    lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        time = f"{format_ms(read.step_s)} a step" if is_settled else "the step time after 12 steps of this plan"
+        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else "the time after 12 steps of this plan"
         lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ import torch
 
 from fgoffload.engine import Device
 from fgoffload.engine.identity import get_key, get_version
-from fgoffload.engine.torch_internals import tree_map_only
+from fgoffload.engine.torch_internals import skip, tree_map_only
 from fgoffload.integrations.pytorch.outputs import list_tensors
 
 REST = "rest"
@@ -164,6 +164,7 @@ class Trial:
         storages = [(tensor.untyped_storage().nbytes(), tuple(tags)) for tensor, tags in self._saved.values()]
         return MeasuredBlock(type(self._layer).__name__, whole, parts, storages)
 
+    @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a part of the layer inside of the trial and note its calls."""
         if tag in self._open or not self._notes_parts:

@@ -62,3 +62,11 @@ def test_a_budget_that_cannot_be_reached_names_one_that_can():
     model(make_inputs(rows=512) * 1.0).backward()
     with pytest.raises(fgoffload.BudgetError, match=r"Give a budget of \d+KiB or more"):
         model(make_inputs(rows=512) * 1.0)
+
+
+def test_parts_below_the_smallest_size_are_kept():
+    model = make_net()
+    handle = fgoffload.offload(model, memory="1GiB")  # storages below 1 MiB are not offloaded
+    for _ in range(2):
+        model(make_inputs() * 1.0).backward()
+    assert not handle.planned.plan.actions

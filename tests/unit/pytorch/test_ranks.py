@@ -15,7 +15,7 @@ PLAIN = [
 ]
 FEW = [
     Scenario("ddp", "modules"),
-    *(dataclasses.replace(PLAIN[2], offload=offload) for offload in ("modules", "block")),
+    *(dataclasses.replace(PLAIN[2], offload=offload) for offload in ("modules", "block", "budget")),
 ]
 MORE = [dataclasses.replace(plain, offload=offload) for plain in PLAIN for offload in ("modules", "before", "block")]
 
@@ -56,8 +56,16 @@ def test_what_moves_are_the_activations_and_no_parameter_is_even_asked_for(scena
     itemsize = 2 if scenario.dtype == "bfloat16" else 4
     for rank in run_all(is_slow=is_slow)[scenario]:
         assert not shapes & set(map(tuple, rank.asked))
+        if scenario.offload == "budget":
+            continue
         if scenario.offload == "block":
             assert rank.moved["saved"] > 0
         else:
             parts = {"attn": ATTN_BYTES, "mlp": MLP_BYTES}
             assert rank.moved == {tag: MICROBATCHES * LAYERS * size_bytes * itemsize // 4 for tag, size_bytes in parts.items()}
+
+
+def test_all_ranks_follow_one_plan_of_a_memory_budget():
+    plans = [rank.plan for rank in run_all(is_slow=False)[FEW[-1]]]
+    assert plans[0] == plans[1]
+    assert "offload" in plans[0][0]

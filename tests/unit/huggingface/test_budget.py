@@ -1,0 +1,46 @@
+"""A memory budget beside experts, LoRA, torch.compile and autocast: the same bits, whatever the plan."""
+
+import pytest
+import torch
+from support.huggingface import make_llama
+from support.huggingface_models import PEFT, make_inputs, make_moe, make_peft
+from support.models import ALL, check_equal, copy_gradients
+
+import fgoffload
+from fgoffload.plan import Action
+
+# PEFT warns of transformers, and dynamo of itself.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make_model(kind):
+    if kind == "experts":
+        return make_moe("Qwen3-MoE", "grouped_mm")
+    model = make_llama(use_cache=False)
+    for layer in model.model.layers if kind == "compile" else ():
+        layer.mlp.compile(backend="eager")
+    return make_peft(model, *PEFT["LoRA"]) if kind == "lora" else model
+
+
+def train(kind, memory):
+    model = make_model(kind).train()
+    model.config.use_cache = False
+    handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
+    torch.manual_seed(1)
+    found = []
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = model(**make_inputs()).loss
+        loss.backward()
+        found += [loss.detach(), *copy_gradients(model)]
+    return found, handle
+
+
+@pytest.mark.parametrize("kind", ["experts", "lora", "compile", "autocast"])
+def test_a_tight_budget_changes_no_bit(kind):
+    expected, _ = train(kind, None)
+    found, roomy = train(kind, "1GiB")
+    check_equal(expected, found)
+    found, handle = train(kind, int(0.9 * roomy.planned.peak_bytes))
+    check_equal(expected, found)
+    assert {Action.OFFLOAD, Action.RECOMPUTE} & set(handle.planned.plan.actions.values())
