@@ -9,7 +9,6 @@ this capture references it. Static inputs and outputs of the graph stay on the d
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -17,27 +16,13 @@ from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, get_view, round_up
 from fgoffload.engine.handles import KeptHandle, find_local_tensor, keep_tensor
 from fgoffload.engine.identity import Contents, count_tensors, get_key, identify
+from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
+from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.staging import CapturedForward, StagedPart, Staging
 from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
-
-
-class StagingEngine(Protocol):
-    """The interface of an engine that a capture uses."""
-
-    device: Device
-    staging: Staging
-
-    def find_reason_to_stay(self, tensor: torch.Tensor) -> KeptReason | None:
-        """Return why `tensor` stays for what it is, or None where it may leave."""
-
-    def is_too_small(self, saved: SavedStorage) -> bool:
-        """Return whether `saved` stays since all that was saved of it is too small to leave."""
-
-    def make_saved(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
-        """Return a saved storage that no group has."""
 
 
 class CapturedHandle:
@@ -60,29 +45,34 @@ class Capture:
     """One forward of a layer during capture or warm-up; also its pack hook.
 
     Args:
-        engine: Knows what may leave, and stages it.
+        device: Of the engine.
+        staging: Offloads at replays.
+        registry: Knows what stays on the device.
+        rules: Know what is too small.
         place: The layer and microbatch.
     """
 
-    def __init__(self, engine: StagingEngine, place: Place) -> None:
-        self._engine = engine
+    def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
+        self._device = device
+        self._staging = staging
+        self._registry = registry
+        self._rules = rules
         self._place = place
-        self._stream = engine.device.current_stream()
+        self._stream = device.current_stream()
         self._parts: dict[tuple[int, Contents], StagedPart] = {}
         self.stats: TagStats | None = None
         """Statistics of the current region's tag; None between regions."""
 
     def __call__(self, tensor: torch.Tensor) -> CapturedHandle | KeptHandle:
         """Return the handle from which autograd gets the tensor back."""
-        engine = self._engine
-        if find_local_tensor(tensor) is not None or engine.find_reason_to_stay(tensor) is not None:
+        if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
-        if engine.device.current_stream() != self._stream:
+        if self._device.current_stream() != self._stream:
             return keep_tensor(tensor, self._place)  # a branch of the graph, which nothing here orders
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:
-            part = self._parts[key, contents] = StagedPart(engine.make_saved(tensor, contents, self._place))
+            part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
         part.saved.add(tensor.detach(), view)  # an object of its own: whoever else holds `tensor` is counted apart
         if self.stats is not None:
@@ -111,13 +101,12 @@ class Capture:
         Returns:
             The staged forward for replays; None during warm-up, or if nothing is offloaded.
         """
-        staging, is_capturing = self._engine.staging, self._engine.device.is_capturing()
         keys = {get_key(tensor) for tensor in static}
         parts = [part for part in self._parts.values() if part.stats is not None and self._may_leave(part, keys)]
-        if not is_capturing:
-            staging.reserve(sum(round_up(part.saved.size_bytes) for part in parts))
+        if not self._device.is_capturing():
+            self._staging.reserve(sum(round_up(part.saved.size_bytes) for part in parts))
             return None
-        return staging.stage(parts)
+        return self._staging.stage(parts)
 
     def _may_leave(self, part: StagedPart, static: set[int]) -> bool:
         reason = self._find_reason(part.saved, static)
@@ -130,7 +119,7 @@ class Capture:
             return KeptReason.CHANGED
         if saved.storage.key in static or count_tensors(saved.get_any_alias()) > len(saved.views):
             return KeptReason.REFERENCED
-        return KeptReason.TOO_SMALL if self._engine.is_too_small(saved) else None
+        return KeptReason.TOO_SMALL if self._rules.is_too_small(saved) else None
 
 
 class CapturedRegion:

@@ -3,14 +3,19 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
+from fgoffload.engine.device import Device
+from fgoffload.engine.geometry import View
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.pass_order import PassOrder
 from fgoffload.engine.place import Place
+from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import SavedStorage
-from fgoffload.engine.stats import KeptReason
-from fgoffload.engine.staying import ReferencedSpots, StayingStorages
+from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.transfers import Transfers
+from fgoffload.errors import StateError
 from fgoffload.transfer_schedule import CallBack, SavedState, TransferSchedule
 from fgoffload.units import format_bytes
 
@@ -21,26 +26,25 @@ class Reloads:
     """Reloads what the schedule decides, and releases what backward no longer needs. Called under the engine's lock.
 
     Args:
+        device: Of the engine.
         transfers: Move the bytes.
         schedule: Decides.
-        staying: Is told of storages that something else holds: to move them frees nothing.
-        referenced_spots: Is told where they were saved.
+        registry: Is told of reloaded storages.
         observers: Are told where backward is.
     """
 
     def __init__(
         self,
+        device: Device,
         transfers: Transfers,
         schedule: TransferSchedule,
-        *,
-        staying: StayingStorages,
-        referenced_spots: ReferencedSpots,
+        registry: SavedRegistry,
         observers: Sequence[ActivationLedger],
     ) -> None:
+        self._device = device
         self._transfers = transfers
         self._schedule = schedule
-        self._staying = staying
-        self._referenced_spots = referenced_spots
+        self._registry = registry
         self._observers = observers
         self._order = PassOrder()
 
@@ -67,6 +71,28 @@ class Reloads:
             self._begin_backward(lane)
         self.leave(lane, group.end_position)
         self.execute(self._schedule.reach(lane, group))
+
+    def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
+        """Return the saved tensor of `view`, reloaded where it was offloaded. See `OffloadEngine.take`."""
+        if saved.fault is not None:
+            raise StateError(saved.fault)
+        if group is None:
+            if lane.away and is_in_backward():
+                is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
+                saved.is_let_go = saved.is_let_go or is_let_go
+                self.execute(self._schedule.let_go(lane, saved.size_bytes if is_let_go else 0))
+        elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
+            self.approach(lane, group)
+        if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
+            # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
+            saved.check_unchanged("backward took it", view)
+            if saved.state is SavedState.OFFLOADING:
+                saved.streams.add(self._device.current_stream())  # one that reads it now, and need not have saved it
+            return saved.get_alias(view)
+        if saved.state is SavedState.OFFLOADED:
+            saved.stats.prefetch_misses += 1
+            self.reload({saved: saved.place})
+        return self._transfers.take(saved, view)
 
     def leave(self, lane: Lane, position: int) -> None:
         """Backward has left the groups from `position` on: drop what it no longer needs."""
@@ -96,12 +122,7 @@ class Reloads:
         """Bring back `away`, which is on the host only, in this order, each for the group at its place."""
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
-            is_held = not saved.storage.is_freed
-            if saved.spot is not None:
-                self._referenced_spots.note(saved.spot, is_held=is_held)
-            if is_held:
-                saved.stats.held_elsewhere_bytes += saved.size_bytes
-                self._staying.add(saved.storage, KeptReason.REFERENCED)
+            self._registry.note_reload(saved)
         self._transfers.reload(away)
         if logger.isEnabledFor(logging.DEBUG):
             for saved, place in away.items():

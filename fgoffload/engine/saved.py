@@ -326,7 +326,7 @@ def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place
         return (
             f"{_name(tensor, place)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
             "when it was saved. Something frees or refills it outside of autograd; announce it with "
-            "`OffloadEngine.keep_recomputed` before it is saved."
+            "`OffloadEngine.keep` before it is saved."
         )
     return None
 

@@ -329,7 +329,7 @@ def test_fault_21_a_storage_that_somebody_empties_is_kept_if_announced_and_refus
     h = leaf(64, 64) * 2
     contents = h.detach().clone()
     if is_announced:
-        engine.keep_recomputed([h])
+        engine.keep([h], reason=KeptReason.RECOMPUTED)
     output = Sites(engine)(torch.sin, h, is_held=True)
     h.untyped_storage().resize_(0)
     engine.flush()

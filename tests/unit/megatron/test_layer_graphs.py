@@ -120,7 +120,7 @@ def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypat
         offload = training.trainer.integration
         layer, output = training.trainer.chunks[0].decoder.layers[0], torch.ones(64)
         offload.graphs.replay(layer, lambda: (output,))
-        assert offload.engine.find_reason_to_stay(output) is KeptReason.REFERENCED
+        assert offload.engine.registry.find_reason_to_keep(output) is KeptReason.REFERENCED
 
 
 def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from fgoffload.config import OffloadConfig
-from fgoffload.engine import CapturedRegion, Lane, OffloadEngine, Region, StepStats, is_inert
+from fgoffload.engine import CapturedRegion, KeptReason, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.adapter.balance import RankBalance
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
@@ -91,9 +91,9 @@ class MegatronOffload:
         return not self.selected and not self.engine.observers
 
     def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never move the storages of `tensors`, which are emptied and filled again: see `OffloadEngine.keep_recomputed`."""
+        """Never move the storages of `tensors`, which are emptied and filled again: see `OffloadEngine.keep`."""
         if not self.is_idle:
-            self.engine.keep_recomputed(tensors)
+            self.engine.keep(tensors, reason=KeptReason.RECOMPUTED)
 
     # Where forward is.
 
@@ -111,7 +111,7 @@ class MegatronOffload:
             raise ConfigError(
                 f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Give 0 or more, or leave it out."
             )
-        self.engine.most_in_flight = most_in_flight
+        self.engine.submission.most_in_flight = most_in_flight
         self._chunk = chunk
         if torch.is_grad_enabled():
             self._begin_lane()

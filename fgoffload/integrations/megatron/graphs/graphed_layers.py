@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import CapturedForward, CapturedRegion, OffloadEngine, is_inert
+from fgoffload.engine import CapturedForward, CapturedRegion, KeptReason, OffloadEngine, is_inert
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import tree_leaves
 from fgoffload.errors import StateError
@@ -104,7 +104,7 @@ class GraphedLayers:
         known = self._known.setdefault(layer, set())
         if microbatch not in known:
             known.add(microbatch)  # each replay has the same outputs, and the host has no time to lose
-            self._engine.keep_static(_list_tensors(outputs))
+            self._engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
     def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
@@ -224,7 +224,7 @@ def _wrap_replay(get_offload: Callable[[], Any], enter: Any) -> Any:
 def _wrap_local_graph(get_offload: Callable[[], Any], original: Any) -> Any:
     def replay_graph_capture(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        get_offload().engine.keep_static(_list_tensors(outputs))
+        get_offload().engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
     return replay_graph_capture
