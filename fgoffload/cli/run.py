@@ -38,7 +38,7 @@ RUNS_A_SCRIPT = True
 OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "switch offload on",
     "--offload-modules TAG ...": "tags to offload, or auto",
-    "--offload-memory-budget SIZE": "GPU memory that auto plans for",
+    "--offload-memory-budget SIZE": "GPU memory that auto, or a Trainer, plans for",
     "--offload-plan FILE": "a plan: keep, recompute or offload by layer",
     "--offload-host-budget SIZE": "most host memory of a rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
@@ -128,7 +128,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             for remark in own.remarks:
                 show_line(f"warning: {remark}")
         if own.offload is None:
-            return _run_trainers(request, own.script_words, is_first=is_first)
+            return _run_trainers(request, own, is_first=is_first)
         from fgoffload.integrations.megatron.launch import apply_to_script
 
         with collect_info("fgoffload.integrations.megatron") as said:
@@ -152,7 +152,7 @@ def _makes_trainers(request: RunRequest) -> bool:
     return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
-def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) -> int:
+def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> int:
     """Run the script, and add the callback to each Trainer that it makes."""
     from fgoffload.cli.script import run_script
     from fgoffload.integrations.transformers.launch import offload_trainers
@@ -163,8 +163,8 @@ def _run_trainers(request: RunRequest, words: Sequence[str], *, is_first: bool) 
             f"offload is off, unless {request.script} makes a Trainer of transformers. For Megatron-Core switch it on with "
             f"{next(iter(OWN_FLAGS))}."
         )
-    with offload_trainers() as made:
-        exit_code = run_script(request.script, words)
+    with offload_trainers(own.trainer_budget_bytes) as made:
+        exit_code = run_script(request.script, own.script_words)
     if is_first and exit_code == 0 and makes_trainers and not made:
         show_line(f"warning: {request.script} made no Trainer, so nothing was offloaded.")
     return exit_code

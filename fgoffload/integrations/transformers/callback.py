@@ -37,7 +37,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         modules: Globs as for `fgoffload.offload`; None finds the layers.
         config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
-        memory: A memory budget, as for `fgoffload.offload`, in place of `modules`.
+        memory: A memory budget, as for `fgoffload.offload`, in place of `modules`. The config's `use_cache` is off meanwhile: a
+            layer that fills a cache cannot be recomputed.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         self._memory = memory
         self._config = config or TransferConfig(is_timed=True)
         self._steps = 0
+        self._uses_cache: bool | None = None
+        """The config's `use_cache` before the training, with a memory budget."""
 
     def add_to(self, trainer: Trainer) -> None:
         """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers."""
@@ -71,6 +74,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         elif self._memory is not None:
             return
         if self._memory is not None:
+            self._uses_cache = getattr(model.config, "use_cache", None)
+            if self._uses_cache:
+                model.config.use_cache = False
             self.handle = offload(model, config=self._config, memory=self._memory)
             return
         sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
@@ -102,8 +108,12 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         logs.update(found)
         state.log_history[-1].update(found)  # a copy of `logs`
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Restore the model's forwards, and release all host memory."""
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
+    ) -> None:
+        """Restore the model's forwards and config, and release all host memory."""
+        if self._uses_cache and model is not None:
+            model.config.use_cache = True
         if self.handle is not None:
             self.handle.close()
             self.handle = None

@@ -20,12 +20,17 @@ _MODULE = "transformers.trainer"
 
 
 @contextlib.contextmanager
-def offload_trainers() -> Iterator[list[str]]:
-    """Add the callback to every trainer created in the body. Yields the trainers' class names, in order."""
+def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
+    """Add the callback to every trainer created in the body. Yields the trainers' class names, in order.
+
+    Args:
+        memory: A memory budget in bytes; None offloads the layers.
+    """
     made: list[str] = []
-    finder = _Finder(functools.partial(_patch, made=made))
+    patch = functools.partial(_patch, made=made, memory=memory)
+    finder = _Finder(patch)
     if _MODULE in sys.modules:
-        _patch(sys.modules[_MODULE], made=made)
+        patch(sys.modules[_MODULE])
     sys.meta_path.insert(0, finder)
     try:
         yield made
@@ -35,13 +40,13 @@ def offload_trainers() -> Iterator[list[str]]:
             _restore(sys.modules[_MODULE])
 
 
-def _patch(module: ModuleType, *, made: list[str]) -> None:
+def _patch(module: ModuleType, *, made: list[str], memory: int | None) -> None:
     original = module.Trainer.__init__
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _add_callback(self, made)
+        _add_callback(self, made, memory)
 
     module.Trainer.__init__ = make
 
@@ -50,13 +55,13 @@ def _restore(module: ModuleType) -> None:
     module.Trainer.__init__ = module.Trainer.__init__.__wrapped__
 
 
-def _add_callback(trainer: Any, made: list[str]) -> None:
+def _add_callback(trainer: Any, made: list[str], memory: int | None) -> None:
     from fgoffload.integrations.transformers.callback import OffloadCallback
 
     name = type(trainer).__name__
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         return
-    OffloadCallback().add_to(trainer)
+    OffloadCallback(memory=memory).add_to(trainer)
     if name not in made and trainer.is_world_process_zero():
         logger.info("Activation offload: OffloadCallback was added to the script's %s.", name)
     made.append(name)

@@ -28,7 +28,9 @@ def list_logged(caplog):
 
 
 def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits():
-    ended, plain = run_commands(("fgoffload", "run", "--", SCRIPT, "--flag", "of the script"), (SCRIPT,), imports=IMPORTS)
+    command = ("fgoffload", "run", "--", SCRIPT, "--flag", "of the script")
+    budget = ("--offload-memory-budget", "40MiB")
+    ended, plain, planned = run_commands(command, (SCRIPT,), (*command, *budget), imports=IMPORTS, without=())
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     saved_gib, percent = (found["log"][-1][f"offload/{name}"] for name in ("saved_gib", "percent"))
@@ -41,6 +43,10 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
     plain = json.loads(plain.stdout.splitlines()[-1])
     assert [entry["loss"] for entry in found["log"]] == [entry["loss"] for entry in plain["log"]]
     assert all(entry["offload/percent"] > 90 for entry in found["log"])
+    assert planned.returncode == 0, planned.stderr
+    planned = json.loads(planned.stdout.splitlines()[-1])
+    assert planned["argv"] == ["--flag", "of the script"]
+    assert [entry["loss"] for entry in planned["log"]] == [entry["loss"] for entry in plain["log"]]
 
 
 def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):

@@ -8,8 +8,9 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
+from fgoffload.units import parse_bytes
 
-SWITCH = "--fine-grained-activation-offloading"
+SWITCH, BUDGET = "--fine-grained-activation-offloading", "--offload-memory-budget"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class OwnFlags:
     """The words without our flags and their values, in order."""
     remarks: tuple[str, ...] = ()
     """Sentences about flags of ours that change nothing."""
+    trainer_budget_bytes: int | None = None
+    """Memory budget for a script that makes trainers, where offload of Megatron is off."""
 
 
 def take_own_flags(words: Sequence[str]) -> OwnFlags:
@@ -40,8 +43,10 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
         offload = OffloadConfig.from_flags(values)
     except ConfigError as error:
         raise ConfigError(f"{COMMAND_LINE}: {error}") from error
+    budget = None if offload is not None else getattr(values, "offload_memory_budget", None)
     return OwnFlags(
         offload=offload,
+        trainer_budget_bytes=parse_bytes(budget, name=BUDGET) if isinstance(budget, str) else budget,
         script_words=(*rest, *words[end:]),
         remarks=tuple(
             _find_remarks(offload, {word.partition("=")[0] for word in words[:end]} & set(parser.find_given(words[:end])))
@@ -52,7 +57,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
 def _find_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[str]:
     """Yield what among the flags `given` changes nothing, and why."""
     is_switched = any(flag.endswith(SWITCH[2:]) for flag in given)
-    if offload is None and given and not is_switched:
-        yield f"{' '.join(sorted(given))} without {SWITCH} has no effect. Add that flag."
+    if offload is None and given - {BUDGET} and not is_switched:
+        yield f"{' '.join(sorted(given - {BUDGET}))} without {SWITCH} has no effect. Add that flag."
     if offload is not None and offload.activation_offload_fraction == 0:
         yield "--activation-offload-fraction 0 keeps all sites on the GPU. Give a part above 0."
