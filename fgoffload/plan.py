@@ -34,8 +34,8 @@ FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 _AT_MOST = (TOKENS, MICROBATCHES)
 """Keys that may be smaller in a training: then memory is smaller too."""
 
-_LOSS_WINDOW, _MADE_FOR = "loss_window_bytes", "made_for"
-_KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, "sites")
+_LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
+_KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 
 
 class Action(enum.Enum):
@@ -135,15 +135,20 @@ class OffloadPlan:
         offloaded = int(fraction * len(sites) + 1e-9)
         return cls(actions={site: Action.OFFLOAD if i < offloaded else Action.KEEP for i, site in enumerate(sites)})
 
-    def to_json(self) -> str:
-        """Return the plan as JSON, one site a row, in order."""
+    def to_json(self, *, predicted: Mapping[str, Any] | None = None) -> str:
+        """Return the plan as JSON, one site a row, in order.
+
+        Args:
+            predicted: Peak and step, for readers of the file; nothing here reads it back.
+        """
         rows = [
             {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
             for site in sorted(self.actions)
         ]
         window = {} if self.loss_window_bytes is None else {_LOSS_WINDOW: self.loss_window_bytes}
         made_for = {} if self.made_for is None else {_MADE_FOR: dict(self.made_for)}
-        return json.dumps({"format": FORMAT, **made_for, **window, "sites": rows}, indent=1)
+        found = {} if predicted is None else {_PREDICTED: dict(predicted)}
+        return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
         """Check that the plan was made for this training, as far as both have the same keys.

@@ -48,11 +48,11 @@ USAGE = """\
 fgoffload plan MODEL --gpu NAME [--profile FILE]
                       [--offload-memory-budget SIZE]
                       [--offload-host-budget SIZE] [--json FILE] [--plot FILE]
-                      [--timeline FILE] [--thorough]
+                      [--timeline FILE] [--thorough] [--verbose]
                       [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
        fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE]
-                      [--plot FILE] [--launch-bound | --not-launch-bound]
-                      [MEGATRON FLAGS]
+                      [--json FILE] [--plot FILE]
+                      [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
        fgoffload plan --list"""
 NOTES = f"Any other flag goes to the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
 RUNS_A_SCRIPT = False
@@ -67,6 +67,7 @@ OWN_FLAGS = (
     "--thorough",
     "--launch-bound",
     "--not-launch-bound",
+    "--verbose",
 )
 """This command's own flags without the short ones, for suggestions."""
 
@@ -100,9 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--with-optimizer", action="store_true", default=None, help="count Adam's states (default, unless profiled without)")
     add("--no-optimizer", action="store_false", dest="with_optimizer", help="count no optimizer states")
     add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="FILE", help="write the plan, for --offload-plan")
+    add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the numbers of the sweep")
     add("--plot", metavar="FILE", help=f"write a picture of memory over the step, or of the sweep (default: {FRONTIER})")
-    add("--timeline", metavar="FILE", help="write the simulated streams as a Chrome trace")
+    add("--timeline", metavar="FILE", help="write the streams of the fullest rank as a Chrome trace")
+    add("--verbose", action="store_true", help="show treatments by layer, prices, and each rank")
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -136,6 +138,7 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
+    from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, THOROUGH_LAYER_PASSES
 
@@ -161,7 +164,7 @@ def _plan(checked: PlanOptions) -> int:
     )
     console = PipeConsole()
     if not console.is_terminal:
-        console.width = max(console.width, 160)
+        console.width = 160 if checked.is_verbose or checked.sweeps else WIDTH
 
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
@@ -171,7 +174,15 @@ def _plan(checked: PlanOptions) -> int:
         if hardware is not None:
             check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
-            show_sweep(console, subject, ranks, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes, plot=checked.plot)
+            show_sweep(
+                console,
+                subject,
+                ranks,
+                points=SWEEP_POINTS,
+                host_budget_bytes=host_budget_bytes,
+                plot=checked.plot,
+                json_path=checked.json,
+            )
             return EXIT_PLANNED
         show_plan(
             console,
@@ -181,6 +192,7 @@ def _plan(checked: PlanOptions) -> int:
             host_budget_bytes=host_budget_bytes,
             files={name: getattr(checked, name) for name in OUTPUTS},
             layer_passes=THOROUGH_LAYER_PASSES if checked.is_thorough else DEFAULT_LAYER_PASSES,
+            verbose=checked.is_verbose,
         )
     return EXIT_PLANNED
 

@@ -70,6 +70,7 @@ class PlanOptions:
     """None takes what the profile measured, or Adam without a profile."""
     sweeps: bool
     is_thorough: bool
+    is_verbose: bool
     host: "HostGuess | None"
     """None takes what the profile measured, or a step that is not launch-bound."""
     json: Path | None
@@ -111,6 +112,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         has_optimizer=options.with_optimizer,
         sweeps=options.sweep,
         is_thorough=options.thorough,
+        is_verbose=options.verbose,
         host=find_host(options),
         **outputs,
     )
@@ -138,7 +140,7 @@ def _find_model_path(name: str | None) -> Path:
 
 def _check_sweep(options: argparse.Namespace) -> None:
     """Refuse options for a single plan beside `--sweep`."""
-    for name in ("offload_memory_budget", "json", "timeline", "thorough"):
+    for name in ("offload_memory_budget", "timeline", "thorough", "verbose"):
         if options.sweep and getattr(options, name) not in (None, False):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Leave one of them out.")

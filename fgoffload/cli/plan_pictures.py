@@ -1,6 +1,6 @@
 """Pictures of plans: memory over a step, and the frontier of memory against step time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
@@ -8,6 +8,11 @@ from fgoffload.output_files import replacing
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
+
+MOST_OVERHEAD = 1.5
+"""Step time over the baseline at which the picture of a sweep ends."""
+MOST_DRAWN_SPANS = 4000
+"""Spans of a rank's streams of which a picture shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {
@@ -32,12 +37,13 @@ def check_picture(path: Path) -> None:
         raise ConfigError(f"--plot {path} has an unsupported image format. Give one of {', '.join(known)}, as in plan.png.")
 
 
-def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budget_bytes: int, title: str) -> None:
-    """Write the device memory of the worst rank over a step.
+def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
+    """Write the device memory of a rank over a step: until its peak and a little more, where a step has many microbatches.
 
     Args:
         path: Output file; its suffix is the format.
-        results: Results by name, simulated with `Detail.TIMELINE`. The last one chooses the rank.
+        results: Results by name, simulated with `Detail.TIMELINE`. The last one is the plan.
+        rank: The pipeline rank.
         budget_bytes: Drawn as a dashed line.
         title: Title of the picture.
 
@@ -49,29 +55,43 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, budge
 
     figure = Figure(figsize=(8.5, 4), layout="constrained")
     axes = figure.subplots()
-    number = list(results.values())[-1].worst_rank.rank
+    end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
-        rank = result.ranks[number]
-        samples = () if rank.timeline is None else rank.timeline.memory
-        seconds = [sample.at_s * 1e3 for sample in samples]
-        gib = [sample.device_bytes / GIB for sample in samples]
-        label = f"{name}: {rank.peak_bytes / GIB:.1f} GiB, {result.step_s * 1e3:.0f} ms"
-        axes.step(seconds, gib, where="post", label=label, color=color, linewidth=1.2)
-    axes.axhline(budget_bytes / GIB, color="#d62728", linestyle="--", linewidth=1, label="budget")
+        found = result.ranks[rank]
+        samples = () if found.timeline is None else found.timeline.memory
+        label = f"{name}: {found.peak_bytes / GIB:.1f} GiB, step {result.step_s * 1e3:.0f} ms"
+        shown = [(sample.at_s * 1e3, sample.device_bytes / GIB) for sample in samples if sample.at_s <= end_s]
+        axes.step(*zip(*shown, strict=True), where="post", label=label, color=color, linewidth=1)
+    static_gib = list(results.values())[-1].ranks[rank].static_bytes / GIB
+    axes.axhspan(0, static_gib, color="#8a8f98", alpha=0.25, label=f"static: {static_gib:.1f} GiB")
+    axes.axhline(
+        budget_bytes / GIB, color="#d62728", linestyle="--", linewidth=1, label=f"budget: {budget_bytes / GIB:.1f} GiB"
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, end_s * 1e3)
     axes.set_xlabel("ms of the step, predicted")
-    axes.set_ylabel(f"GiB on pipeline rank {number}")
+    axes.set_ylabel(f"GiB on pipeline rank {rank}, the plan's fullest")
     axes.set_title(title, fontsize=8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     axes.grid(alpha=0.3)
     _save(figure, path)
 
 
+def _find_shown_end(result: StepResult, rank: int) -> float:
+    """Return the seconds of the step that a picture shows: all, or until behind the peak where many passes look alike."""
+    timeline = result.ranks[rank].timeline
+    if timeline is None or len(timeline.spans) <= MOST_DRAWN_SPANS:
+        return result.step_s
+    peak_s = max(timeline.memory, key=lambda sample: sample.device_bytes).at_s
+    return min(result.step_s, 1.5 * peak_s)
+
+
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
-    """Write the frontier: step time over the baseline's against peak memory.
+    """Write the frontier: step time over the baseline's against peak memory, of plans and of Megatron's own flags.
 
     Args:
         path: Output file; its suffix is the format.
-        baselines: Results by name, drawn as points.
+        baselines: Results by name, drawn as points; one above the picture is named in the legend.
         solutions: Plans, drawn as a line.
         title: Title of the picture.
 
@@ -83,18 +103,20 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
     figure = Figure(figsize=(8.5, 4.5), layout="constrained")
     axes = figure.subplots()
     baseline_s = baselines["baseline"].step_s
-    results = [solution.result for solution in solutions]
-    axes.plot(
-        [result.peak_bytes / GIB for result in results],
-        [result.step_s / baseline_s for result in results],
-        marker="o",
-        markersize=4,
-        color="#1f77b4",
-        label="fgoffload: planned",
-    )
+
+    def locate(results: Iterable[StepResult]) -> tuple[list[float], list[float]]:
+        found = list(results)
+        return [result.peak_bytes / GIB for result in found], [result.step_s / baseline_s for result in found]
+
+    planned = locate(solution.result for solution in solutions)
+    axes.plot(*planned, marker="o", markersize=4, color="#1f77b4", label="fgoffload: planned")
+    flags = locate(solution.nearest.result for solution in solutions if solution.nearest is not None)
+    axes.plot(*flags, linestyle="none", marker="x", color="#ff7f0e", label="Megatron's best flags")
     for name, result in baselines.items():
-        point = (result.peak_bytes / GIB, result.step_s / baseline_s)
-        axes.plot(*point, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=name)
+        ratio = result.step_s / baseline_s
+        label = name if ratio <= MOST_OVERHEAD else f"{name}: {ratio:.2f} at {result.peak_bytes / GIB:.1f} GiB"
+        axes.plot(result.peak_bytes / GIB, ratio, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=label)
+    axes.set_ylim(top=MOST_OVERHEAD)
     axes.set_xlabel("peak memory of the fullest rank, GiB, predicted")
     axes.set_ylabel("step time over baseline")
     axes.set_title(title, fontsize=8)

@@ -1,22 +1,30 @@
 """Makes a plan or a sweep, prints it and writes its files."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.text import Text
 
 from fgoffload.cli.console import PipeConsole
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
+from fgoffload.cli.plan_summary import (
+    build_summary_table,
+    describe_notes,
+    describe_treatments,
+    describe_use,
+    list_prediction,
+    list_sweep,
+)
 from fgoffload.cli.plan_tables import (
     PLAN,
     Subject,
     build_decision_table,
     build_kept_table,
     build_peak_table,
-    build_prediction_table,
     build_rank_table,
     build_sweep_table,
 )
@@ -26,12 +34,11 @@ from fgoffload.plan import NOTHING
 from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.planning import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.simulation.simulation_result import Detail, StepResult
+from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.nearest_flags import NearestFlags
 from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.units import GIB, KIB, MIB, format_bytes, format_ms
+from fgoffload.units import GIB, KIB, MIB, format_bytes
 
 MOST_DRAWN_LAYERS = 200_000
 """Most layer passes in a picture or trace of a step. A trace of 64,000 took 22 seconds and 123 MB."""
@@ -46,8 +53,9 @@ def show_plan(
     host_budget_bytes: int | None,
     files: Mapping[str, Path | None],
     layer_passes: int = DEFAULT_LAYER_PASSES,
+    verbose: bool = False,
 ) -> None:
-    """Plan, print the tables, and write the files.
+    """Plan, print the summary, and write the files.
 
     Args:
         console: Where tables go.
@@ -57,47 +65,59 @@ def show_plan(
         host_budget_bytes: Budget of each rank; None for no limit.
         files: Output file or None for each of `json`, `plot` and `timeline`.
         layer_passes: Effort of the search.
+        verbose: Print treatments by layer, prices and ranks too.
 
     Raises:
         ConfigError: A file cannot be written, or the step is too long to draw.
         PlanError: No plan fits.
     """
     check_drawn(ranks, files)
-    report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
-    console.print(build_prediction_table(report, subject))
-    if subject.link_line:
-        console.print(subject.link_line, soft_wrap=True)
-    console.print(describe_budget(subject, budget_bytes), soft_wrap=True)
-    if report.solution.plan.actions:
-        console.print(build_decision_table(report))
-        console.print(build_kept_table(report))
-    else:
-        console.print("Everything is kept: the training fits the budget as it is.")
-    console.print(build_peak_table(report))
-    console.print(build_rank_table(report))
-    console.print(describe_flags(report.solution.nearest, report.solution.result))
+    with _working("planning"):
+        report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
+    summary = [describe_notes(report, subject), subject.link_line, describe_budget(subject, budget_bytes)]
+    console.print(subject.title)
+    console.print(build_summary_table(report, subject))
+    for text in (*summary, describe_treatments(report.solution)):
+        if text:
+            console.print(text, highlight=False)
+    if verbose:
+        with _working("pricing"):
+            tables = [build_decision_table(report), build_kept_table(report)] if report.solution.plan.actions else []
+        for table in (*tables, build_peak_table(report), build_rank_table(report)):
+            console.print(table)
     if (path := files["json"]) is not None:
-        _write(
-            path, dataclasses.replace(report.solution.plan, made_for=list_facts(subject.model, subject.parallelism)).to_json()
-        )
-        console.print(describe_plan_file(path, report.solution), soft_wrap=True)
+        plan = dataclasses.replace(report.solution.plan, made_for=list_facts(subject.model, subject.parallelism))
+        _write(path, plan.to_json(predicted=list_prediction(report, subject)))
+    console.print(describe_use(report.solution, path), soft_wrap=True, highlight=False)
+    if not verbose and report.solution.plan.actions:
+        console.print("--verbose shows each kind of layer, each rank, and why.")
     if files["plot"] is not None or files["timeline"] is not None:
-        _draw_step(report, files, budget_bytes=budget_bytes, title=subject.title)
+        with _working("drawing"):
+            _draw_step(report, files, budget_bytes=budget_bytes, title=subject.title)
+
+
+@contextlib.contextmanager
+def _working(what: str) -> Iterator[None]:
+    """Show a spinner on a terminal."""
+    bar = PipeConsole(stderr=True)
+    if not bar.is_terminal:
+        yield
+        return
+    with bar.status(what):
+        yield
 
 
 def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
-    """Write the picture and the trace of the planned step."""
-    drawn = {PLAN: report.solution.plan} | ({"baseline": NOTHING} if files["plot"] is not None else {})
-    only = None if files["timeline"] is not None else report.solution.result.worst_rank.rank
-    results = {name: simulate(report.ranks, one, detail=Detail.TIMELINE, only=only) for name, one in drawn.items()}
-    detailed = results[PLAN]
+    """Write the picture and the trace of the rank that the plan fills most."""
+    only = report.solution.result.worst_rank.rank
+    detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE, only=only)
     if (path := files["plot"]) is not None:
-        shown = {name: results[name] for name in ("baseline", PLAN)}
-        write_memory_picture(path, shown, budget_bytes=budget_bytes, title=title)
+        baseline = simulate(report.ranks, NOTHING, detail=Detail.TIMELINE, only=only)
+        write_memory_picture(path, {"baseline": baseline, PLAN: detailed}, rank=only, budget_bytes=budget_bytes, title=title)
     if (path := files["timeline"]) is not None:
         from fgoffload.planner.simulation.timeline import write_chrome_trace
 
-        write_chrome_trace(detailed, path)
+        write_chrome_trace(detailed, path, rank=only)
 
 
 def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:
@@ -127,8 +147,9 @@ def show_sweep(
     points: int,
     host_budget_bytes: int | None,
     plot: Path | None,
+    json_path: Path | None,
 ) -> None:
-    """Plan for many budgets, print the frontier, and write its picture.
+    """Plan for many budgets, print the frontier, and write its files.
 
     Args:
         console: Where the table goes.
@@ -137,11 +158,13 @@ def show_sweep(
         points: Number of budgets, without the peaks of the baselines.
         host_budget_bytes: Budget of each rank; None for no limit.
         plot: Where to write the picture, or None.
+        json_path: Where to write the numbers, or None.
 
     Raises:
-        ConfigError: The picture cannot be written.
+        ConfigError: A file cannot be written.
     """
-    least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
+    with _working("looking for the smallest budget"):
+        least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
     report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
     most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
@@ -159,25 +182,12 @@ def show_sweep(
     console.print(describe_budget(subject, None), soft_wrap=True)
     if subject.hardware is not None:
         console.print(describe_fitting(subject.hardware, solutions), soft_wrap=True)
+    if json_path is not None:
+        _write(json_path, json.dumps(list_sweep(report.baselines, solutions, subject), indent=1))
     if plot is not None:
         write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
         # matplotlib adds a missing suffix.
         console.print(f"Frontier: {plot if plot.suffix else f'{plot}.png'}", soft_wrap=True)
-
-
-def describe_flags(nearest: NearestFlags | None, planned: StepResult) -> Text:
-    """Return Megatron's nearest flags, and how they compare with the plan."""
-    if nearest is None:
-        return Text("No setting of Megatron's own flags fits the budget.")
-    words = " ".join(nearest.flags.list_arguments())
-    if not words:
-        return Text("Megatron's own flags: none needed.")
-    result = nearest.result
-    longer = f"{result.step_s / planned.step_s - 1:+.1%} over the plan"
-    peak = f"{(result.peak_bytes - planned.peak_bytes) / GIB:+.2f} GiB of peak"
-    return Text(
-        f"Nearest setting of Megatron's own flags: {words}\nIts step takes {format_ms(result.step_s)}, {longer}; {peak}."
-    )
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
@@ -216,13 +226,6 @@ def _spell(size_bytes: int) -> str:
         if size_bytes % scale == 0:
             return f"{size_bytes // scale}{unit}"
     return f"{size_bytes}B"
-
-
-def describe_plan_file(path: Path, solution: Solution) -> str:
-    """Return how to use the written plan."""
-    if not solution.plan.actions:
-        return f"The plan in {path} is empty: the training keeps everything and needs no offload."
-    return f"Train with the plan: --fine-grained-activation-offloading --offload-plan {path}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,16 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from fgoffload.plan import Action
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
-from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport
 from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
 from fgoffload.planner.solving.decisions import Decision, price_decisions
-from fgoffload.planner.solving.megatron_flags import choose_usual_modules
 from fgoffload.planner.solving.solver import Solution
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes, format_ms
@@ -53,14 +50,6 @@ class Subject:
     """A line with the source of the link, if it differs from that of the device."""
 
     @property
-    def step_heading(self) -> str:
-        """The heading of predicted steps, with their uncertainty."""
-        uncertainty = PROFILE_UNCERTAINTY
-        if self.hardware is not None:
-            uncertainty = DENSE_UNCERTAINTY if self.model.experts is None else EXPERTS_UNCERTAINTY
-        return f"step ±{uncertainty:.0%}"
-
-    @property
     def title(self) -> str:
         """One line with the model, its ranks and the device."""
         sizes = self.parallelism
@@ -79,39 +68,11 @@ class Subject:
         )
 
 
-def build_prediction_table(report: PlanReport, subject: Subject) -> Table:
-    """Return a table with a row for each baseline and one for the plan."""
-    solution = report.solution
-    fraction = f"budget {format_bytes(solution.budget_bytes)} a device"
-    usual = " ".join(choose_usual_modules(report.ranks))
-    caption = f"{fraction}; predicted, for the worst rank"
-    caption += f"; selective recompute is --recompute-modules {usual}" if usual else ""
-    caption += f"\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise"
-    table = Table(title=subject.title, caption=caption, title_justify="left")
-    table.add_column("")
-    steps = (subject.step_heading, "over baseline")
-    for heading in ("peak", "on rank", *steps, "host, fullest rank", "host, fullest node", "fits"):
-        table.add_column(heading, justify="right")
-    baseline_s = report.baselines["baseline"].step_s
-    for name, result in {**report.baselines, PLAN: solution.result}.items():
-        fits = result.peak_bytes <= solution.budget_bytes
-        host_bytes = [rank.host_peak_bytes for rank in result.ranks]
-        node = "-"
-        if subject.node is not None and max(host_bytes):
-            world_size = subject.parallelism.world_size
-            node = format_bytes(count_host_bytes_per_node(host_bytes, hardware=subject.node, world_size=world_size))
-        table.add_row(
-            Text(name, style="bold" if name == PLAN else ""),
-            format_bytes(result.peak_bytes),
-            str(result.worst_rank.rank),
-            format_ms(result.step_s),
-            _format_overhead(result.step_s / baseline_s),
-            format_bytes(max(host_bytes)) if max(host_bytes) else "-",
-            node,
-            Text("yes", style="green") if fits else Text("no", style="red"),
-            end_section=name == list(report.baselines)[-1],
-        )
-    return table
+def find_uncertainty(subject: Subject) -> float:
+    """Return the uncertainty of a predicted step, as a part of it."""
+    if subject.hardware is None:
+        return PROFILE_UNCERTAINTY
+    return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
 
 
 def build_decision_table(report: PlanReport) -> Table:
@@ -130,7 +91,8 @@ def build_decision_table(report: PlanReport) -> Table:
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in solution.decisions:
-        if decision.action is not Action.KEEP:
+        # A tag that moves and recomputes nothing by itself only comes with another one.
+        if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
     for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):
@@ -229,7 +191,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
     for heading in (
         "budget",
         "peak",
-        subject.step_heading,
+        f"step ±{find_uncertainty(subject):.0%}",
         "over baseline",
         "offloads a step",
         "recompute",
@@ -251,7 +213,8 @@ def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> st
     return " to ".join(ends) if any(found) else "-"
 
 
-def _format_overhead(ratio: float) -> str:
+def format_overhead(ratio: float) -> str:
+    """Return a step over the baseline's; ~ marks what is not told from 1."""
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
 
 
@@ -267,7 +230,7 @@ def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
     return (
         format_bytes(result.peak_bytes),
         format_ms(result.step_s),
-        _format_overhead(result.step_s / baseline_s),
+        format_overhead(result.step_s / baseline_s),
         format_bytes(moved_bytes) if moved_bytes else "-",
         format_ms(recompute_s) if recompute_s else "-",
         format_ms(waits_s) if waits_s else "-",

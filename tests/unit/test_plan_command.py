@@ -57,7 +57,11 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     nothing, chosen = find_row(out, "baseline"), find_row(out, "this plan")
     assert (nothing[-1], chosen[-1]) == ("no", "yes")
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
-    assert f"--offload-plan {path}" in out.replace("\n", "")
+    assert str(path) in out
+    assert max(map(len, out.splitlines())) <= 80 + len(str(path))
+    predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
+    assert f"{predicted['settings']['this plan']['peak_bytes'] / 2**30:.2f} GiB" == chosen[1]
+    assert len(predicted["ranks"]) == 2
     written = OffloadPlan.load(path)
     assert set(written.actions.values()) - {Action.KEEP}
     expected = {"num_layers": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "tokens": 4096}
@@ -103,11 +107,13 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, mon
     picture = tmp_path / "frontier.png"
     config = write_config(tmp_path, model_type="llama", num_hidden_layers=1)
     words = ("--gpu", "h100", "--num-gpus", "8", "--global-batch-size", "16")
-    code, out, _ = plan(capsys, config, *words, "--sweep", "--plot", str(picture))
+    numbers = tmp_path / "sweep.json"
+    code, out, _ = plan(capsys, config, *words, "--sweep", "--plot", str(picture), "--json", str(numbers))
     assert code == 0
     steps = [float(line.split("│")[5].strip(" ~")) for line in out.splitlines() if line.startswith("│ plan ")]
     assert len(steps) >= 2
     assert steps == sorted(steps)
+    assert len(json.loads(numbers.read_text(encoding="utf-8"))["plans"]) == len(steps)
     assert f"Frontier: {picture}\n" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -139,7 +145,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than the"),
-        ((LLAMA, "--gpu", "h100", "--sweep", "--json", "plan.json"), "--sweep plans for many budgets, but --json is for"),
+        ((LLAMA, "--gpu", "h100", "--sweep", "--timeline", "t.json"), "--sweep plans for many budgets, but --timeline is for"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
@@ -158,7 +164,7 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
     code, out, err = plan(capsys, *words)
     assert code == 0
     assert err.count("a plan does not count the unused memory in CUDA graph pools") == err.count("warning: ") == 1
-    assert "selective recompute is --recompute-modules moe_act" in out  # no layernorm, which is captured
+    assert "Selective recompute is --recompute-modules moe_act." in out  # no layernorm, which is captured
     assert "--offload-modules auto" not in out  # which steps with graphs cannot measure
     written = OffloadPlan.load(path)
     assert "core_attn" in written.offloaded_tags

@@ -1,19 +1,20 @@
-"""A simulated step as a Chrome trace, for Perfetto or chrome://tracing: the streams of each rank, and its memory over time.
+"""A simulated step as a Chrome trace, for Perfetto or chrome://tracing: the streams of one rank, and its memory over time.
 
-    write_chrome_trace(simulate(ranks, plan, detail=Detail.TIMELINE), Path("trace.json"))
+    write_chrome_trace(simulate(ranks, plan, detail=Detail.TIMELINE), Path("trace.json"), rank=0)
 
 Source: Trace Event Format (Google, 2016): metadata, complete and counter events, with times in microseconds.
 """
 
-import itertools
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
-from fgoffload.planner.simulation.simulation_result import RankResult, StepResult, StreamName
+from fgoffload.planner.simulation.simulation_result import RankResult, Span, StepResult, StreamName
 
 _MICROSECONDS = 1e6
 
@@ -21,22 +22,35 @@ _THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}
 """The thread that shows a stream, from above."""
 
 
-def write_chrome_trace(result: StepResult, path: Path) -> None:
-    """Write the streams and the memory of all ranks to `path`.
+MOST_MICROBATCHES = 2
+"""Microbatches whose backward a trace shows. Later ones look alike, and a whole step would be hundreds of megabytes."""
+
+_BACKWARD = re.compile(r"B(\d+)")
+
+
+def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
+    """Write the streams and the memory of a rank to `path`, until the first microbatches are through.
 
     Args:
         result: A step that was simulated with `Detail.TIMELINE`.
         path: A JSON file; one that is there is written over.
+        rank: The pipeline rank.
 
     Raises:
-        ConfigError: The step has no timeline, or the file cannot be written.
+        ConfigError: The rank has no timeline, or the file cannot be written.
     """
-    events = list(itertools.chain.from_iterable(list_events(rank) for rank in result.ranks))
+    events = list(list_events(result.ranks[rank]))
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
     try:
         write_file(path, text)
     except OSError as error:
         raise ConfigError(f"trace file {path}: {error.strerror}. Give the path of a file that can be written.") from error
+
+
+def _find_end(spans: Sequence[Span]) -> float:
+    """Return when the backward of the first microbatches ends, in seconds of the step."""
+    found = ((_BACKWARD.match(span.label), span.end_s) for span in spans if span.stream is StreamName.COMPUTE)
+    return max((end_s for match, end_s in found if match and int(match[1]) < MOST_MICROBATCHES), default=math.inf)
 
 
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
@@ -53,13 +67,18 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
     for stream, thread in _THREADS.items():
         yield {"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": stream.value}, **own}
         yield {"ph": "M", "name": "thread_sort_index", "tid": thread, "args": {"sort_index": thread}, **own}
+    until_s = _find_end(rank.timeline.spans)
     for stream, label, start_s, end_s, size_bytes in sorted(rank.timeline.spans, key=lambda span: span.start_s):
+        if start_s > until_s:
+            break
         times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
         more = {"args": {"bytes": size_bytes}} if size_bytes else {}
         yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
     # The memory each time that it changes. The last of several values at one moment comes last, and is shown.
     shown: dict[str, int] = {}
     for at_s, device_bytes, host_bytes in rank.timeline.memory:
+        if at_s > until_s:
+            break
         for name, size_bytes in (("device memory", device_bytes), ("host memory", host_bytes)):
             if shown.get(name) != size_bytes:
                 shown[name] = size_bytes

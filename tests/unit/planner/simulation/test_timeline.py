@@ -19,7 +19,7 @@ def events(tmp_path):
     """Return the events of one layer that leaves, 10 s each way, and 20 and 40 s of something else behind it."""
     output = (Segment(name="output", forward_s=20.0, backward_s=40.0),)
     result = simulate([make_rank(make_chunk(FC1, last=output))], offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
-    write_chrome_trace(result, tmp_path / "trace.json")
+    write_chrome_trace(result, tmp_path / "trace.json", rank=0)
     return json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
@@ -54,4 +54,4 @@ def test_memory_is_a_counter_that_changes_where_it_does(events):
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     result = simulate([make_rank(make_chunk(FC1))], OffloadPlan(actions={}), detail=Detail.TIMELINE)
     with pytest.raises(ConfigError, match=r"trace file .*nowhere.*No such file"):
-        write_chrome_trace(result, tmp_path / "nowhere" / "trace.json")
+        write_chrome_trace(result, tmp_path / "nowhere" / "trace.json", rank=0)

@@ -1,0 +1,158 @@
+"""The summary of a plan in 80 columns: does it fit, what does it cost, and what to type."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_uncertainty, format_overhead
+from fgoffload.plan import Action
+from fgoffload.planner.model_ranks import count_host_bytes_per_node
+from fgoffload.planner.planning import PlanReport
+from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.solving.megatron_flags import choose_usual_modules
+from fgoffload.planner.solving.solver import Solution
+from fgoffload.units import format_bytes
+
+WIDTH = 80
+"""Columns."""
+
+_ACTIONS = {
+    Action.OFFLOAD: "offload",
+    Action.RECOMPUTE: "recompute",
+    Action.RECOMPUTE_AND_OFFLOAD: "recompute, with the input offloaded",
+}
+
+
+def build_summary_table(report: PlanReport, subject: Subject) -> Table:
+    """Return a row for each baseline and one for the plan: peak, step, overhead, and whether it fits the budget."""
+    table = Table(width=WIDTH)
+    table.add_column("")
+    for heading in ("peak", f"step ±{find_uncertainty(subject):.0%}", "over baseline", "fits"):
+        table.add_column(heading, justify="right")
+    baseline_s = report.baselines["baseline"].step_s
+    for name, result in {**report.baselines, PLAN: report.solution.result}.items():
+        fits = result.peak_bytes <= report.solution.budget_bytes
+        table.add_row(
+            Text(name, style="bold" if name == PLAN else ""),
+            format_bytes(result.peak_bytes),
+            format_step(result.step_s),
+            format_overhead(result.step_s / baseline_s),
+            Text("yes", style="green") if fits else Text("no", style="red"),
+            end_section=name == list(report.baselines)[-1],
+        )
+    return table
+
+
+def format_step(seconds: float) -> str:
+    """Return a step time with the digits that its uncertainty leaves: `545 ms`, `50.6 s`."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def describe_notes(report: PlanReport, subject: Subject) -> str:
+    """Return lines on noise, host memory and selective recompute."""
+    lines = [f"~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise."]
+    usual = " ".join(choose_usual_modules(report.ranks))
+    if usual:
+        lines.append(f"Selective recompute is --recompute-modules {usual}.")
+    host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
+    if max(host_bytes):
+        node = ""
+        if subject.node is not None:
+            world_size = subject.parallelism.world_size
+            node_bytes = count_host_bytes_per_node(host_bytes, hardware=subject.node, world_size=world_size)
+            node = f" a rank, {format_bytes(node_bytes)} a node"
+        lines.append(f"Pinned host memory: {format_bytes(max(host_bytes))}{node}.")
+    return "\n".join(lines)
+
+
+def describe_treatments(solution: Solution) -> str:
+    """Return a line for each action: its tags, with their layers where those are not all of a kind."""
+    all_layers: dict[str, set[int]] = {}
+    chosen: dict[Action, dict[str, set[int]]] = {}
+    able: dict[str, set[int]] = {}
+    for decision in solution.decisions:
+        all_layers.setdefault(decision.kind, set()).update(decision.layers)
+        able.setdefault(decision.tag, set()).update(decision.layers)
+        if decision.action is not Action.KEEP:
+            chosen.setdefault(decision.action, {}).setdefault(decision.tag, set()).update(decision.layers)
+    lines = []
+    for action, words in _ACTIONS.items():
+        tags = [
+            tag if layers == able[tag] else f"{tag} ({len(layers)} of {len(able[tag])} layers)"
+            for tag, layers in chosen.get(action, {}).items()
+        ]
+        if tags:
+            lines.append(f"{words.capitalize()}: {', '.join(tags)}.")
+    return "\n".join(lines)
+
+
+def describe_use(solution: Solution, path: Path | None) -> str:
+    """Return what to type: Megatron's own flags where they do as well, and the plan file."""
+    if not solution.plan.actions:
+        return "Everything is kept: the training fits the budget as it is."
+    text = []
+    nearest = solution.nearest
+    if nearest is None:
+        text.append("No setting of Megatron's own flags fits the budget.")
+    else:
+        slower = nearest.result.step_s / solution.result.step_s - 1
+        cost = "as fast as the plan" if slower < OVERHEAD_NOISE else f"{slower:.0%} slower than the plan"
+        flags = nearest.flags.list_arguments()
+        text.append(f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}" if flags else "Megatron needs no flags for it.")
+    if path is None:
+        text.append("With the plan itself: add --json plan.json here, then train by `fgoffload run`.")
+    else:
+        own = ("--fine-grained-activation-offloading", "--offload-plan", str(path))
+        text.append(f"With the plan, by `fgoffload run`:\n{fold_flags(own)}")
+    return "\n".join(text)
+
+
+def fold_flags(words: Sequence[str]) -> str:
+    """Return flags on lines of at most 80 columns that a shell takes when they are copied whole."""
+    lines: list[str] = []
+    for word in words:
+        fits = lines and len(lines[-1]) + len(word) + len("  \\") < WIDTH
+        if fits and not (word.startswith("--") and len(lines[-1]) > WIDTH // 2):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return " \\\n".join(lines)
+
+
+def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
+    """Return what is printed, for the plan file: bytes, seconds, and each rank under the plan."""
+    nearest = report.solution.nearest
+    return {
+        "budget_bytes": report.solution.budget_bytes,
+        "step_uncertainty": find_uncertainty(subject),
+        "settings": {name: _list_result(result) for name, result in {**report.baselines, PLAN: report.solution.result}.items()},
+        "megatron_flags": None
+        if nearest is None
+        else {"flags": nearest.flags.list_arguments(), **_list_result(nearest.result)},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "peak_bytes": rank.peak_bytes,
+                "static_bytes": rank.static_bytes,
+                "host_bytes": rank.host_peak_bytes,
+                "step_s": rank.step_s,
+            }
+            for rank in report.solution.result.ranks
+        ],
+    }
+
+
+def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
+    """Return what a sweep prints: bytes and seconds."""
+    return {
+        "step_uncertainty": find_uncertainty(subject),
+        "baselines": {name: _list_result(result) for name, result in baselines.items()},
+        "plans": [{"budget_bytes": one.budget_bytes, **_list_result(one.result)} for one in solutions],
+    }
+
+
+def _list_result(result: StepResult) -> dict[str, Any]:
+    return {"step_s": result.step_s, "peak_bytes": result.peak_bytes, "peak_rank": result.worst_rank.rank}
