@@ -27,10 +27,11 @@ from fgoffload.cli.plan_options import (
 )
 from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
-from fgoffload.errors import BudgetError, PlanError
+from fgoffload.errors import BudgetError, ConfigError, PlanError
 from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
+    from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_device import PlannedDevice
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
@@ -147,7 +148,13 @@ def _plan(checked: PlanOptions) -> int:
     if hardware is not None and profile is not None:
         check_host_of_link(checked.host)
     budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
-    model, parallelism = _read_model(checked)
+    console = PipeConsole()
+    try:
+        model, parallelism = _read_model(checked)
+    except ConfigError:
+        if hardware is not None and "--num-gpus" in checked.megatron_flags:
+            _suggest_layouts(console, checked, hardware)
+        raise
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
@@ -162,7 +169,6 @@ def _plan(checked: PlanOptions) -> int:
         takes_auto=assumptions.graphs == NO_CAPTURE,
         link_line=found.link_line,
     )
-    console = PipeConsole()
     if not console.is_terminal:
         console.width = 160 if checked.is_verbose or checked.sweeps else WIDTH
 
@@ -195,6 +201,18 @@ def _plan(checked: PlanOptions) -> int:
             verbose=checked.is_verbose,
         )
     return EXIT_PLANNED
+
+
+def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware") -> None:
+    """Show parallel sizes for the typed number of GPUs, which those of the model's file do not suit."""
+    from fgoffload.cli.plan_fits import show_layouts
+
+    for flags in (("--ep", "--etp"), tuple(SHORT_FLAGS)):
+        ones = [word for flag in flags for word in (SHORT_FLAGS[flag], "1")]
+        spread = dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *ones))
+        with contextlib.suppress(ConfigError):  # other sizes do not suit either, or the error is about something else
+            show_layouts(console, *_read_model(spread), hardware, _make_assumptions(spread))
+            return
 
 
 def _build_ranks(
@@ -274,11 +292,15 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
     from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions
+    from fgoffload.integrations.megatron.flags.other_flags import trains_adapters
+    from fgoffload.planner.memory.static_memory import NO_OPTIMIZER
 
     flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
     assumptions = read_assumptions(
         flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer is not False
     )
+    if trains_adapters((*flags, *checked.megatron_flags)):
+        assumptions = dataclasses.replace(assumptions, state=dataclasses.replace(NO_OPTIMIZER, gradient_bytes=0))
     if checked.reserve_bytes is None:
         return assumptions
     return dataclasses.replace(assumptions, reserve_bytes=checked.reserve_bytes)

@@ -83,6 +83,13 @@ def show_fits(
         sizes = (fit.static_bytes, fit.activation_bytes, fit.recomputed_bytes, fit.logits_bytes, hardware.device_memory_bytes)
         table.add_row(str(rank), *map(format_bytes, sizes))
     console.print(table)
+    show_layouts(console, model, parallelism, hardware, assumptions)
+
+
+def show_layouts(
+    console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
+) -> None:
+    """Show layouts that would fit, of the GPUs of `parallelism` or more."""
     layouts = list(itertools.islice(_find_layouts(model, parallelism, hardware, assumptions), LAYOUTS))
     for layout in layouts:
         console.print(f"Would fit: {_describe(layout)}", soft_wrap=True)

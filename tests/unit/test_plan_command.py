@@ -214,3 +214,20 @@ def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys
 
 def fail(*_, **__):
     raise AssertionError("work began")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected_code", "says"),
+    [
+        ("qwen3_30b_a3b --gpu h100 --num-gpus 8 --pp 1 --ep 8 --seq-length 32768", 2, "Would fit: --num-gpus 8 --tp "),
+        ("mixtral_8x7b --gpu a100 --num-gpus 16 --global-batch-size 128", 2, "Would fit: --num-gpus 16 --pp "),
+        ("kimi_k2 --gpu h800 --num-gpus 256", 2, "Would fit: --num-gpus 256 --tp "),
+        ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", 0, "Everything is kept"),
+        ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", 0, "Everything is kept"),
+        ("llama3_8b --gpu h100 --num-gpus 1 --tp 1 --cp 1 --optimizer-cpu-offload", 0, "Offload: "),
+    ],
+)
+def test_situations_of_users_get_an_answer(capsys, words, expected_code, says):
+    code, out, _ = plan(capsys, *words.split())
+    assert code == expected_code
+    assert says in out

@@ -183,7 +183,7 @@ def test_impossible_typed_flags_are_refused(typed, message):
             ],
         ),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),
-        ("--lora-rank 16", DENSE, ["all weights count as trained: gradients, optimizer and times err high: --lora-rank."]),
+        ("--lora-rank 16", DENSE, ["adapters are left out: memory errs low by them, and times err high: --lora-rank."]),
         (
             "--tokenizer-type Llama2Tokenizer",
             DENSE.replace("--vocab-size", "--seed"),

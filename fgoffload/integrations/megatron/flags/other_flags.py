@@ -33,6 +33,12 @@ def find_effect(flag: str) -> str | None:
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith(_LORA) else known
 
 
+def trains_adapters(words: Iterable[str]) -> bool:
+    """Return whether flags of low-rank adapters are among `words`: then the model's own weights are frozen."""
+    effect = _NOT_MODELLED["--lora-rank"]
+    return any(word.startswith("--") and find_effect(word.partition("=")[0]) == effect for word in words)
+
+
 def list_effects(flags: Iterable[str]) -> dict[str, list[str]]:
     """Return the flags of `flags` that are not modelled, by what that does to a prediction."""
     effects: dict[str, list[str]] = {}
