@@ -25,6 +25,9 @@ _MOST_CORRECTIONS = 4
 _SEARCHED = 3
 """Of ranks with the same layers, as many are searched."""
 
+_WALKED = 1.01
+"""Times the step that keeps everything: walks find little where a plan is closer to it."""
+
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Simulations of one rank: fewer lead walks nowhere, more find little."""
 
@@ -155,8 +158,9 @@ class PipelineSearch:
         states = [search.find(budget_bytes, starts=()) for search in searches]
         if self.ranks[place].turning_chunk is not None:
             # What was in flight there without a limit, and nothing.
-            window_bytes = _widen(searches[0].judge(states[0]).loss_window_bytes)
-            searches = [self._get_search(place, window) for window in dict.fromkeys((window_bytes, 0))]
+            most_bytes = searches[0].judge(states[0]).loss_window_bytes
+            windows = dict.fromkeys((round(most_bytes * _ROUTED_MORE), most_bytes, 0))
+            searches = [self._get_search(place, window) for window in windows]
         pairs = [(search, state) for search in searches for state in states]
         search, state = min(pairs, key=lambda pair: pair[0].score(pair[1], budget_bytes))
         window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
@@ -167,14 +171,15 @@ class PipelineSearch:
         left = self._layer_passes
         places = [place for place in range(len(self.ranks)) if place in self._searched[place]]
         searches = [search for place in places for search in self._list_searches(place)]
-        ordered = sorted(searches, key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
-        for search in ordered:
+        walked = [one for one in searches if one.judge(one.pick(budget_bytes)).step_s > _WALKED * one.kept.step_s]
+        walked.sort(key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
+        for search in walked:
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
             # Half of what is left for each but the last: others may turn out longer.
-            own = max(_FEWEST_WALKED, simulations if search is ordered[-1] else simulations // 2)
+            own = max(_FEWEST_WALKED, simulations if search is walked[-1] else simulations // 2)
             search.improve(budget_bytes, simulations=min(own, _MOST_WALKED))
             left -= (len(search.known) - before) * search.layer_passes
 
