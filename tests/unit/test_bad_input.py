@@ -1,11 +1,9 @@
 """Input that cannot be right ends in one error, with code 2."""
 
 import gzip
-import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,7 @@ from support.command import ARGUMENTS
 from fgoffload import OffloadConfig, text_files
 from fgoffload.cli import main
 from fgoffload.cli.process import run_torchrun
-from fgoffload.cli.streams import LibraryLog
-from fgoffload.doctor.machine import run_command
 from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
-from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
-from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file
-from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.text_files import read_text_file
 from fgoffload.units import parse_bytes
 
@@ -73,12 +66,6 @@ def test_an_error_cuts_the_values_that_it_repeats(value):
     assert message.endswith(" is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
     assert len(message) < 2 * LONGEST_VALUE
     assert str(ConfigError(f"x.sh: {message}")) == f"x.sh: {message}"  # one that is taken in by another is not cut again
-
-
-def test_a_warning_cuts_them_too(capsys):
-    with LibraryLog().attached():
-        logging.getLogger("fgoffload").warning("--flag %s has no effect.", "x" * 100_000)
-    assert len(capsys.readouterr().err) < 2 * LONGEST_VALUE
 
 
 def test_an_error_of_many_values_is_cut_in_the_middle():
@@ -162,40 +149,3 @@ def test_output_that_there_is_no_room_for_is_one_error(words):
         ended = start("-m", "fgoffload", *words, stdout=full)
     said = "fgoffload: error: the output cannot be written: No space left on device. Free space, or send it elsewhere.\n"
     assert (ended.returncode, ended.stderr) == (2, said)
-
-
-def test_the_check_of_a_machine_imports_nothing_from_the_working_folder():
-    Path("torch.py").write_text("print('mine')\n", encoding="utf-8")
-    ended = run_command(("python", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"), {})
-    assert ended.exit_code == 0, ended.output
-    assert str(Path.cwd()) not in ended.output
-
-
-def parse_flags(words):
-    return add_fine_grained_offload_args(FlagParser(source="x.sh")).parse_known_args(words)[1]
-
-
-def parse_file(text):
-    return parse_argument_file(text, source="x.sh")
-
-
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        (parse_flags, [f"--f{number}" for number in range(15_000)]),
-        (parse_file, "A+=(1)\n" * 100_000),
-        (parse_file, f"A=(x{'#' * 100_000})\n"),
-        (parse_file, f"A=({'1 ' * 150_000})\n"),
-    ],
-    ids=["flags", "arrays", "word", "words"],
-)
-def test_reading_words_takes_time_in_proportion_to_their_number(read, text):
-    before = time.process_time()
-    assert read(text)
-    assert time.process_time() - before < 3  # CPU seconds: under 1, and 5 to 10 where each word looks at all the others
-
-
-@pytest.mark.parametrize("line", ['X="$X$X"', 'A=("${A[@]}" "${A[@]}")'])
-def test_an_argument_file_whose_variables_grow_without_end_is_refused(line):
-    with pytest.raises(ConfigError, match=r"x\.sh, line \d\d: .* expand to more than 16777216 characters\."):
-        parse_file("X=aa\nA=(1 2)\n" + f"{line}\n" * 24)

@@ -38,10 +38,6 @@ def test_two_stars_cross_any_number_of_dots():
     assert list_found(make_tree(), {"**.embed": "e"}) == [("embed", "e", 0)]  # none included
 
 
-def test_question_marks_and_brackets_work_as_in_a_shell():
-    assert [name for name, _, _ in list_found(make_tree(), "layers.[1-9].att?")] == ["layers.1.attn"]
-
-
 def test_without_tags_the_tag_is_the_last_word_of_the_name():
     assert list_found(make_net(layers=1), ["layers.0.mlp", "layers.0.attn.1"]) == [
         ("layers.0.attn.1", "attn", 0),
@@ -135,13 +131,3 @@ def test_the_parts_that_peft_adds_to_names_are_left_out():
     assert list_found(model, "layers.0.mlp") == [("layers.0.mlp", "mlp", 0)]
     assert list_found(model, "*") == [("prompt_encoder", "prompt_encoder", 0)]
     assert list_found(checkpoint_wrapper(model), "layers.*") == [("layers.0", "layers", 0)]
-
-
-def test_a_model_that_has_adapters_of_its_own_keeps_its_names():
-    model = Tuner(make_net(layers=1))  # as a model of transformers after `add_adapter`
-    assert list_found(model, "model.layers.*") == [("model.layers.0", "layers", 0)]
-
-
-def test_parts_of_the_same_names_that_are_not_of_peft_are_kept():
-    model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": make_net(layers=1)})})
-    assert list_found(model, "base_model.model.layers.*") == [("base_model.model.layers.0", "layers", 0)]

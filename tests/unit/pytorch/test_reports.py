@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from support.models import ALL, LAYERS, PATTERNS, WIDTH, make_inputs, make_net
+from support.models import ALL, LAYERS, PATTERNS, make_inputs, make_net
 from support.ticking import D2H_S, H2D_S, WAIT_S, TickingCpuDevice
 from torch import nn
 
@@ -106,44 +106,6 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
     )
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
-
-
-def test_a_tag_whose_modules_never_run_is_warned_about(logged):
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.used(hidden).sin().sum()
-
-    model = Skips()
-    with fgoffload.offload(model, ["used", "unused"], ALL):
-        model(make_inputs() * 2).backward()
-    (warning,) = logged(logging.WARNING)
-    assert "tag 'unused' offloaded nothing: none of its regions ran in a forward with gradients" in warning
-
-
-def test_a_tag_that_saves_nothing_or_only_parameters_is_warned_about(logged):
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.adds, self.scales = nn.Identity(), nn.Identity()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-            self.adds.forward = lambda hidden: hidden + 1
-            self.scales.forward = lambda hidden: hidden * self.weight
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden.requires_grad_()
-            self.weight.requires_grad = False
-            return self.scales(self.adds(hidden)).sum()
-
-    model = Adds()
-    with fgoffload.offload(model, ["adds", "scales"], ALL):
-        model(make_inputs()).backward()
-    warnings = logged(logging.WARNING)
-    assert "tag 'adds' offloaded nothing: autograd saved nothing inside" in warnings[0]
-    assert "tag 'scales' offloaded nothing: autograd saved only parameters" in warnings[1]
 
 
 def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_about(logged):
