@@ -1,7 +1,7 @@
 """Hugging Face models under FSDP2: offload and checkpointing side by side, each setting in the same process.
 
     python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
-        [--budgets 26GiB 22GiB] [--steps 8] [--out FILE.csv]
+        [--budgets 26GiB 22GiB 18GiB 15.1GiB] [--steps 8] [--out FILE.json]
 
 `dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as Qwen3-30B
 has them (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
@@ -10,20 +10,24 @@ run on a GPU where `verl.utils.activation_offload` and `trl.models.activation_of
 What you should see: a row for each setting with the median step, its ratio to the first setting, the peak of the allocator, the
 bytes offloaded in a step, and whether loss and gradients of deterministic kernels are bitwise identical to the first setting's.
 `over link` is the step over what the link allows: for forward and for backward the larger of the first setting's time and the
-bytes over the rate of the link, measured in the same run. `--budgets` adds settings with a memory budget, and prints their
-plans. A plan settles in 33 steps.
+bytes over the rate of the link, measured in the same run. `--budgets` adds settings with a memory budget, with what each plan
+predicted before it ran, and prints their plans. A plan settles in 33 steps. A setting that fails has a row with its error. The
+rows are printed again at the end, and written to `--out`, or else to a file in the folder `$OUT` if that is set.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
-import csv
 import dataclasses
 import functools
 import gc
+import hashlib
 import importlib.util
+import json
 import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,17 +70,39 @@ WORKLOADS = {  # the model's class and configuration, its layers, sequences and 
 }
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Row:
-    """What one setting measured."""
+    """The result of one setting. A plan's predictions are those it was chosen by."""
 
     setting: str
-    step_ms: float
-    over_baseline: float
-    peak_gib: float
-    offloaded_gib: float
-    over_link: float | None
-    is_bitwise_identical: bool
+    step_ms: float | None = None
+    over_baseline: float | None = None
+    predicted_step_ms: float | None = None
+    peak_gib: float | None = None
+    predicted_peak_gib: float | None = None
+    offloaded_gib: float | None = None
+    over_link: float | None = None
+    digest: str = ""
+    is_bitwise_identical: bool = False
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.setting:32s} {self.error.splitlines()[0][:90]}"
+        numbers = (
+            (self.step_ms, 8, 1),
+            (self.over_baseline, 6, 3),
+            (self.predicted_step_ms, 9, 1),
+            (self.peak_gib, 9, 2),
+            (self.predicted_peak_gib, 9, 2),
+            (self.offloaded_gib, 9, 2),
+            (self.over_link, 9, 3),
+        )
+        cells = " ".join(f"{'-':>{width}s}" if one is None else f"{one:{width}.{digits}f}" for one, width, digits in numbers)
+        return f"{self.setting:32s} {cells}  {'yes' if self.is_bitwise_identical else 'NO':7s} {self.digest[:8]}"
+
+
+HEADER = f"{'setting':32s}  step ms  ratio predicted  peak GiB predicted offloaded over link  bitwise digest"
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,7 +111,7 @@ class Baseline:
 
     step_s: float
     forward_s: float
-    bits: list[torch.Tensor]
+    digest: str
 
 
 @contextlib.contextmanager
@@ -169,7 +195,7 @@ PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activati
 def make_model(options: argparse.Namespace) -> torch.nn.Module:
     """Return a model with random weights whose layers are FSDP units of one rank."""
     model_class, config_class, sizes, layers, _ = WORKLOADS[options.workload]
-    sizes = sizes | {name: size for name, size in TINY.items() if name in sizes} if options.tiny else sizes
+    sizes = sizes | {name: size for name, size in TINY.items() if name in sizes} if options.smoke else sizes
     config = config_class(num_hidden_layers=options.layers or layers, use_cache=False, **sizes)
     torch.manual_seed(0)
     with DEVICE:
@@ -196,16 +222,21 @@ def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) ->
     return loss.detach()
 
 
-def find_bits(model: torch.nn.Module, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the loss and the gradients of a step of one microbatch with deterministic kernels."""
+def find_digest(model: torch.nn.Module, tokens: torch.Tensor) -> str:
+    """Return a digest of the loss and the gradients of a step of one microbatch with deterministic kernels."""
     torch.use_deterministic_algorithms(mode=True)
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's is not deterministic
-            yield run_step(model, tokens, 1)
+            loss = run_step(model, tokens, 1)
     finally:
         torch.use_deterministic_algorithms(mode=False)
-    for parameter in model.parameters():
-        yield parameter.grad.to_local()
+
+    def find_one(tensor: torch.Tensor) -> bytes:
+        return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        digests = pool.map(find_one, [loss, *(parameter.grad.to_local() for parameter in model.parameters())])
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def measure_rates() -> tuple[float, float]:
@@ -244,11 +275,11 @@ def measure(
     """Return the row of a setting, and the baseline: `baseline`, or this setting where there is none yet."""
     model = make_model(options)
     *_, (sequences, tokens_each) = WORKLOADS[options.workload]
-    shape = (2, 32) if options.tiny else (sequences, tokens_each)
+    shape = (2, 32) if options.smoke else (sequences, tokens_each)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    row = Row(setting=name)
     with SETTINGS[name](model) as handle:
-        for _ in range(max(options.warmup, PLAN_SETTLES_STEPS) if name.startswith("budget") else options.warmup):
-            run_step(model, tokens, options.microbatches)
+        warm_up(model, tokens, options, handle, row)
         if DEVICE.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds, moved = [], (0, 0)
@@ -261,45 +292,51 @@ def measure(
             if hasattr(handle, "stats"):
                 stats = handle.stats()
                 moved = stats.d2h_bytes, stats.h2d_bytes
-        peak_bytes = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+        row.peak_gib = torch.cuda.max_memory_allocated() / GIB if DEVICE.type == "cuda" else 0.0
         step_s = statistics.median(seconds)
-        bits = find_bits(model, tokens)
+        row.digest = find_digest(model, tokens)
         if baseline is None:
-            kept = [tensor.to("cpu", copy=True) for tensor in bits]
-            baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), bits=kept)
+            baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), digest=row.digest)
             # Again: a baseline that does not reproduce itself says nothing about the others.
-            bits = find_bits(model, tokens)
-            is_identical = all(torch.equal(own, other.to(DEVICE)) for own, other in zip(bits, kept, strict=True))
-        else:
-            is_identical = all(torch.equal(own, other.to(DEVICE)) for own, other in zip(bits, baseline.bits, strict=True))
+            row.digest = find_digest(model, tokens)
     forward_s = baseline.forward_s * options.microbatches
     bound_s = max(forward_s, moved[0] / rates[0]) + max(baseline.step_s - forward_s, moved[1] / rates[1])
-    return Row(
-        setting=name,
-        step_ms=1e3 * step_s,
-        over_baseline=step_s / baseline.step_s,
-        peak_gib=peak_bytes / GIB,
-        offloaded_gib=moved[0] / GIB,
-        over_link=step_s / bound_s if moved[0] else None,
-        is_bitwise_identical=is_identical,
-    ), baseline
+    row.step_ms, row.over_baseline = 1e3 * step_s, step_s / baseline.step_s
+    row.offloaded_gib, row.over_link = moved[0] / GIB, step_s / bound_s if moved[0] else None
+    row.is_bitwise_identical = row.digest == baseline.digest
+    return row, baseline
+
+
+def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Namespace, handle: object, row: Row) -> None:
+    """Run the steps before the measured ones, and note what the last plan predicted when it was made."""
+    planned = None
+    for _ in range(max(options.warmup, PLAN_SETTLES_STEPS) if row.setting.startswith("budget") else options.warmup):
+        run_step(model, tokens, options.microbatches)
+        now = getattr(handle, "planned", None)
+        if now is not planned:
+            planned = now
+            row.predicted_step_ms, row.predicted_peak_gib = 1e3 * planned.step_s, planned.peak_bytes / GIB
 
 
 def parse_options() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--workload", choices=WORKLOADS, default="dense")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME", help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS)
+    )
     parser.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="memory budgets to plan for")
     parser.add_argument("--layers", type=int, help="in place of the workload's")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works, without a GPU too")
-    parser.add_argument("--out", type=Path, metavar="FILE.csv")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that it works, without a GPU too")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps} is below 1.")
+    if options.out is None and "OUT" in os.environ:
+        options.out = Path(os.environ["OUT"], f"hugging_face_{options.workload}.json")
     return options
 
 
@@ -312,38 +349,45 @@ def can_run(name: str) -> bool:
         return False
 
 
+def try_to_measure(
+    name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
+) -> tuple[Row, Baseline | None]:
+    """Measure a setting. One that fails has a row too, and the others go on."""
+    if not can_run(name):
+        return Row(setting=name, error=f"left out: needs a GPU and {PACKAGES[name.split()[0]]}"), baseline
+    try:
+        return measure(name, options, baseline, rates)
+    except Exception as error:  # noqa: BLE001 - whatever a rival or a budget raises belongs in its row
+        traceback.print_exc(limit=-6)
+        return Row(setting=name, error=f"{type(error).__name__}: {error}"), baseline
+
+
 def main() -> int:
     """Measure, show and write."""
     options = parse_options()
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     rates = measure_rates()
-    print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device; torch {torch.__version__}")
-    print("setting                            step ms  ratio  peak GiB  offloaded  over link  bitwise")
-    rows, baseline = [], None
-    names = [*(options.settings or SETTINGS), *(f"budget {one}" for one in options.budgets)]
+    print(HEADER, flush=True)
+    rows: list[Row] = []
+    baseline = None
     SETTINGS.update({f"budget {one}": functools.partial(plan, budget=one) for one in options.budgets})
-    for name in names:
-        if not can_run(name):
-            print(f"{name:32s} left out: needs a GPU and {PACKAGES[name.split()[0]]}")
-            continue
-        row, baseline = measure(name, options, baseline, rates)
+    for name in [*options.settings, *(f"budget {one}" for one in options.budgets)]:
+        row, baseline = try_to_measure(name, options, baseline, rates)
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-        over_link = "-" if row.over_link is None else f"{row.over_link:.3f}"
-        print(
-            f"{row.setting:32s} {row.step_ms:9.1f} {row.over_baseline:6.3f} {row.peak_gib:9.2f} {row.offloaded_gib:10.2f} "
-            f"{over_link:>10s}  {'yes' if row.is_bitwise_identical else 'NO'}",
-            flush=True,
-        )
-        rows.append(dataclasses.asdict(row))
-    if options.out is not None:
-        with options.out.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        print(row, flush=True)
+        rows.append(row)
+        if options.out is not None:  # after each: a run that is stopped has the rows before
+            options.out.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1), encoding="utf-8")
+        if baseline is None:
+            break  # nothing to compare the others with
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    print(f"\n{options.workload} on {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device")
+    print(HEADER, *rows, sep="\n")
     dist.destroy_process_group()
-    return 0 if all(row["is_bitwise_identical"] for row in rows) else 1
+    return 0 if all(row.is_bitwise_identical or row.error.startswith("left out") for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The scripts of `examples/benchmarks`, on the CPU: each ends well, with a row for each thing that it measures."""
 
 import argparse
-import csv
 import json
 import sys
 
@@ -93,11 +92,13 @@ def test_processes_that_take_turns_have_a_row_each(run, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")  # older versions have no other name
 def test_hugging_face_models_have_a_row_for_each_setting_with_the_bits_of_the_first(run, tmp_path):
-    words = ("--tiny", "--layers", "2", "--steps", "1", "--warmup", "1", "--settings", "baseline", "checkpointing", "offload")
-    assert run("hugging_face", *words, "--out", tmp_path / "rows.csv")[0] == 0
-    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
-    assert [row["setting"] for row in rows] == ["baseline", "checkpointing", "offload"]
-    assert all(row["is_bitwise_identical"] == "True" for row in rows)
+    words = ("--smoke", "--layers", "2", "--steps", "1", "--warmup", "1", "--settings", "baseline", "checkpointing", "offload")
+    assert run("hugging_face", *words, "--budgets", "1KiB", "1GiB", "--out", tmp_path / "rows.json")[0] == 1
+    rows = {row["setting"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert "BudgetError" in rows.pop("budget 1KiB")["error"]  # and the next one runs
+    assert list(rows) == ["baseline", "checkpointing", "offload", "budget 1GiB"]
+    assert all(row["is_bitwise_identical"] for row in rows.values())
+    assert rows["budget 1GiB"]["predicted_peak_gib"] > 0
 
 
 def test_a_budget_which_nobody_plans_for_is_refused_before_a_process_starts(run):
