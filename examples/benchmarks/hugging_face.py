@@ -2,6 +2,7 @@
 
     python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
         [--budgets 26GiB 22GiB 18GiB 15.1GiB] [--steps 8] [--out FILE.json]
+    python examples/benchmarks/hugging_face.py --draw FILE.csv --out PICTURE.png
 
 `dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as Qwen3-30B
 has them (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
@@ -18,6 +19,7 @@ rows are printed again at the end, and written to `--out`, or else to a file in 
 import argparse
 import concurrent.futures
 import contextlib
+import csv
 import dataclasses
 import functools
 import gc
@@ -189,6 +191,7 @@ SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManage
     "save_on_cpu": save_on_cpu,
 }
 PLAN_SETTLES_STEPS = 33
+MOST_DRAWN = 1.5
 PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activation_offloading"}
 
 
@@ -318,6 +321,28 @@ def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Name
             row.predicted_step_ms, row.predicted_peak_gib = 1e3 * planned.step_s, planned.peak_bytes / GIB
 
 
+def draw(source: Path, picture: Path) -> None:
+    """Draw peak memory against step time of the settings in `source`; those above 1.5 of the baseline are named."""
+    from matplotlib.figure import Figure
+
+    with source.open(encoding="utf-8") as stream:
+        rows = [(row["setting"], float(row["over_baseline"]), float(row["peak_gib"])) for row in csv.DictReader(stream)]
+    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    planned = sorted((peak, ratio) for name, ratio, peak in rows if name.startswith("budget"))
+    axes.plot(*zip(*planned, strict=True), marker="o", color="#1f77b4", label="fgoffload, by memory budget")
+    for name, ratio, peak in rows:
+        if not name.startswith("budget"):
+            shown = name if ratio <= MOST_DRAWN else f"{name}: {ratio:.1f} at {peak:.1f} GiB"
+            axes.plot(peak, min(ratio, MOST_DRAWN), linestyle="none", marker="s" if ratio <= MOST_DRAWN else "^", label=shown)
+    axes.set_ylim(0.98, MOST_DRAWN)
+    axes.set_xlabel("peak memory, GiB")
+    axes.set_ylabel("step time over baseline")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=120)
+
+
 def parse_options() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -331,6 +356,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that it works, without a GPU too")
+    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="draw such a file into --out, and measure nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     if options.steps < 1:
@@ -365,6 +391,9 @@ def try_to_measure(
 def main() -> int:
     """Measure, show and write."""
     options = parse_options()
+    if options.draw is not None:
+        draw(options.draw, options.out or options.draw.with_suffix(".png"))
+        return 0
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     rates = measure_rates()
     print(HEADER, flush=True)

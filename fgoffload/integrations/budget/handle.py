@@ -42,11 +42,9 @@ _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
 """From the predicted peak, from which a new plan is worth the search."""
 _EARLY = 3
-"""Steps after a measured one whose peak must not exceed the budget."""
+"""First steps of a plan, whose peak must not exceed the budget."""
 _SETTLED = 12
 """Step of a plan, from 0, whose peak and time are compared with the prediction."""
-_MOST_CORRECTIONS = 4
-"""Plans after one trial. Their errors differ, and two of them might take turns."""
 _ALIKE = 0.9
 """Of the planned input, from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
@@ -74,7 +72,7 @@ class BudgetOffload(ModelOffload):
         self._blocks: dict[int, MeasuredBlock] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
-        self._step = self._tried_at = self._planned_at = self._corrections = 0
+        self._step = self._planned_at = self._corrections = 0
         self._measures = False
         """Whether each layer runs again in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
@@ -155,7 +153,7 @@ class BudgetOffload(ModelOffload):
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
-        return step - self._tried_at <= _EARLY or age == _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
+        return age < _EARLY or age == _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
 
     def _read_clock(self) -> float:
         engine = self.get_engine()
@@ -213,8 +211,9 @@ class BudgetOffload(ModelOffload):
             return
         self._planned.measured = reading
         age = self._step - 1 - self._planned_at
+        # A plan within the budget is corrected once at most: two plans whose errors differ would take turns.
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
-        if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and self._corrections < _MOST_CORRECTIONS):
+        if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
             self._correct(self._planned, reading)
         elif age == _SETTLED and self._planner is not None:
@@ -243,7 +242,7 @@ class BudgetOffload(ModelOffload):
         )
         self._planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), StepReading(reading.peak_bytes, 0.0))
         planned = self._ask(self._planner)
-        self._measures, self._tried_numel, self._tried_at, self._corrections = False, numel, self._step - 1, 0
+        self._measures, self._tried_numel, self._corrections = False, numel, 0
         if isinstance(planned, BudgetError):
             if self._planned is None:
                 raise planned

@@ -29,7 +29,7 @@ def train(memory, kind, *, is_sharded):
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
     handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
     found = []
-    for step in range(5):  # gradients accumulate; the fourth is compared with the last plan
+    for step in range(18):  # gradients accumulate; the 15th is compared with the plan, and the next one with a better plan
         loss = model(make_inputs(step, rows=512) * 1.0)
         loss.backward()
         gradients = [one.to_local() if is_sharded else one for one in copy_gradients(model)]
@@ -40,7 +40,7 @@ def train(memory, kind, *, is_sharded):
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
-@pytest.mark.parametrize(("kind", "mib", "action"), [(Block, 5, "mlp: recompute"), (Normed, 8, "offload")])
+@pytest.mark.parametrize(("kind", "mib", "action"), [(Block, 5, "recompute"), (Normed, 8, "offload")])
 def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(monkeypatch, kind, mib, action, is_sharded):
     link = LinkModel(d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, duplex_bytes_per_s=1e7)  # so slow that recompute wins
     monkeypatch.setattr(budget_handle, "measure_link", lambda *_, **__: SimpleNamespace(to_model=lambda: link))
