@@ -14,7 +14,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""What captures graphs: nothing; Megatron each layer; Transformer Engine each layer; Megatron a whole forward and backward."""
+"""Kinds of capture: none; Megatron each layer; Transformer Engine each layer; Megatron a whole step."""
 
 
 class Graphs(NamedTuple):

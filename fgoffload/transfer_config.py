@@ -28,7 +28,7 @@ class HostMemory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """What is offloaded, when it is copied, and where the host memory comes from.
+    """Options of offload: what is offloaded, when it is copied, and where the host memory comes from.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.

@@ -23,7 +23,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""That are tried for a budget. The last one counts, whatever it takes."""
+"""Most plans tried for a budget. The last one counts, whatever it takes."""
 
 TryPlan = Callable[[Setting], Tried | None]
 """Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""

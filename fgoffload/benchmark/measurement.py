@@ -73,7 +73,7 @@ class Summary:
 
     setting: Setting
     process: ProcessKind
-    """That it ran in: `baseline` runs in each."""
+    """Process in which it ran: `baseline` runs in each."""
     step_seconds: tuple[float, ...] = ()
     """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()

@@ -38,7 +38,7 @@ _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 
 
 class System(enum.Enum):
-    """Who gives memory back, and how; a line of the picture each."""
+    """Systems that are compared; a line of the picture each."""
 
     BASELINE = "baseline"  # everything stays on the device
     RECOMPUTE = "recompute"  # Megatron-Core's own, full or of modules
@@ -69,7 +69,7 @@ class Setting:
     """One row of the benchmark."""
 
     system: System
-    """Who gives memory back."""
+    """The compared system."""
     modules: tuple[str, ...] = ()
     """Tags that are offloaded, for `megatron` and `ours`."""
     fraction: float = 1.0

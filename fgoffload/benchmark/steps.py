@@ -18,7 +18,7 @@ class StepRecord:
     seconds: float
     """From the start of the step until the device was done with it."""
     loss_names: tuple[str, ...] = ()
-    """What each loss is called, where it is more than the number of its microbatch."""
+    """Names of the losses, where they are more than the microbatch's number."""
 
     @property
     def loss(self) -> float:

@@ -36,7 +36,7 @@ class Surroundings:
     cuda: str | None
     """The version that torch was built for."""
     cpus: int
-    """That this process may run on."""
+    """Number of CPU cores that this process may use."""
     variables: Mapping[str, str]
     """Environment variables that are set and change what libraries do."""
 

@@ -5,7 +5,7 @@ import enum
 
 
 class Status(enum.Enum):
-    """What a result means for training with offload."""
+    """Verdict of a check for training with offload."""
 
     OK = "ok"  # no action needed
     WARNING = "warning"  # works, but could be faster or use less
@@ -20,9 +20,9 @@ class CheckResult:
     name: str
     status: Status
     found: str
-    """What was found; if skipped, the reason."""
+    """The finding; if skipped, the reason."""
     fix: str = ""
-    """What to do; empty if nothing."""
+    """The fix; empty if there is none to make."""
 
 
 def skip(name: str, reason: str) -> CheckResult:

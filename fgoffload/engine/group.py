@@ -14,7 +14,7 @@ from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, 
 
 
 class Group(ScheduledGroup):
-    """What one run of a site saves for one microbatch: the tensors that move together."""
+    """Tensors that one run of a site saves for one microbatch, and that move together."""
 
     __slots__ = (
         "__weakref__",
@@ -42,7 +42,7 @@ class Group(ScheduledGroup):
         self.site: Site | None = None
         """Set where each execution saves the same in the same order, so that one teaches something about the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
-        """What `count_kept` has counted: by storage, the bytes of each tensor, by its address and size."""
+        """Counts of `count_kept`: by storage, the bytes of each tensor, by its address and size."""
         self.filtered: set[int] = set()
         """The lane's filtered storages, by key."""
         self.saved_tensors = 0

@@ -118,7 +118,7 @@ class LentBlock(weakref.ref[HostBlock]):
 
     place: BlockPlace
     reads: Sequence[Event]
-    """What was read before. It counts still: the block may never have been written, and then nobody has waited."""
+    """Reads of the block's earlier use. They still count: nobody has waited for them if the block was never written."""
 
     def list_reads(self) -> Sequence[Event]:
         """Return the events of the copies that may still read there."""

@@ -54,7 +54,7 @@ class Reload:
         self.version: int | None = None
         """Of the buffer when the first tensor was taken from it; None before."""
         self.views: dict[View, torch.Tensor] = {}
-        """What was taken, by view: one object each. See [Note: Which tensor is handed back]."""
+        """Tensors that were taken, by view: one object each. See [Note: Which tensor is handed back]."""
 
     @property
     def is_ordered(self) -> bool:
@@ -127,7 +127,7 @@ class SavedStorage:
         self.end = 0
         """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
         self.covered_bytes = 0
-        """What the distinct views reach together, at most; overlapping views count twice."""
+        """Upper bound of the bytes under all distinct views; overlapping views count twice."""
         self.gathered: tuple[View, ...] = ()
         """The views whose bytes leave, where that is less than half of the stretch; none where the whole stretch leaves."""
         self.whole: View | None = None

@@ -28,7 +28,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """What the seconds of a tag measure, by the GPU's clock."""
+    """Measured times of a tag, by the GPU's clock."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"

@@ -1,4 +1,4 @@
-"""What processes of a training tell each other outside of its tensors. In a process by itself nothing is exchanged."""
+"""Exchanges small objects between the processes of a training. A single process exchanges nothing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""What a training would need, and the fastest way to stay within a memory budget: plain numbers, no torch and no device.
+"""Predicts memory and time of a training, and finds the fastest plan within a memory budget. Needs no torch and no device.
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 

@@ -34,7 +34,7 @@ Source: the compared steps of four runs of W2 on H100s say 0.088, 0.145, 0.095 a
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What a few steps under a plan took."""
+    """Measured peak and time of a few steps under a plan."""
 
     peak_bytes: int
     """Device bytes at their worst moment on any rank; 0 where nobody counts them."""

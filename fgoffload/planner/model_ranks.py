@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What a prediction takes for granted, beside model, ranks and device."""
+    """Assumptions of a prediction, beside model, ranks and device."""
 
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-    """What kernels reach of the device's peaks."""
+    """Efficiency of kernels against the device's peaks."""
     network: Network = dataclasses.field(default_factory=Network)
     """Between ranks, where it was measured."""
     state: ParameterState = ADAM
-    """What a parameter has beside its weight."""
+    """Bytes of a parameter beside its weight."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
     """Device bytes that no allocation of the training is."""
     dispatch_buffer_bytes: int = 0
@@ -63,7 +63,7 @@ class Assumptions:
     execution: Execution = dataclasses.field(default_factory=Execution)
     """How layers are run. Context parallel size and window of each layer are the model's, whatever is here."""
     graphs: Graphs = NO_CAPTURE
-    """What CUDA graphs capture."""
+    """Modules that CUDA graphs capture."""
 
 
 def build_ranks(

@@ -1,4 +1,4 @@
-"""What a plan is made for: a training that differs in one of these is refused.
+"""Facts of the training that a plan is made for: one that differs in any of them is refused.
 
 Whether parameters are bf16 or fp16 is none of them, nor the format of FP8: activations are as large, and as fast. Nor is
 what gradients and the optimizer take, of which Megatron's model config does not know.

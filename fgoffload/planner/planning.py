@@ -44,7 +44,7 @@ class PlanReport:
     """A plan, what it is predicted to come to, and what people would compare it with."""
 
     ranks: tuple[RankModel, ...]
-    """What was planned for, with the host budget that was given."""
+    """The planned ranks, with the given host budget."""
     baselines: Mapping[str, StepResult]
     """By name: `baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget.
     What does not fit into the host budget stays on the GPU, as in the engine."""

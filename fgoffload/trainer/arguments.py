@@ -79,7 +79,7 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "mscale_all_dim": 0.0,
     "normalization": "LayerNorm",
 }
-"""What an absent flag means with latent attention. The config's own defaults are another model: queries through a rank of 512,
+"""Defaults of absent flags with latent attention. The config's own defaults are another model: queries through a rank of 512,
 for one, where Megatron-LM projects them in one go. Source: `_add_mla_args` of megatron/training/arguments.py, and for norms
 `TransformerConfig`, of Megatron-LM core 0.16.1; both still so in 0.20."""
 

@@ -18,12 +18,12 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import MIB
 
 LARGEST_TEXT_BYTES = 4 * MIB
-"""What is read at most. A demonstration sees far less; more would only take time to read."""
+"""Most bytes that are read. A demonstration sees far less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one forward takes. Shapes are `[b, s]`: sequences, tokens."""
+    """Input of one forward. Shapes are `[b, s]`: sequences, tokens."""
 
     tokens: torch.Tensor
     """int64, the model's input."""

@@ -52,7 +52,7 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class Optimizer(Protocol):
-    """What a step does with its gradients."""
+    """Treatment of a step's gradients."""
 
     def step(self) -> None:
         """Update the parameters, or leave them."""

@@ -1,4 +1,4 @@
-"""What a training may ask for and this version, or what is installed, does not have: refused before anything is built."""
+"""Refuses trainings that this version, or the installed packages, do not support, before anything is built."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a rank is fed: how many microbatches a step has, and which."""
+"""Microbatches of a rank: how many a step has, and which."""
 
 import math
 from collections.abc import Iterator

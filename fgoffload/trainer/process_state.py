@@ -1,4 +1,4 @@
-"""What a training changes in its process, and puts back when it is over."""
+"""Process state that a training changes, and restores at its end."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import torch
 from fgoffload import environment
 
 _ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""What Megatron's model writes for Transformer Engine to read. The next model raises where it finds another backend there."""
+"""Variables that Megatron's model sets for Transformer Engine. The next model raises where it finds another backend there."""
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 """At 0 Transformer Engine takes attention kernels alone whose backward adds in one order."""

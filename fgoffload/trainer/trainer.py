@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step computed on this rank."""
+    """Results of one step on this rank."""
 
     step: int
     """From 0."""
@@ -95,7 +95,7 @@ class Trainer:
         self.chunks: list[torch.nn.Module] = []
         """The model chunks of this rank, as Megatron builds them; in the schedules each is wrapped for data parallelism."""
         self.graphs = choose_graphs(arguments)
-        """What captures the CUDA graphs of this training."""
+        """CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
         self._step = 0
         self._evaluations = 0

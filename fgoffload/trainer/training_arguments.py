@@ -142,7 +142,7 @@ class TrainingArguments:
 
     @property
     def cuda_graph_impl(self) -> str:
-        """Who captures CUDA graphs, one of `GRAPH_IMPLS`."""
+        """Capturer of CUDA graphs, one of `GRAPH_IMPLS`."""
         return str(self.transformer.get("cuda_graph_impl", NO_GRAPHS))
 
     @property

@@ -70,7 +70,7 @@ class NoGraphs:
 
 
 class _Graphs(NoGraphs):
-    """What all kinds of graphs have in common."""
+    """Base of all kinds of graphs."""
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:

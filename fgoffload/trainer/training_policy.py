@@ -12,14 +12,14 @@ class Kernels(enum.Enum):
 
 
 class Update(enum.Enum):
-    """What a step does with its gradients."""
+    """Treatment of a step's gradients."""
 
     ADAMW = "adamw"  # updates the parameters
     NONE = "none"  # leaves them: forward and backward alone, without the memory of an optimizer
 
 
 class Engine(enum.Enum):
-    """Who offloads what the flags of fine-grained activation offload select."""
+    """The engine that offloads what the flags select."""
 
     OURS = "ours"  # this package's engine, also at Megatron's own call sites
     MEGATRON = "megatron"  # Megatron-Core's own: see `megatron_engine`
@@ -32,10 +32,10 @@ class TrainingPolicy:
     kernels: Kernels = Kernels.DETERMINISTIC
     """Which kernels compute."""
     update: Update = Update.ADAMW
-    """What a step does with its gradients."""
+    """Treatment of a step's gradients."""
     engine: Engine = Engine.OURS
-    """Who offloads, where the training has offload."""
+    """The engine that offloads, if any."""
 
 
 DEFAULT_POLICY = TrainingPolicy()
-"""That of `fgoffload train`."""
+"""The policy of `fgoffload train`."""

@@ -36,7 +36,7 @@ class PeakMeter(abc.ABC):
 
 
 class AllocatorMeter(PeakMeter):
-    """What torch's allocator hands out. It starts the allocator's peak anew."""
+    """Counts what torch's allocator hands out, and resets its peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0

@@ -58,7 +58,7 @@ class MeasuredBlock:
 
 
 class _State:
-    """What a run may change: random states, buffers, inputs and plain attributes."""
+    """State that a run may change: random states, buffers, inputs and plain attributes."""
 
     def __init__(self, module: torch.nn.Module, given: Any) -> None:
         self.random = get_random_states()

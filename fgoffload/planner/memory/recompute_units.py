@@ -1,4 +1,4 @@
-"""What the units of `fgoffload.tags.RECOMPUTE_UNITS` save in a layer, and what they cost.
+"""Bytes that the units of `fgoffload.tags.RECOMPUTE_UNITS` free in a layer, and their cost.
 
 Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
 `shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
@@ -27,7 +27,7 @@ _ATTENTION_NORM = ("output of the norm before attention", "statistics of the nor
 _MLP_NORM = ("output of the norm before the MLP", "statistics of the norm before the MLP")
 
 _ACTIVATION_INPUTS = ("first linears' output", "permuted probabilities")
-"""What the experts' activation is given, and runs again from."""
+"""Input of the experts' activation, from which it is recomputed."""
 
 _AROUND = ("mtp_projection", "mtp_norm")
 """Stretches of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""

@@ -1,4 +1,4 @@
-"""What a rank's device holds all the time: weights, gradients, the optimizer, buffers, and a reserve. And what the loss holds.
+"""Static memory of a rank: weights, gradients, optimizer, buffers and a reserve. And the memory of the loss.
 
 Of each parameter, with Adam, gradients in fp32 and the distributed optimizer over d ranks:
 
@@ -47,7 +47,7 @@ one H100 had 11.7 GiB allocated between steps, and its weights and gradients are
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
-"""What a device holds that no allocation of the training is: an estimate, and not measured.
+"""Device memory outside the training's allocations: an estimate, not measured.
 
 CUDA's context and loaded kernels are up to 1 GiB; NCCL's buffers, 4 MiB a channel, are as much again where a rank is in many
 groups. The rest is for what the caching allocator reserves and cannot use.
@@ -101,7 +101,7 @@ class ParameterState:
 
     @property
     def optimizer_bytes(self) -> int:
-        """What ranks share with the distributed optimizer."""
+        """Bytes that the distributed optimizer shards."""
         return self.main_parameter_bytes + self.moment_bytes
 
 
@@ -131,7 +131,7 @@ class StaticMemory:
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     """Of matrix products."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """What the training does not allocate: CUDA, NCCL, and what the allocator cannot use."""
+    """Memory for the CUDA context, NCCL and fragmentation."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 0.
@@ -155,7 +155,7 @@ class StaticMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBytes:
-    """What the last norm, the output layer and the loss of one microbatch take on the rank that has them."""
+    """Memory of the last norm, the output layer and the loss for one microbatch."""
 
     saved_bytes: int
     """Until their backward, which comes right after their forward."""

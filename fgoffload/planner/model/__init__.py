@@ -1,1 +1,1 @@
-"""What a model is, and how ranks share it: shapes, parallel sizes, and which layers and parameters each pipeline rank has."""
+"""Shapes of a model and their split over ranks: parallel sizes, and the layers and parameters of each pipeline rank."""

@@ -1,4 +1,4 @@
-"""What each kind of model calls its parts in a `config.json`: readers, defaults, and what is not modelled, by `model_type`."""
+"""Readers of `config.json` by `model_type`: names of fields, defaults, and parts that are not modelled."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -45,7 +45,7 @@ _FIELD_NAMES: Mapping[str, str] = MappingProxyType(
 """By field of a ModelShape, what a `config.json` calls it, where that is another name and the same in all kinds of models."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
-"""What `hidden_act` may be: all these models multiply it with a half of the first linear's output. One kernel computes either
+"""Values of `hidden_act`. All these models multiply it with a half of the first linear's output. One kernel computes either
 gate, and both save the same."""
 
 _KINDS_WITHOUT_WINDOWS = frozenset({"llama", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"})

@@ -27,10 +27,10 @@ FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxf
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
-"""What exchanges tokens: `--moe-token-dispatcher-type alltoall`, or flex with one of the others as its backend."""
+"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or flex with one of the others as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
-"""What a plan assumes of `ExpertsShape.imbalance` where nobody measured it.
+"""`ExpertsShape.imbalance` where nobody measured it.
 
 With biases that follow the load, the fullest expert is 4% above the mean over a whole validation set. One microbatch sways
 more, and while a router learns, more still; a rank with several experts sways less than each of them. A fifth is room for that.
@@ -125,7 +125,7 @@ class ExpertsShape:
     has_fused_permutation: bool = False
     """With `--moe-permute-fusion`."""
     dispatcher: Dispatcher = "alltoall"
-    """What exchanges tokens. The others send a token once to each node that it goes to, and not once for each expert."""
+    """The token dispatcher. All but `alltoall` send a token once to each node that it goes to, and not once for each expert."""
     limited_groups: tuple[int, int] | None = None
     """Of how many groups of experts a token's come from, and of how many there are: `--moe-router-group-topk` of
     `--moe-router-num-groups`. None without limit."""

@@ -264,7 +264,7 @@ def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> N
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StageChunk:
-    """What one model chunk of a pipeline rank has."""
+    """Layers, embedding and output of one model chunk."""
 
     layers: tuple[int, ...]
     """Numbers of its layers in the whole model, in the order of forward. Those from `num_layers` on are of multi-token

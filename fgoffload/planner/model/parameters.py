@@ -43,7 +43,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """What one rank has."""
+    """Parameters of one rank."""
 
     dense_count: int
     """Numbers that all data-parallel ranks have alike."""

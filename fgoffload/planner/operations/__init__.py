@@ -1,1 +1,1 @@
-"""What a layer has to do, from its shape and for any device: operations, bytes of memory, and bytes to other ranks."""
+"""Operations of a layer, from its shape and for any device: compute, memory traffic, and bytes to other ranks."""

@@ -1,4 +1,4 @@
-"""What the attention half of a layer has to do, from its norm to the residual add behind the projection.
+"""Operations of the attention half of a layer, from its norm to the residual add after the projection.
 
 The stretches are `attn_norm`, where the norm is a module, `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
 `qkv_down` ahead of `qkv_linear`: what widens the compressed tensors can run again without what compresses them.

@@ -1,4 +1,4 @@
-"""What the second half of a layer has to do: a dense MLP, or router, experts and what is between them.
+"""Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
 
 The stretches of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc1`, `mlp_act` and `mlp_fc2`; those of a mixture
 `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.

@@ -1,4 +1,4 @@
-"""What the stretches of a layer have to do: floating-point operations, bytes of memory, and bytes to other ranks.
+"""Operations of a segment: floating-point operations, memory traffic, and bytes to other ranks.
 
 `attention_ops` and `mlp_ops` list it from the shape of a layer, and `op_times` says how long it takes.
 """
@@ -30,7 +30,7 @@ FULL_HEAD_CHANNELS = 128
 
 
 class Limit(enum.Enum):
-    """What kind of kernel it is: the field of `Efficiency` that says what share of the device's peak it reaches."""
+    """Kind of kernel: the field of `Efficiency` with its share of the device's peak."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one for each expert
@@ -62,7 +62,7 @@ class Work:
 
 
 class Pattern(enum.Enum):
-    """Who sends to whom."""
+    """Ranks that exchange."""
 
     RING = "ring"  # each to its neighbour: the slowest hop counts
     ALL_TO_ALL = "all_to_all"  # each to all others, as much to each
@@ -71,10 +71,10 @@ class Pattern(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a rank sends to others of its group."""
+    """Bytes that a rank sends to others of its group."""
 
     pattern: Pattern
-    """Who sends to whom."""
+    """Ranks that exchange."""
     sent_bytes: float
     """By this rank, to all others together."""
     ranks: int
@@ -99,27 +99,27 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """What a stretch does one way."""
+    """Operations of a segment in one direction."""
 
     works: tuple[Work, ...]
     """Kernels, one after the other."""
     traffic: tuple[Traffic, ...] = ()
-    """What the kernels wait for."""
+    """Exchanges before the kernels."""
     beside: tuple[Traffic, ...] = ()
-    """What runs while they run."""
+    """Exchanges beside the kernels."""
     host_launches: int = 0
     """Launches that the host could make in the time of what else it does."""
 
     @property
     def kernels(self) -> int:
-        """What the host launches."""
+        """Number of launches."""
         calls = sum(one.calls for one in (*self.traffic, *self.beside))
         return sum(work.kernels for work in self.works) + calls + self.host_launches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentWork:
-    """What a stretch does both ways."""
+    """Operations of a segment in forward and backward."""
 
     name: str
     """As in `Segment`."""

@@ -1,4 +1,4 @@
-"""What pipeline ranks run in a step, in numbers: layers, chunks and the order of passes.
+"""Models of pipeline ranks: layers, chunks and the order of passes, in numbers.
 
 The simulator and the solver know no more of a training than this, wherever it comes from.
 """

@@ -12,7 +12,7 @@ from fgoffload.tags import find_recompute_unit
 
 
 class HostWait(enum.Enum):
-    """What stands between the host and the launch of a stretch: a few bytes of the device that it has to read first.
+    """Synchronization of the host before a segment: it must read a few bytes of the device first.
 
     Source: docs/reference/tags.md, where the host waits.
     """
@@ -37,7 +37,7 @@ class Segment:
     backward_extra_bytes: int = 0
     """Device bytes that are there while backward runs: gradients of activations, and what it computes with."""
     host_wait: HostWait | None = None
-    """What the host waits for before it launches the forward, or None."""
+    """Synchronization of the host before it launches the forward, or None."""
     forward_host_s: float = 0.0
     """Seconds that a forward pass takes beside `forward_s`, since the host launches it later than what `forward_s` is of; below
     0 where it launches it earlier. Not where the stretch runs again."""
@@ -50,7 +50,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """What one or several tags of a layer keep of one storage."""
+    """One storage that one or several tags of a layer save."""
 
     name: str
     """For people."""
@@ -72,7 +72,7 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModel:
-    """What a layer may recompute by itself: what that saves, and what it costs."""
+    """A part of a layer that can be recomputed by itself: the bytes it frees, and its cost."""
 
     name: str
     """As a plan names it: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name that the layer alone knows."""
@@ -83,7 +83,7 @@ class UnitModel:
     held: tuple[str, ...] = ()
     """Of these, what the layer's forward holds to its end all the same."""
     keeps: tuple[SavedTensor, ...] = ()
-    """What the unit saves for itself instead, beyond what is saved anyway: the input that it runs again from."""
+    """Inputs that the unit saves in exchange, to be recomputed from."""
     before: str
     """The unit runs again right before the backward of this stretch: where Megatron asks for what was dropped, which may be
     earlier than the first stretch that needs it."""
@@ -126,14 +126,14 @@ class LayerModel:
     segments: tuple[Segment, ...]
     """In the order of forward. Backward goes the other way."""
     tensors: tuple[SavedTensor, ...]
-    """What it saves where nothing runs again and nothing leaves, in the order of forward.
+    """Storages that it saves without recompute and offload, in forward order.
 
     A tensor is there from the end of the stretch of its first tag on, and backward asks for it at the stretch of its last tag;
     tags without a stretch of their name count as the first stretch. It leaves where any of its tags is offloaded, once, with
     the group of the first of those.
     """
     units: tuple[UnitModel, ...] = ()
-    """What may run again by itself."""
+    """Units that can be recomputed by themselves."""
 
     def __hash__(self) -> int:
         """Return what kinds that are equal have alike. To hash all fields, each time that one is looked up, takes too long."""

@@ -48,10 +48,10 @@ class LayerPart:
     backward_extra_bytes: int = 0
     """Device bytes that are there while backward runs, beside what was saved."""
     input: SavedTensor | None = None
-    """What a recompute of this part alone starts from. A tensor of the same name that the layer saves anyway counts once. None
+    """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
     where the part cannot be recomputed alone."""
     allowed: frozenset[Action] = _ALL
-    """What may be done about it beside keeping it."""
+    """Allowed actions beside keeping it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ class MeasuredLayer:
     parts: tuple[LayerPart, ...]
     """In the order of forward."""
     tensors: tuple[SavedTensor, ...]
-    """What it saves where nothing is recomputed, each storage once: its tags are the names of the parts that save it."""
+    """Storages that it saves without recompute, each once, tagged by the parts that save it."""
     input: SavedTensor | None = None
-    """What a recompute of the whole layer starts from; its tags are `layer_input` and the parts that save it too. None where
+    """Input from which the whole layer is recomputed; its tags are `layer_input` and the parts that save it too. None where
     the layer cannot be recomputed."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What one pipeline rank runs in a step, and on what: the simulator's input, and the solver's."""
+"""The model of one pipeline rank and its device: input of the simulator and the solver."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ class LinkModel:
     copy_latency_s: float = 0.0
     """Before the bytes of each group's copy move."""
     compute_slowdown: float = 0.0
-    """What a stretch of compute takes longer while copies run beside it, as a part: 0.06 for 6%."""
+    """How much copies slow compute beside them: 0.06 for 6%."""
 
     def __post_init__(self) -> None:
         """Refuse what no link has.
@@ -84,7 +84,7 @@ class HostPace(enum.Enum):
 
 
 class Turn(enum.Enum):
-    """What becomes of copies to the host that are under way where forward of a microbatch turns to its backward."""
+    """Treatment of copies in flight to the host when forward of a microbatch turns to its backward."""
 
     CALL_BACK = "the last groups stay"  # where modules are named, and nothing is planned
     PLAN = "those stay that are far from done"  # while a plan is made, which then says how many bytes these are
@@ -108,7 +108,7 @@ def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """What a pipeline rank runs in a step."""
+    """One pipeline rank in a step."""
 
     rank: int
     """Of the pipeline, from 0."""
@@ -133,7 +133,7 @@ class RankModel:
     turning_chunk: int | None = None
     """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
     turn: Turn = Turn.PLAN
-    """What becomes there of copies that are under way, unless the plan says how many bytes may be."""
+    """Treatment of copies in flight there, unless the plan gives a number of bytes."""
     late_group_s: float = 0.0
     """Seconds by which a late host launches later what follows a group that leaves: it has that to do as well."""
     has_engine: bool = True

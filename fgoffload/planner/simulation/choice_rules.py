@@ -1,4 +1,4 @@
-"""What a plan may ask of one layer, by the rules of `fgoffload.tags` and by what layers of its kind have."""
+"""Checks the actions of one layer against the rules of `fgoffload.tags` and the tags of its kind."""
 
 from collections.abc import Mapping
 

@@ -11,10 +11,10 @@ from fgoffload.planner.simulation.layer_choice import ResolvedLayer, resolve_lay
 from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler, LayerRules
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
-"""What a plan says, by chunk and number of the layer, and there by tag or unit."""
+"""Actions of a plan, by chunk and layer number, and there by tag or unit."""
 
 _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
-"""What it says of the layers of a chunk, in order."""
+"""Actions for the layers of a chunk, in order."""
 
 _KNOWN_CHUNKS = 128
 """A plan is simulated after one that differs from it in a layer or two. All ranks of a pipeline have no more chunks."""

@@ -1,4 +1,4 @@
-"""What a rank does in one pass through a model chunk under a plan, event by event.
+"""Events of one pass through a model chunk under a plan.
 
 `chunk_compiler` makes it, once for all microbatches. Compute with nothing in between is one event, unless a timeline is wanted.
 """
@@ -11,7 +11,7 @@ from fgoffload.plan import Action
 
 
 class EventKind(enum.Enum):
-    """What happens, by the method of `RankRun` that simulates it, and what the event has as argument."""
+    """Kinds of events: the method of `RankRun` that simulates it, and its argument."""
 
     COMPUTE = "compute"  # a `Compute`
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
@@ -53,7 +53,7 @@ class Take(NamedTuple):
 
 
 class Mover(NamedTuple):
-    """What copies are counted for: a tag, in layers of a kind that do the same about it."""
+    """Key by which copies are counted: a tag, in layers of a kind with the same action."""
 
     kind: str  # of layer
     tag: str  # of the site that tensors leave with
@@ -82,7 +82,7 @@ class PlacedGroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompiledChunk:
-    """What a chunk does under a plan."""
+    """A chunk under a plan."""
 
     forward: Events
     backward: Events

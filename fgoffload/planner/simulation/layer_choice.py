@@ -1,4 +1,4 @@
-"""What a plan makes of one layer: which saved tensors stay, which leave and with which group, and what runs again.
+"""One layer under a plan: which saved tensors are kept, offloaded by which group, or recomputed.
 
 Segments are named by their place in `LayerModel.segments`, from 0. A plan that a layer cannot follow is refused here, by the
 rules of `fgoffload.tags`, as the engine and the executor refuse it.
@@ -55,7 +55,7 @@ class PlacedTensor(NamedTuple):
 
 
 class LeavingGroup(NamedTuple):
-    """What leaves together: what one tag of the layer saves, without what has left before or stays."""
+    """Storages that are offloaded together: those of one tag that are neither kept nor offloaded before."""
 
     tag: str
     action: Action  # what is done about it
@@ -92,7 +92,7 @@ class ResolvedLayer:
     kept: tuple[PlacedTensor, ...]  # what stays on the device from forward to backward
     held: tuple[PlacedTensor, ...]  # what runs again and was not saved, but is there until the layer's forward is over
     shared: tuple[SavedTensor, ...]
-    """What all layers save alike. It stays, and counts once a microbatch and chunk: the engine keeps tables that live on."""
+    """Storages that all layers share. They are kept, and count once a microbatch and chunk: the engine keeps living tables."""
     leaving: tuple[PlacedTensor, ...]  # what leaves
     groups: tuple[LeavingGroup, ...]  # of the tags that are offloaded, in the order in which forward reaches their sites
     reruns: tuple[Rerun, ...]  # what runs again, in the order of backward
@@ -222,7 +222,7 @@ class _Places:
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """The first segment over whose host wait groups are held."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
-        """What the layer saves where nothing runs again, by name."""
+        """Saved storages without recompute, by name."""
 
     def find(self, name: str) -> int:
         """Return the segment called `name`; the first where there is none."""

@@ -40,7 +40,7 @@ _ROUTER = "router"
 
 
 class LayerRules(NamedTuple):
-    """What holds for all layers of a rank."""
+    """Settings shared by all layers of a rank."""
 
     has_copies: bool  # whether anything leaves
     has_engine: bool  # as `RankModel.has_engine`

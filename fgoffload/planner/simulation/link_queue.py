@@ -17,7 +17,7 @@ rounded since."""
 
 
 class Copy:
-    """What one group moves at once."""
+    """Copy of one group."""
 
     __slots__ = ("end_s", "label", "pass_", "size_bytes", "start_s", "traffic")
 

@@ -19,7 +19,7 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
-"""That are simulated, in all and before those that are not: the start of the first one still has traces of the warm-up."""
+"""Rounds that are simulated before extrapolation; the first one still has traces of the warm-up."""
 
 _LEAST_MICROBATCHES = 4
 """Of a round."""

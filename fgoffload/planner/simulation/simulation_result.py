@@ -1,4 +1,4 @@
-"""What a simulated step came to: the numbers of each rank, and the streams over time where they were asked for."""
+"""Results of a simulated step: each rank's numbers, and its streams over time if asked for."""
 
 import dataclasses
 import enum
@@ -35,7 +35,7 @@ class Waits:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TagTraffic:
-    """What one tag moved in a step on a rank, in the layers of one kind that do the same about it."""
+    """Traffic of one tag in a step on a rank, in layers of one kind with the same action."""
 
     kind: str  # of layer
     tag: str  # the tag. What several tags save counts for the one that it left with.
@@ -55,7 +55,7 @@ class TagTraffic:
 
 
 class StreamName(enum.Enum):
-    """What does something over time."""
+    """Streams of a timeline."""
 
     COMPUTE = "compute"
     D2H = "to host"

@@ -1,4 +1,4 @@
-"""What a plan comes to: the time, the memory, the waits and the copies of a training step, without a device.
+"""Simulates a training step under a plan: time, memory, waits and copies, without a device.
 
     result = simulate(ranks, plan)
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at

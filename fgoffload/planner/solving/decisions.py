@@ -1,4 +1,4 @@
-"""What a plan does about each tag, why, and what that costs: the rows of the tables of `fgoffload plan`.
+"""Decisions of a plan by tag, with reason and cost: rows of the tables of `fgoffload plan`.
 
 Bytes and the time of a recompute are those of one microbatch and layer. What something costs takes a second simulation, of the
 plan without it: a recompute may hide behind a wait, and copies that nobody waits for slow compute.
@@ -26,7 +26,7 @@ _SHOWN_S = 5e-5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is done about one tag or unit in layers of one kind."""
+    """Decision about one tag or unit in layers of one kind."""
 
     rank: int
     """Of the pipeline."""
@@ -37,13 +37,13 @@ class Decision:
     tag: str
     """Tag or unit."""
     action: Action
-    """What is done."""
+    """The action."""
     layers: tuple[int, ...]
     """In which layers, by number in the whole model."""
     moved_bytes: int
-    """What is offloaded with it, of one microbatch and layer."""
+    """Bytes offloaded with it, for one microbatch and layer."""
     freed_bytes: int
-    """What is off the device between forward and backward, of one microbatch and layer, by this action alone."""
+    """Bytes off the device between forward and backward by this action alone, for one microbatch and layer."""
     recompute_s: float
     """Seconds of the recompute, of one microbatch and layer."""
     reason: str

@@ -1,4 +1,4 @@
-"""What each treatment of a layer costs: seconds and device bytes, by short simulations.
+"""Costs of layer treatments, seconds and device bytes, by short simulations.
 
 How much of a copy hides depends on where in the layer its group ends and is asked for, on the window and on prefetch. So the
 simulator is asked: each treatment runs a few microbatches with one layer in a chunk, and with several. What one more layer adds
@@ -35,7 +35,7 @@ _SHORT_CHUNK = 3
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a treatment costs in one place of a chunk. Of one microbatch."""
+    """Cost of a treatment at one place of a chunk, for one microbatch."""
 
     added_s: float
     """Seconds that forward and backward take longer than where all is kept."""

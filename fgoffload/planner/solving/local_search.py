@@ -50,7 +50,7 @@ _Thing = TypeVar("_Thing")
 
 
 class Verdict(NamedTuple):
-    """What a simulation says of a state."""
+    """Simulated cost of a state."""
 
     step_s: float  # how long the step takes
     peak_bytes: int  # the most on the device
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 Known = dict[object, tuple[State, Verdict]]
-"""What was simulated, by `make_key` of the state."""
+"""Simulated costs, by `make_key` of the state."""
 
 
 class LocalSearch:

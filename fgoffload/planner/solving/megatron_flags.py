@@ -70,7 +70,7 @@ class FullRecompute:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """What Megatron's command line says of recompute and offload."""
+    """Megatron's flags of recompute and offload."""
 
     offload_modules: tuple[str, ...] = ()
     """`--offload-modules`."""

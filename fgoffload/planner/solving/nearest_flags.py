@@ -39,7 +39,7 @@ class NearestFlags:
     flags: MegatronFlags
     """The flags."""
     result: StepResult
-    """What the simulator says of them."""
+    """Their simulated step."""
 
 
 class FlagSearch:

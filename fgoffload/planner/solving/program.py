@@ -39,7 +39,7 @@ _TIE_S_PER_BYTE = 1e-15
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkCounts:
-    """What the layers of a chunk do."""
+    """Treatments of a chunk's layers."""
 
     last: Treatment | None
     """The last layer. None in a chunk without layers."""
@@ -49,7 +49,7 @@ class ChunkCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What a program comes to. Its figures are no predictions: those are the simulator's."""
+    """Solution of a program. Predictions are the simulator's."""
 
     chunks: tuple[ChunkCounts, ...]
     """By number of the chunk."""
@@ -91,13 +91,13 @@ class _Chunk:
     """The variables of one chunk."""
 
     fixed: float
-    """What a microbatch keeps where all layers keep everything, in the program's unit."""
+    """Bytes of a microbatch with everything kept, in the program's unit."""
     extra: int
     """The variable of the most bytes beside what is kept."""
     last: list[tuple[TreatmentCosts, int]]
-    """What the last layer may do, each with the variable that says whether it does."""
+    """Treatments of the last layer, each with its binary variable."""
     inner: dict[str, list[tuple[TreatmentCosts, int]]]
-    """What the others may do, by kind, each with the variable that says how many do."""
+    """Treatments of the others, by kind, each with the variable that counts its layers."""
 
     def sum(self, name: str, unit: float) -> _Row:
         """Return a number of the treatments of all layers, in a unit."""

@@ -30,7 +30,7 @@ _LATE_PARTS = 0.003
 
 
 class CostTable:
-    """What treatments of layers cost, measured once for all ranks with the same layers, link and rules."""
+    """Costs of layer treatments, measured once for all ranks with the same layers, link and rules."""
 
     def __init__(self) -> None:
         self._known: dict[object, LayerCosts] = {}

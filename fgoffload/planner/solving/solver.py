@@ -37,13 +37,13 @@ class Solution:
     plan: OffloadPlan
     """For all ranks."""
     result: StepResult
-    """What the simulator predicts."""
+    """The predicted step."""
     budget_bytes: int
     """Of each device."""
     decisions: tuple[Decision, ...]
     """Rank by rank, what is done about each tag, and why."""
     baselines: Mapping[str, StepResult]
-    """What people compare with, by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
+    """Baselines by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
     budget the plan is no slower. Those that offload nothing are Megatron's own, without this package."""
     nearest: NearestFlags | None
     """Megatron's own flags that come nearest to the plan within the budget, or None where none keep to it."""

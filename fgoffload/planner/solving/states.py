@@ -1,4 +1,4 @@
-"""What the layers of a rank do, and the plan that comes of it.
+"""Treatments of a rank's layers, and the plan they form.
 
 A program says how many layers of a kind get which treatment; which layers these are is chosen here. What is offloaded first has
 the longest way back, so in forward order whoever keeps least comes first. But copies wait for each other, and may run only a
@@ -36,7 +36,7 @@ class LayerSlot:
 
 
 State = tuple[Treatment, ...]
-"""What the layers of a rank do, in the order of `list_slots`."""
+"""Treatments of a rank's layers, in the order of `list_slots`."""
 
 
 def list_slots(rank: RankModel) -> tuple[LayerSlot, ...]:

@@ -1,4 +1,4 @@
-"""What a layer may do: whole-layer treatments of which none beats another in memory, copies and recompute.
+"""Layer treatments: none beats another in memory, copies and recompute together.
 
 A layer falls apart into parts that do not affect each other: what is done about attention changes neither the bytes nor the
 recompute of the experts. So each part has a few dozen treatments, where the layer as a whole would have thousands. Parts are
@@ -34,14 +34,14 @@ _MOST = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What one layer does, and what that changes against keeping everything. Bytes and seconds are of one microbatch."""
+    """Treatment of one layer, and its change against keeping everything. Bytes and seconds are of one microbatch."""
 
     actions: Actions
-    """What is done."""
+    """The action."""
     kept_bytes: int = 0
-    """What more stays on the device from forward to backward: below 0 where something is offloaded or recomputed."""
+    """Change of the bytes on the device from forward to backward; below 0 where something is offloaded or recomputed."""
     moved_bytes: int = 0
-    """What is offloaded and reloaded."""
+    """Bytes offloaded and reloaded."""
     groups: int = 0
     """Copies each way."""
     recompute_s: float = 0.0

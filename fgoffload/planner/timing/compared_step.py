@@ -1,4 +1,4 @@
-"""What a step took under a plan, beside one that keeps all: how late the host of a training is, in what it costs."""
+"""Compares steps with and without a plan: the cost of a launch-bound host."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ class SiteAction:
     site: Site
     """Where."""
     action: Action
-    """What is done about it."""
+    """The action."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

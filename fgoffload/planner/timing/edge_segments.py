@@ -1,4 +1,4 @@
-"""What is before the layers of a model and behind them: the embedding, the output layer and the loss."""
+"""Segments before and after the layers: embedding, output layer and loss."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ _LOSS_KERNELS = 15
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeShape:
-    """What embedding and output layer are, as one rank runs them."""
+    """Shapes of embedding and output layer on one rank."""
 
     tokens: int
     """Of a microbatch, on all ranks that share the vocabulary together."""

@@ -1,4 +1,4 @@
-"""What kernels, collectives and copies reach of the peaks of a device, where nobody has measured yet.
+"""Efficiency of kernels, collectives and copies against a device's peaks, where nobody has measured.
 
 Kernels were measured on Hopper, by others and by us, as the fields say; on other devices they are a guess. A profile replaces
 them.
@@ -56,7 +56,7 @@ class Efficiency:
     """Of the bandwidth of device memory. None is what was measured of the device (`Hardware.memory_efficiency`), and else
     `ASSUMED_MEMORY`."""
     strided_bytes_per_s: float | None = 1.55e12
-    """What element-wise kernels on strided tensors move at most, bytes a second, whatever the bandwidth. None is no limit.
+    """Most bytes a second of element-wise kernels on strided tensors, whatever the bandwidth. None is no limit.
 
     Source: those of W2's activation, on halves and with a factor for each row, move 1.36 to 1.76 TB/s on an H100, together
     1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_h100_kernels.csv` and

@@ -1,4 +1,4 @@
-"""What a training runs on: memory, rates and the link to the host, of known devices or of one's own.
+"""Devices: memory, rates and the link to the host, from the table or a file.
 
     >>> get_hardware("h100").name
     'H100 80GB SXM'
@@ -70,7 +70,7 @@ class Hardware:
     """The part of that bandwidth that the kernels of a step reach, above 0 and at most 1, where it was measured. None is what
     others are taken to reach (`Efficiency.memory`)."""
     compute_efficiency: float = 1.0
-    """What matrix products and attention reach of the rates below, as a part of what they reach on Hopper (`Efficiency`)."""
+    """Efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)."""
     bf16_flop_per_s: float | None = None
     """Dense floating-point operations a second in bf16, and in fp16, which has the same rate on all devices of the table."""
     fp8_flop_per_s: float | None = None

@@ -42,7 +42,7 @@ class LinkProfile:
     copies: tuple[CopyRate, ...]
     """From the smallest size to the largest."""
     compute_slowdown: float
-    """What a matrix product takes longer while copies run both ways, as a part: 0.06 for 6%."""
+    """How much copies both ways slow a matrix product: 0.06 for 6%."""
 
     def __post_init__(self) -> None:
         """Refuse a link without copies, and sizes out of order.

@@ -189,13 +189,13 @@ class Clock:
     hardware: Hardware
     """The device, with the rates that the work needs."""
     efficiency: Efficiency = DEFAULT_EFFICIENCY
-    """What kernels reach of them."""
+    """Efficiency of kernels."""
     network: Network = DEFAULT_NETWORK
     """Between ranks, where it was measured."""
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """What kernels that hardly compute read and write a second, both together.
+        """Return bytes a second that memory-bound kernels read and write together.
 
         Raises:
             ConfigError: The device's bandwidth is not known.

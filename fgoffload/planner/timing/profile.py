@@ -1,4 +1,4 @@
-"""What was measured of a training: its link, and for each pipeline rank the layers' times and bytes.
+"""Measurements of a training: the link, and each pipeline rank's times and bytes by layer.
 
 `fgoffload profile` writes one, and `--offload-modules auto` makes one in the first step. It is in the words of the simulator
 and the solver: a measured layer is a `LayerModel`, of a kind of its own. `make_rank_model` makes kinds of those that are alike:
@@ -47,7 +47,7 @@ routing is far out of balance."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """What one pipeline rank ran in the measured step, with everything kept."""
+    """One pipeline rank in the measured step, with everything kept."""
 
     rank: int
     """Of the pipeline, from 0."""

@@ -1,4 +1,4 @@
-"""What the first step tells: selected tags that came to nothing, and planned sites that no rank has.
+"""Checks the first step: selected tags that offloaded nothing, and planned sites that no rank has.
 
 Ranks agree before any of them raises: one that raised alone would leave the others waiting for it.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _TagReport:
-    """What one tag came to in the first step; whole numbers, since ranks agree on them by a maximum."""
+    """Totals of one tag in the first step; integers, since ranks agree on them by a maximum."""
 
     sites: int = 0
     planned: int = 0

@@ -1,4 +1,4 @@
-"""What CUDA graphs and offload cannot do together: one error at start-up with the flag, the module and the reason."""
+"""Refuses combinations of CUDA graphs and offload at start-up, with the flag, the module and the reason."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -38,7 +38,7 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """What was captured of each layer."""
+    """Captured forwards of each layer."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine

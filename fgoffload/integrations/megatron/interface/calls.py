@@ -1,4 +1,4 @@
-"""What Megatron's call sites ask for, in the words of the integration: one core for both generations of their interface."""
+"""Translates Megatron's calls for the integration: one core for both generations of their interface."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ _MEGATRON_DEFAULTS: dict[str, float] = {
     "activation_offload_fraction": 1.0,
     "delta_offload_bytes_across_pp_ranks": 0,
 }
-"""What `TransformerConfig` holds where its user set nothing, in both generations."""
+"""Defaults of `TransformerConfig`, in both generations."""
 
 
 class Calls:

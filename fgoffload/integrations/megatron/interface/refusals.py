@@ -9,7 +9,7 @@ INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:Fin
 """Megatron's class, as `Patches` takes it."""
 INTERFACE_PATH = INTERFACE.replace(":", ".")
 SUPPORTED = "megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer, where by group_offload"
-"""What the tests run on, for errors."""
+"""Tested versions, for errors."""
 
 
 def refuse_unknown(name: str) -> Callable[..., NoReturn]:

@@ -44,7 +44,7 @@ def wrap_method(patches: Patches, target: Any, name: str, wrap: Callable[[Any], 
 
 
 _PATCHES = "_fgoffload_patches"
-"""What wrapped a method, as an attribute of its function."""
+"""Attribute of a function that names its wrapper."""
 
 
 def _drop_self(function: Callable[..., Any]) -> Callable[..., Any]:

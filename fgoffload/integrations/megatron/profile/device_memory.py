@@ -37,7 +37,7 @@ class DeviceMemory(abc.ABC):
 
 
 class CudaMemory(DeviceMemory):
-    """What PyTorch's allocator has handed out on the current CUDA device. It starts the allocator's own peak anew."""
+    """Counts what PyTorch's allocator hands out on the current CUDA device, and resets its peak."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()

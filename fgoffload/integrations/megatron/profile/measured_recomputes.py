@@ -1,4 +1,4 @@
-"""What may run again of a layer, for the planner: models of its units, made from what a recorder saw."""
+"""Models of a layer's recompute units for the planner, from recorded runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What of a layer could run again, found out while it runs once: which modules, what goes in and out, and whether bits stay.
+"""Finds the modules of a layer that can be recomputed, from one run: inputs, outputs, and whether bits are equal.
 
 [Note: Units that keep every bit]
 A unit that is recomputed computes what it computed before. But a checkpoint sums the
@@ -52,7 +52,7 @@ LAYER_INPUT = "layer input"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """What a layer is, as its modules say."""
+    """Kind of a layer, by its modules."""
 
     chunk: int
     number: int
@@ -61,11 +61,11 @@ class LayerFacts:
     tags: tuple[str, ...]
     """Those that have a site there."""
     units: tuple[str, ...]
-    """What can be recomputed."""
+    """Modules that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
     """Those of them that are modules."""
     wait: HostWait | None
-    """What the host waits for before it launches the experts."""
+    """Synchronization of the host before it launches the experts."""
     is_quantized: bool = False
     """Whether its linears work in FP8, and checkpoints of Megatron's run again what `reruns.py` does else."""
     has_experts_in_turn: bool = False

@@ -1,4 +1,4 @@
-"""What a measured step runs and saves: segments of forward and backward with their times, and every saved storage.
+"""Records a measured step: segments of forward and backward with their times, and every saved storage.
 
 While a step is measured nothing leaves. The hooks of a recorder stand where the engine's would: around each model, each layer,
 and each site. A segment is a site's region, or what runs between two of them. Forward is in one segment at a time; where
@@ -44,7 +44,7 @@ FIRST, LAST = "first", "last"
 
 
 class RecordedHandle(KeptHandle):
-    """What autograd gets for a tensor that it saves in a measured step: the handle that it would have got, and the segment."""
+    """Handle of a tensor saved in a measured step: the engine's handle, and the segment."""
 
     __slots__ = ("_handle", "_saving", "stretch")
 

@@ -66,7 +66,7 @@ class StepMeasurement:
         self._use_plan = use_plan
         self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
         self._switches = Patches()
-        """What runs again, by the plan in use."""
+        """Recomputed units of the plan in use."""
         self._observers = observers
         self._device = device
         self._gathers = TokenGathers(device)

@@ -10,7 +10,7 @@ from fgoffload.engine.identity import StorageRef
 
 
 class Stretch:
-    """What runs in one place of one microbatch's forward, and its backward."""
+    """A segment of one microbatch's forward, and its backward."""
 
     __slots__ = (
         "backward",
@@ -61,7 +61,7 @@ class SavedRecord:
         self.modules = modules
         """The watched modules that all its saves are inside."""
         self.views: set[View] = set()
-        """What its saves look at."""
+        """Storages that it saves."""
 
     def count_gathered_bytes(self) -> int:
         """Return the device bytes in which the engine packs what leaves of the storage; 0 where it leaves as it lies."""

@@ -20,7 +20,7 @@ _REPEATS = 3
 
 
 class TokenGathers:
-    """What gathers of tokens take on a device. Each size is measured once."""
+    """Measured times of token gathers. Each size is measured once."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
