@@ -17,7 +17,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""In place of tags: measure the first step, then plan."""
+"""Value of `offload_modules` that measures the first step, then plans."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

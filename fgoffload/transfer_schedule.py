@@ -179,11 +179,11 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups = list(groups)
-        """In the order of forward."""
+        """Groups in forward order."""
         self.end = self.away = len(self.groups)
         """Backward has left all groups but the first `end`; the first `away` have not been called back."""
         self.ahead_bytes = 0
-        """Of all groups."""
+        """Bytes ahead of all groups together."""
         self.let_go_bytes = 0
         """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
         self._leftover: list[Group] = []
@@ -263,7 +263,7 @@ class CallBack(Generic[Group, Saved]):
     cancelled: list[Saved]
     """Still on the device: their offload is cancelled."""
     reloaded: dict[Saved, Group]
-    """On the host only: their copies to the device start, in this order, each for its group."""
+    """Bytes on the host only: their copies to the device start, in this order, each for its group."""
     is_late: bool
     """Whether backward has reached their group already."""
 
@@ -279,9 +279,9 @@ class TransferSchedule:
 
     def __init__(self, policy: TransferPolicy) -> None:
         self.policy = policy
-        """As `policy`; it may change between any two events."""
+        """The rules; they may change between any two events."""
         self.current: ScheduledLane[Any, Any] | None = None
-        """In which backward is; None in a forward."""
+        """The lane in which backward is; None in a forward."""
         self._next: ScheduledLane[Any, Any] | None = None
         """Lane whose backward comes next, if announced."""
 

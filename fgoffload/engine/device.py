@@ -37,7 +37,7 @@ Event: TypeAlias = Any
 """A point in a stream: `RecordedEvent`, or what another device uses for one."""
 
 _COMPARED_BYTES = 16 * MIB
-"""Of a copy on the host that lie on the device at once while they are compared: nothing beside an activation."""
+"""Bytes of a host copy that are on the device at once while they are compared: little beside an activation."""
 
 
 class HostSlab:
@@ -62,7 +62,7 @@ class Device(abc.ABC):
     """The interface of a device."""
 
     type: str
-    """As in `torch.device.type`."""
+    """Device type, as in `torch.device.type`."""
     d2h_stream: Stream
     """Copies to the host, first in first out. May overlap compute and the other direction."""
     h2d_stream: Stream
@@ -239,7 +239,7 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             self._get_address = find_raw_stream_getter()
         self._streams: dict[int, Stream] = {}
-        """By the driver's address, which is all that a stream is to driver and allocator: equal ones are one queue."""
+        """Streams by the driver's address: streams with equal addresses are one queue."""
         # The driver synchronizes on copies of pageable memory; torch handles them.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -311,7 +311,7 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Of a multiprocessor, about: 1.98e9 at most on an H100 or H200, and less under load."""
+"""Cycles a second of a multiprocessor, about: 1.98e9 at most on an H100 or H200, and less under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

@@ -50,7 +50,7 @@ class Group(ScheduledGroup):
         self.passed_tensors = 0
         """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
         self.passed_bytes = 0
-        """Of those that are too small to move."""
+        """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
         """The keys of the storages that `pass_small` has counted. Their handles keep these from being used again."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}

@@ -59,7 +59,7 @@ class HostBudget:
 
 
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""By process id, since a fork is another process. All engines of a process share its memory."""
+"""Budgets by process id, since a fork is another process. All engines of a process share its memory."""
 
 
 def get_process_budget() -> HostBudget:

@@ -91,7 +91,7 @@ class StorageRef:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._free = free_weak_ref  # when the interpreter ends, this module may go before the last reference does
         self.key: int = make_weak_ref(tensor.untyped_storage())
-        """As `get_key` returns it for tensors of the storage."""
+        """Key that `get_key` returns for tensors of the storage."""
 
     @property
     def is_freed(self) -> bool:

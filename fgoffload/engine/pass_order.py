@@ -10,13 +10,13 @@ from typing import NamedTuple
 from fgoffload.engine.group import Lane
 
 MOST_FORWARDS = 1 << 16
-"""Of a step, as far as it is remembered: a graph that somebody keeps would let a step never end. Large ones have thousands."""
+"""Most remembered forwards of a step: a graph that somebody keeps would let a step never end. Large steps have thousands."""
 
 
 class _Pass(NamedTuple):
     is_backward: bool
     number: int
-    """Of the lane, by the forwards of the step before it."""
+    """Number of the lane, by the forwards of the step before it."""
 
 
 class PassOrder:
@@ -25,9 +25,9 @@ class PassOrder:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """By pass of the step before: the lane whose backward came behind it, at once or after one forward."""
+        """Lane whose backward came after each pass of the step before, at once or after one forward."""
         self._numbers: weakref.WeakKeyDictionary[Lane, int] = weakref.WeakKeyDictionary()
-        """Of lanes that wait for their backward."""
+        """Numbers of lanes that wait for their backward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """The same, by number."""
         self._forwards = 0

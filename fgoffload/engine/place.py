@@ -13,5 +13,5 @@ class Place:
         self._lane = lane
 
     def __str__(self) -> str:
-        """As in `layers.3.core_attn mb=2`."""
+        """Return the place, as in `layers.3.core_attn mb=2`."""
         return self._lane if self.site is None else f"{self.site} {self._lane}"

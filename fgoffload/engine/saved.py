@@ -52,7 +52,7 @@ class Reload:
         self.taken_on: set[Stream] = set()
         """The compute streams that wait for `filled`, and may read the buffer since."""
         self.version: int | None = None
-        """Of the buffer when the first tensor was taken from it; None before."""
+        """Version of the buffer when the first tensor was taken from it; None before."""
         self.views: dict[View, torch.Tensor] = {}
         """Tensors that were taken, by view: one object each. See [Note: Which tensor is handed back]."""
 
@@ -116,7 +116,7 @@ class SavedStorage:
         self.place = place
         """Where it was saved first."""
         self.stats = stats
-        """Of the tag that it left with; before that, of whatever saved it first."""
+        """Statistics of the tag that it was offloaded with; before that, of the tag that saved it first."""
         self.itemsize = tensor.element_size()
         """Bytes of an element of the first save, by which the minimum size counts."""
         self.state = SavedState.RESIDENT
@@ -138,7 +138,7 @@ class SavedStorage:
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
         self.lane = place
-        """Of the lane in which it was saved first."""
+        """Place of the lane in which it was saved first."""
         self.owner = owner
         """The compute stream that saved it first, whose memory it comes back to."""
         self.streams: set[Stream] = {owner}

@@ -154,7 +154,7 @@ class Staging:
         self._ring: collections.deque[StagingSlot] = collections.deque()
         self._last_turn: _Turn | None = None
         self._d2h_done: Event | None = None
-        """Behind the last copy to the host."""
+        """Event after the last copy to the host."""
 
     def is_copying_out(self) -> bool:
         """Return whether a copy to the host may be in flight. The host does not block."""

@@ -1,4 +1,4 @@
-"""From a model, its ranks and a device to what the simulator and the solver take."""
+"""Builds the ranks that the simulator and the solver take, from a model, its parallel sizes and a device."""
 
 import dataclasses
 import logging

@@ -46,7 +46,7 @@ class PlanReport:
     ranks: tuple[RankModel, ...]
     """The planned ranks, with the given host budget."""
     baselines: Mapping[str, StepResult]
-    """By name: `baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget.
+    """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget.
     What does not fit into the host budget stays on the GPU, as in the engine."""
     solution: Solution
     """The plan."""

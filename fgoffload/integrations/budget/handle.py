@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
-"""From the predicted peak, from which a new plan is worth the search."""
+"""Distance from the predicted peak, as a part, from which a new plan is worth the search."""
 _EARLY = 3
 """First steps of a plan, whose peak must not exceed the budget."""
 _SETTLED = 12
 """Step of a plan, from 0, whose peak and time are compared with the prediction."""
 _ALIKE = 0.9
-"""Of the planned input, from which a step is compared with its prediction."""
+"""Part of the planned input size from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
