@@ -8,10 +8,11 @@ best plans near the least budget are behind plans that do not fit.
 """
 
 import collections
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.peak_times import count_backwards, list_peak_times
@@ -49,12 +50,14 @@ and the last bytes that can be freed a hundred times as much."""
 _Thing = TypeVar("_Thing")
 
 
-class Verdict(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
     """Simulated cost of a state."""
 
-    step_s: float  # how long the step takes
-    peak_bytes: int  # the most on the device
-    loss_window_bytes: int  # the most in flight to the host where a loss began
+    step_s: float
+    """How long the step takes."""
+    peak_bytes: int
+    """The most on the device."""
 
 
 Known = dict[object, tuple[State, Verdict]]
