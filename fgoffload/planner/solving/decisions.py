@@ -198,7 +198,7 @@ def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Acti
             return f"{name} runs again, so that it saves nothing"
     tensors = [tensor for tensor in layer.tensors if tag in tensor.tags]
     if layer.find_unit(tag) is None and tag not in layer.offloadable_tags:
-        return "CUDA graphs keep it where it is"
+        return "CUDA graphs keep it where it is" if tag in default_tags() else "no tag covers it"
     if layer.find_unit(tag) is None and all(tensor.is_below(rank.min_offloaded_numel) for tensor in tensors):
         most_bytes = max(tensor.size_bytes for tensor in tensors)
         return f"{format_bytes(most_bytes)}, below the least that moves, {rank.min_offloaded_numel} elements"

@@ -30,6 +30,7 @@ from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.json_fields import read_json_value, to_json_value
 from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.tags import default_tags
 from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.transfer_schedule import TransferPolicy
 
@@ -213,7 +214,7 @@ def make_rank_model(
     pipeline = measured.pipeline
     if microbatches is not None:
         pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
-    kinds = merge_alike([layer.model for layer in measured.layers], tolerance=tolerance)
+    kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=tolerance)
     chunks = []
     for chunk in measured.chunks:
         layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
@@ -328,6 +329,13 @@ def _check_names(layer: LayerModel, source: str) -> None:
                     f"{source}: the unit {unit.name!r} of a layer {layer.kind!r} names the {kind} {name!r}, which is none of "
                     f"{', '.join(known[kind])}. Give a file that `fgoffload profile --json` wrote."
                 )
+
+
+def _keep_untagged(layer: LayerModel) -> LayerModel:
+    """Return `layer` with what it saves outside of all tagged modules staying on the GPU: no plan can select it."""
+    names = frozenset(default_tags().names)
+    tensors = [dataclasses.replace(one, stays=one.stays or names.isdisjoint(one.tags)) for one in layer.tensors]
+    return dataclasses.replace(layer, tensors=tuple(tensors))
 
 
 def _list_structure(layer: LayerModel) -> object:

@@ -15,6 +15,7 @@ from fgoffload.integrations.megatron.profile import step_measurement as profilin
 from fgoffload.integrations.megatron.profile.device_memory import MemoryReading
 from fgoffload.planner import host_slowdown
 from fgoffload.planner.solving import solver
+from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -112,6 +113,7 @@ def choose(monkeypatch, make_actions):
         for rank in ranks:
             for number, chunk in enumerate(rank.chunks):
                 for layer in chunk.layers:
+                    assert layer.model.offloadable_tags <= {*default_tags().names}  # no site offloads what others save
                     for name, action in make_actions(layer.model).items():
                         chosen[Site(chunk=number, layer=layer.number, tag=name)] = action
         return dataclasses.replace(solution, plan=OffloadPlan(actions=chosen))
