@@ -17,7 +17,7 @@ from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.planner import build_ranks, get_hardware
 from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import baselines
+from fgoffload.planner.solving.megatron_flags import list_baselines
 from fgoffload.units import GIB
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
@@ -54,7 +54,7 @@ def list_cells(model: str, gpu: str) -> Iterator[str]:
     hardware = get_hardware(gpu)
     shape, parallelism = read_model_file(ARGUMENTS / f"{model}.sh")
     ranks = build_ranks(shape, parallelism, hardware)
-    results = {name: simulate(ranks, plan) for name, plan in baselines(ranks).items()}
+    results = {name: simulate(one.adapt(ranks), one.make_plan(ranks)) for name, one in list_baselines(ranks).items()}
     nothing, full = results["baseline"], results["full recompute"]
     yield f"`{model}`"
     yield gpu.upper()

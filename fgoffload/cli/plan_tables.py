@@ -94,8 +94,8 @@ def build_decision_table(report: PlanReport) -> Table:
         # A tag that moves and recomputes nothing by itself only comes with another one.
         if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
-    for (kind, tag, action), decisions in groups.items():
-        price = price_decisions(report.ranks, solution.plan, solution.result, decisions, budget_bytes=solution.budget_bytes)
+    prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
+    for ((kind, tag, action), decisions), price in zip(groups.items(), prices, strict=True):
         copies = moved.get((kind, tag, action))
         table.add_row(
             kind,

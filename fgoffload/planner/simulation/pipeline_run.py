@@ -8,7 +8,6 @@ long ranks wait for each other is found out for all passes: a rank that is a bit
 rounds later, and what comes back meanwhile may make a peak.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -152,7 +151,8 @@ class RankPasses:
         engine does not notice.
         """
         may_be_forward = one.kind is not _FORWARD
-        for later in itertools.islice(self.passes, self.over + 1, None):
+        for place in range(self.over + 1, len(self.passes)):
+            later = self.passes[place]
             if later.kind is not _FORWARD:
                 if self._run.has_groups(later.chunk):
                     return later.chunk, later.microbatch - left_out

@@ -5,7 +5,7 @@ plan without it: a recompute may hide behind a wait, and copies that nobody wait
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action, OffloadPlan, Site
@@ -13,7 +13,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import count_in_flight
 from fgoffload.planner.simulation.layer_choice import resolve_layer
-from fgoffload.planner.simulation.simulation_result import StepResult
+from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, list_slots, read_plan
 from fgoffload.planner.solving.treatments import Actions, Treatment, list_needs, measure_treatment
@@ -77,11 +77,11 @@ def price_decisions(
     ranks: Sequence[RankModel],
     plan: OffloadPlan,
     result: StepResult,
-    decisions: Sequence[Decision],
+    groups: Iterable[Sequence[Decision]],
     *,
     budget_bytes: int,
-) -> Price | None:
-    """Return the cost of `decisions` together, or None where the rest of the plan cannot be done without them.
+) -> Iterator[Price | None]:
+    """Yield the cost of each group of decisions, or None where the rest of the plan cannot be done without them.
 
     It is that of the rank which needs them most, by itself: neighbours wait for the slowest.
 
@@ -89,29 +89,33 @@ def price_decisions(
         ranks: That the plan is for, with their host budgets.
         plan: All of it.
         result: Its prediction.
-        decisions: What to leave out. None of them keeps.
+        groups: What to leave out. No decision in them keeps.
         budget_bytes: Of each device.
     """
-    more_bytes = dict.fromkeys((one.rank for one in decisions), 0)
-    for one in decisions:
-        in_flight = count_in_flight(ranks[one.rank].passes, chunk=one.chunk)
-        more_bytes[one.rank] += one.freed_bytes * len(one.layers) * in_flight
-    number = max(more_bytes, key=lambda rank: result.ranks[rank].peak_bytes + more_bytes[rank])
-    left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
-    along = {site for site in plan.actions if _needs_one(site, left_out)}
-    rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
-    try:
-        without = simulate_rank(ranks[number], dataclasses.replace(plan, actions=rest))
-    except PlanError:
-        return None
-    alone = simulate_rank(ranks[number], plan)
-    peak_bytes = result.ranks[number].peak_bytes + without.peak_bytes - alone.peak_bytes
-    return Price(
-        cost_s=alone.step_s - without.step_s,
-        rank=number,
-        lacking_bytes=max(0, peak_bytes - budget_bytes),
-        taken_along=tuple(sorted({site.tag for site in along})),
-    )
+    planned: dict[int, RankResult] = {}
+    for decisions in groups:
+        more_bytes = dict.fromkeys((one.rank for one in decisions), 0)
+        for one in decisions:
+            in_flight = count_in_flight(ranks[one.rank].passes, chunk=one.chunk)
+            more_bytes[one.rank] += one.freed_bytes * len(one.layers) * in_flight
+        _, number = max((result.ranks[rank].peak_bytes + size_bytes, rank) for rank, size_bytes in more_bytes.items())
+        left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
+        along = {site for site in plan.actions if _needs_one(site, left_out)}
+        rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
+        try:
+            without = simulate_rank(ranks[number], dataclasses.replace(plan, actions=rest))
+        except PlanError:
+            yield None
+            continue
+        if number not in planned:
+            planned[number] = simulate_rank(ranks[number], plan)
+        peak_bytes = result.ranks[number].peak_bytes + without.peak_bytes - planned[number].peak_bytes
+        yield Price(
+            cost_s=planned[number].step_s - without.step_s,
+            rank=number,
+            lacking_bytes=max(0, peak_bytes - budget_bytes),
+            taken_along=tuple(sorted({site.tag for site in along})),
+        )
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:

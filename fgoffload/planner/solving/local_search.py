@@ -8,11 +8,10 @@ best plans near the least budget are behind plans that do not fit.
 """
 
 import collections
-import dataclasses
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.solving.peak_times import count_backwards, list_peak_times
@@ -50,14 +49,12 @@ and the last bytes that can be freed a hundred times as much."""
 _Thing = TypeVar("_Thing")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Simulated cost of a state."""
 
-    step_s: float
-    """How long the step takes."""
-    peak_bytes: int
-    """The most on the device."""
+    step_s: float  # how long the step takes
+    peak_bytes: int  # the most on the device
+    loss_window_bytes: int  # the most in flight to the host where a loss began
 
 
 Known = dict[object, tuple[State, Verdict]]

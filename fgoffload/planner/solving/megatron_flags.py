@@ -1,7 +1,7 @@
 """Megatron's own settings of recompute and offload, and the plan that each comes to.
 
 Flags choose for all layers alike, and a fraction for all sites of a chunk: they can say a small part of what a plan can.
-`baselines` has the settings that people compare with, and `flag_search.py` looks for the best within a budget.
+`list_baselines` has the settings that people compare with, and `nearest_flags.py` looks for the best within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
     >>> " ".join(flags.list_arguments())[:71]
@@ -151,21 +151,20 @@ MEGATRONS_OWN = ("full recompute", "selective recompute")
 """Of the baselines, those that run without this package."""
 
 
-def baselines(ranks: Sequence[RankModel]) -> dict[str, OffloadPlan]:
-    """Return the plans that people compare with, by name.
+def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
+    """Return the settings that people compare with, by name.
 
     - `baseline`: all is kept.
     - `full recompute`: every layer runs again.
     - `selective recompute`: `choose_usual_modules`.
     - `offload everything`: whatever a tag saves, and nothing runs again.
     """
-    settings = {
+    return {
         "baseline": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
         "offload everything": MegatronFlags(offload_modules=_list_everything()),
     }
-    return {name: flags.make_plan(ranks) for name, flags in settings.items()}
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:

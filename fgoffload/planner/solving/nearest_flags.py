@@ -21,7 +21,7 @@ from fgoffload.planner.solving.megatron_flags import (
     SelectiveRecompute,
     choose_usual_modules,
 )
-from fgoffload.planner.solving.peak_times import shorten, shorten_together
+from fgoffload.planner.solving.peak_times import shorten
 from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
@@ -47,29 +47,25 @@ class FlagSearch:
 
     Args:
         ranks: The pipeline, by number.
+        kept: The prediction for keeping everything.
     """
 
-    def __init__(self, ranks: Sequence[RankModel]) -> None:
+    def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks
-        self._short = shorten_together(ranks)
-        kept = simulate(self._short, MegatronFlags().make_plan(ranks))
         self._fullest = shorten(ranks[kept.worst_rank.rank])
         self._known: dict[MegatronFlags, tuple[int, float]] = {}
 
     def find(self, budget_bytes: int) -> NearestFlags | None:
-        """Return the fastest flags found that keep to the budget, and what they come to, or None where none do."""
+        """Return the fastest flags found that keep to the budget, with their prediction, or None where none do."""
         alone_bytes = budget_bytes
         for _ in range(_MOST_CHECKS):
             flags = self._find_alone(alone_bytes)
             if flags is None:
                 break
-            short = simulate(flags.adapt(self._short), flags.make_plan(self._ranks))
-            if short.peak_bytes <= budget_bytes:
-                result = simulate(flags.adapt(self._ranks), flags.make_plan(self._ranks))
-                if result.peak_bytes <= budget_bytes:
-                    return NearestFlags(flags=flags, result=result)
-                short = result
-            alone_bytes = self._simulate(flags)[0] - (short.peak_bytes - budget_bytes)
+            result = simulate(flags.adapt(self._ranks), flags.make_plan(self._ranks))
+            if result.peak_bytes <= budget_bytes:
+                return NearestFlags(flags=flags, result=result)
+            alone_bytes = self._simulate(flags)[0] - (result.peak_bytes - budget_bytes)
         full = simulate(FULL_RECOMPUTE.adapt(self._ranks), FULL_RECOMPUTE.make_plan(self._ranks))
         return NearestFlags(flags=FULL_RECOMPUTE, result=full) if full.peak_bytes <= budget_bytes else None
 

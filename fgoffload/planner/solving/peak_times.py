@@ -5,7 +5,6 @@ A step of hundreds of passes has a dozen such times that matter, whatever a plan
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,12 @@ class PeakTime(NamedTuple):
     """Microbatches whose forward ended and whose backward did not, by chunk."""
     backward: int | None
     """The chunk whose backward begins; None where a forward begins, or nothing."""
+
+
+@functools.lru_cache(maxsize=64)
+def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of microbatches that are in flight between two passes, by chunk."""
+    return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,26 +61,25 @@ def shorten(rank: RankModel) -> RankModel:
     return rank
 
 
-def shorten_together(ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-    """Return a pipeline with as many microbatches as the longest of its ranks has where `shorten` shortens each alone."""
-    microbatches = max((1 + one.microbatch for rank in ranks for one in shorten(rank).passes), default=0)
-    return tuple(
-        dataclasses.replace(rank, passes=tuple(one for one in rank.passes if one.microbatch < microbatches)) for rank in ranks
-    )
-
-
 def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the vectors of which one has the largest product with any vector of numbers from 0, the largest first."""
+    import numpy as np
+
     found = sorted(set(vectors), reverse=True)
+    table = np.array(found)
+    is_larger = (table[:, None] >= table).all(axis=2).sum(axis=0) > 1  # than this one, which counts itself
+    found = [one for one, is_beaten in zip(found, is_larger, strict=True) if not is_beaten]
     # Halfway between two others, or below that, none is larger than both: the interleaved schedule has whole lines of them.
-    return [
-        one
-        for one in found
-        if not any(
-            all(a + b >= 2 * own for a, b, own in zip(left, right, one, strict=True))
-            for left, right in itertools.combinations_with_replacement([other for other in found if other != one], 2)
-        )
-    ]
+    table = np.array(found)
+    sums = table[:, None] + table
+    count = len(found)
+    largest = []
+    for place in range(count):
+        is_above = (sums >= 2 * table[place]).all(axis=2)
+        is_above[place, :] = is_above[:, place] = False
+        if not is_above.any():
+            largest.append(found[place])
+    return largest
 
 
 def count_backwards(passes: Iterable[Pass], *, chunk: int) -> int:

@@ -1,32 +1,35 @@
-"""The search of all pipeline ranks: each by itself first, alike ranks once, and then all together.
+"""The search of all pipeline ranks: each by itself first, and then all together.
 
-Neighbours change when a rank's copies run, and so its peak. So the states that are best alone are simulated together, and ranks
-that are above the budget there get a smaller one.
+Of ranks that have the same layers and differ in their microbatches in flight a few are searched, and the others take the best
+of what was found there. Neighbours change when a rank's copies run, and so its peak: the states that are best alone are
+simulated together, and ranks that are above the budget there get a smaller one.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, baselines, list_offloading_flags
+from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
-from fgoffload.planner.solving.peak_times import shorten_together
 from fgoffload.planner.solving.rank_search import CostTable, RankSearch, strip_place
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
 """Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
 
+_SEARCHED = 3
+"""Of ranks with the same layers, as many are searched."""
+
+_WALKED = 1.01
+"""Times the step that keeps everything: walks find little where a plan is closer to it."""
+
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Simulations of one rank: fewer lead walks nowhere, more find little."""
-
-_SHORTENED = 1.01
-"""Of a step: what a rank alone takes is known of a shortened step, and may be off by so much for the whole one."""
 
 _ROUTED_MORE = 1.1
 """Times as many bytes may be in flight when the loss begins: with a tenth more tokens routed to a rank's experts, what was to
@@ -61,31 +64,35 @@ class PipelineSearch:
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
         self.ranks = tuple(ranks)
         self._layer_passes = layer_passes
-        self._short = shorten_together(self.ranks)
         self._costs = CostTable()
-        self._places: dict[RankModel, int] = {}
-        # By place, that of the first rank which is alike. Such a rank is hashed once: that takes milliseconds.
-        self._alike = [self._places.setdefault(strip_place(rank), place) for place, rank in enumerate(self.ranks)]
         self._searches: dict[tuple[int, int | None], RankSearch] = {}
-        self._plans = baselines(self.ranks)
+        alike: dict[RankModel, list[int]] = {}
+        for place, rank in enumerate(self.ranks):
+            alike.setdefault(dataclasses.replace(strip_place(rank), passes=()), []).append(place)
+        self._searched: dict[int, list[int]] = {}
+        """By place of a rank, the places of those with the same layers that are searched."""
+        for places in alike.values():
+            steps = range(min(_SEARCHED, len(places)))
+            chosen = sorted({places[step * (len(places) - 1) // max(len(steps) - 1, 1)] for step in steps})
+            self._searched.update(dict.fromkeys(places, chosen))
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
-        """Return what those that people compare with come to, by name: Megatron's own recompute without this package.
+        """Return the predictions for what people compare with, by name: Megatron's own recompute without this package.
 
         Recompute that runs nothing again is left out, as that of whole layers beside CUDA graphs.
         """
-        alone = [copy_outputs(dataclasses.replace(rank, has_engine=False)) for rank in self.ranks]
+        plans = {name: (flags, flags.make_plan(self.ranks)) for name, flags in list_baselines(self.ranks).items()}
         return {
-            name: simulate(alone if name in MEGATRONS_OWN else self.ranks, plan)
-            for name, plan in self._plans.items()
+            name: simulate(flags.adapt(self.ranks), plan)
+            for name, (flags, plan) in plans.items()
             if plan.actions or name not in MEGATRONS_OWN
         }
 
     @functools.cached_property
     def flags(self) -> FlagSearch:
         """Return the search for Megatron's own flags."""
-        return FlagSearch(self.ranks)
+        return FlagSearch(self.ranks, self.baselines["baseline"])
 
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
         """Return the best plan found: within the budget, or, where none is, with the least bytes above it.
@@ -95,105 +102,98 @@ class PipelineSearch:
             nearest: Megatron's own flags that come nearest, where the search begins as well.
             known: A plan for a smaller budget. The result is never slower.
         """
-        usual = [*self._plans.values(), *(flags.make_plan(self.ranks) for flags in list_offloading_flags(self.ranks))]
+        flags = list_baselines(self.ranks)
+        usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
         usual += [] if nearest is None else [nearest.flags.make_plan(self.ranks)]
         usual += [] if known is None else [known.plan]
-        begins = [[read_plan(plan, rank) for plan in usual] for rank in self.ranks]
         found = [] if known is None else [known]
-        has_loss = any(rank.turning_chunk is not None for rank in self.ranks)
-        for loss_window_bytes in (None, 0) if has_loss else (None,):
-            states = self._find_states(budget_bytes, begins, loss_window_bytes)
-            found.append(self._bound_window(states, budget_bytes, loss_window_bytes))
-            if not found[-1].plan.actions:
-                return found[-1]
-        best = min(found, key=lambda one: one.score(budget_bytes))
+        found += self._find_together(budget_bytes, usual)
         # What is found rank by rank may wait for its neighbours where ranks that all do the same do not.
-        most = best.result.step_s / self.baselines["baseline"].step_s * _SHORTENED
-        for number, plan in enumerate(usual):
-            if self._is_promising([own[number] for own in begins], budget_bytes, most):
-                bounded = dataclasses.replace(plan, loss_window_bytes=0)
-                found.append(Candidate(plan=bounded, result=simulate(self.ranks, bounded)))
+        compared = [(flags[name], result) for name, result in self.baselines.items()]
+        compared += [] if nearest is None else [(nearest.flags, nearest.result)]
+        for one, result in compared:
+            best_s = min((has.result.step_s for has in found if has.result.peak_bytes <= budget_bytes), default=math.inf)
+            if result.peak_bytes <= budget_bytes and result.step_s < best_s:
+                windows = [rank.loss_window_bytes for rank in result.ranks]
+                plan = dataclasses.replace(one.make_plan(self.ranks), loss_window_bytes=_widen(max(windows)))
+                found.append(Candidate(plan=plan, result=simulate(self.ranks, plan)))
         return min(found, key=lambda one: one.score(budget_bytes))
 
-    def _is_promising(self, states: Sequence[State], budget_bytes: int, most: float) -> bool:
-        """Return whether each rank by itself keeps to the budget, and takes at most `most` times what keeping all takes."""
-        for place, state in enumerate(states):
-            search = self._get_search(place, 0)
-            verdict = search.judge(state)
-            if verdict.peak_bytes > budget_bytes or verdict.step_s > most * search.kept.step_s:
-                return False
-        return True
-
-    def _find_states(
-        self, budget_bytes: int, begins: Sequence[Sequence[State]], loss_window_bytes: int | None
-    ) -> tuple[State, ...]:
-        """Return the best state of each rank, such that they fit together."""
+    def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
+        """Return plans that have the best state of each rank, each a correction of the one before."""
+        for place in self._searched:
+            if place in self._searched[place]:
+                begin = [read_plan(plan, self.ranks[place]) for plan in usual]
+                for search in self._list_searches(place):
+                    search.find(budget_bytes, starts=begin)
+        self._walk(budget_bytes)
         budgets = [budget_bytes] * len(self.ranks)
-        searches = [self._get_search(place, loss_window_bytes) for place in range(len(self.ranks))]
-        for search, own in zip(searches, begins, strict=True):
-            search.find(budget_bytes, starts=own)
-        if loss_window_bytes is None or len(self.ranks) == 1:
-            self._walk(searches, budget_bytes)
-        states = [search.pick(budget_bytes) for search in searches]
-        fits_alone = all(search.judge(state).peak_bytes <= budget_bytes for search, state in zip(searches, states, strict=True))
-        for _ in range(_MOST_CORRECTIONS if fits_alone else 0):
-            plan = self._make_plan(states, loss_window_bytes)
-            result = simulate(self._short, plan)
-            if result.peak_bytes <= budget_bytes:
-                result = simulate(self.ranks, plan)
-            above = {one.rank: one.peak_bytes - budget_bytes for one in result.ranks if one.peak_bytes > budget_bytes}
-            if not above:
+        found: list[Candidate] = []
+        for _ in range(_MOST_CORRECTIONS):
+            picked = [self._pick(place, budget) for place, budget in enumerate(budgets)]
+            found.append(self._simulate([state for state, _, _ in picked], [window for _, window, _ in picked]))
+            above = [one.peak_bytes - budget_bytes for one in found[-1].result.ranks]
+            alone = [peak_bytes for _, _, peak_bytes in picked]
+            if max(above) <= 0 or max(alone) > budget_bytes:
                 break
-            for place, above_bytes in above.items():
-                search = searches[place]
-                alone_bytes = search.judge(states[place]).peak_bytes
-                budgets[place] = max(min(budgets[place], alone_bytes) - above_bytes, 1)
-                states[place] = search.find(budgets[place], starts=[])
-        return tuple(states)
+            for place, above_bytes in enumerate(above):
+                if above_bytes > 0:
+                    budgets[place] = max(min(budgets[place], alone[place]) - above_bytes, 1)
+        return found
 
-    def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
+    def _simulate(self, states: Sequence[State], windows: Sequence[int | None]) -> Candidate:
+        placed = ((list_slots(rank), state) for rank, state in zip(self.ranks, states, strict=True))
+        window_bytes = max((one for one in windows if one is not None), default=None)
+        plan = make_plan(placed, loss_window_bytes=window_bytes)
+        return Candidate(plan=plan, result=simulate(self.ranks, plan))
+
+    def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
+        """Return the best state of a rank by itself, the bytes that may be in flight at its losses, and its peak alone."""
+        searches = self._list_searches(place)
+        if place not in self._searched[place]:
+            others = [self._get_search(other, None) for other in self._searched[place]]
+            borrowed = searches[0].borrow(others, budget_bytes)
+            if borrowed is not None:
+                return borrowed, None, searches[0].judge(borrowed).peak_bytes
+        states = [search.find(budget_bytes, starts=()) for search in searches]
+        if self.ranks[place].turning_chunk is not None:
+            # What was in flight there without a limit, and nothing.
+            most_bytes = searches[0].judge(states[0]).loss_window_bytes
+            windows = dict.fromkeys((round(most_bytes * _ROUTED_MORE), most_bytes, 0))
+            searches = [self._get_search(place, window) for window in windows]
+        pairs = [(search, state) for search in searches for state in states]
+        search, state = min(pairs, key=lambda pair: pair[0].score(pair[1], budget_bytes))
+        window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
+        return state, window, search.judge(state).peak_bytes
+
+    def _walk(self, budget_bytes: int) -> None:
         """Spend the passes of walks, on the ranks whose step is longest."""
         left = self._layer_passes
-        distinct = list({id(search): search for search in searches}.values())
-        ordered = sorted(distinct, key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
-        for search in ordered:
+        places = [place for place in range(len(self.ranks)) if place in self._searched[place]]
+        searches = [search for place in places for search in self._list_searches(place)]
+        walked = [one for one in searches if one.judge(one.pick(budget_bytes)).step_s > _WALKED * one.kept.step_s]
+        walked.sort(key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
+        for search in walked:
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
             # Half of what is left for each but the last: others may turn out longer.
-            own = max(_FEWEST_WALKED, simulations if search is ordered[-1] else simulations // 2)
+            own = max(_FEWEST_WALKED, simulations if search is walked[-1] else simulations // 2)
             search.improve(budget_bytes, simulations=min(own, _MOST_WALKED))
             left -= (len(search.known) - before) * search.layer_passes
 
+    def _list_searches(self, place: int) -> list[RankSearch]:
+        """Return the searches of a rank: where it has a loss one that waits for all copies before it, and one that does not."""
+        windows = (None,) if self.ranks[place].turning_chunk is None else (None, 0)
+        return [self._get_search(place, window) for window in windows]
+
     def _get_search(self, place: int, loss_window_bytes: int | None) -> RankSearch:
-        window = None if self.ranks[place].turning_chunk is None else loss_window_bytes
-        key = (self._alike[place], window)
+        key = (place, loss_window_bytes)
         if key not in self._searches:
-            self._searches[key] = RankSearch(self.ranks[place], costs=self._costs, loss_window_bytes=window)
+            self._searches[key] = RankSearch(self.ranks[place], costs=self._costs, loss_window_bytes=loss_window_bytes)
         return self._searches[key]
 
-    def _make_plan(self, states: Sequence[State], loss_window_bytes: int | None) -> OffloadPlan:
-        placed = ((list_slots(rank), state) for rank, state in zip(self.ranks, states, strict=True))
-        return make_plan(placed, loss_window_bytes=loss_window_bytes)
 
-    def _bound_window(self, states: Sequence[State], budget_bytes: int, loss_window_bytes: int | None) -> Candidate:
-        """Return the plan of `states` with what may be in flight to the host where losses begin.
-
-        A little more than was in flight there without such a bound where that fits, and else nothing where as much does not.
-        """
-        plan = self._make_plan(states, loss_window_bytes)
-        windows = [
-            one.loss_window_bytes
-            for rank, one in zip(self.ranks, simulate(self._short, plan).ranks, strict=True)
-            if rank.turning_chunk is not None and one.d2h_bytes
-        ]
-        if not windows or loss_window_bytes is not None:
-            return Candidate(plan=plan, result=simulate(self.ranks, plan))
-        tried = []
-        for window_bytes in dict.fromkeys((round(max(windows) * _ROUTED_MORE), max(windows), 0)):
-            bounded = dataclasses.replace(plan, loss_window_bytes=window_bytes)
-            tried.append(Candidate(plan=bounded, result=simulate(self.ranks, bounded)))
-            if tried[-1].result.peak_bytes <= budget_bytes:
-                break
-        return min(tried, key=lambda one: one.score(budget_bytes))
+def _widen(window_bytes: int) -> int:
+    return round(window_bytes * _ROUTED_MORE)

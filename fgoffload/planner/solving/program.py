@@ -234,7 +234,7 @@ class _Program:
         return row, sum(count * chunk.fixed for count, chunk in zip(in_flight, self._chunks, strict=True))
 
     def solve(self) -> ProgramResult | None:
-        """Hand it to HiGHS."""
+        """Hand it to HiGHS: without whole numbers first, and then without what is not worth its price by that solution."""
         import numpy as np
         import scipy.optimize
         import scipy.sparse
@@ -242,21 +242,35 @@ class _Program:
         places = [(row, variable, factor) for row, (sums, _, _) in enumerate(self._rows) for variable, factor in sums.items()]
         rows, columns, factors = zip(*places, strict=True)
         matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=(len(self._rows), len(self._prices)))
-        low, high = ([row[side] for row in self._rows] for side in (1, 2))
-        solved = scipy.optimize.milp(
-            np.array(self._prices),
-            integrality=np.array(self._is_whole),
-            bounds=scipy.optimize.Bounds(*np.array(self._bounds).T),
-            constraints=scipy.optimize.LinearConstraint(matrix, low, high),
-            options={"mip_rel_gap": _GAP, "node_limit": _MOST_NODES},
+        low, high = (np.array([row[side] for row in self._rows]) for side in (1, 2))
+        prices, bounds, is_whole = np.array(self._prices), np.array(self._bounds), np.array(self._is_whole)
+        relaxed = scipy.optimize.linprog(
+            prices,
+            A_ub=scipy.sparse.vstack([matrix[high < math.inf], -matrix[low > -math.inf]]),
+            b_ub=np.concatenate([high[high < math.inf], -low[low > -math.inf]]),
+            bounds=bounds,
         )
-        if solved.x is None:
+        if relaxed.x is None:
             return None
-        fixed = solved.x[self._peak] * self._prices[self._peak] + self._prices[self._step]
-        fixed += sum(solved.x[variable] * tie for variable, tie in self._ties.items())
+        left_out = (is_whole == 1) & (relaxed.lower.marginals > _GAP * relaxed.fun)
+        for upper in (np.where(left_out, bounds[:, 0], bounds[:, 1]), bounds[:, 1]):
+            solved = scipy.optimize.milp(
+                prices,
+                integrality=is_whole,
+                bounds=scipy.optimize.Bounds(bounds[:, 0], upper),
+                constraints=scipy.optimize.LinearConstraint(matrix, low, high),
+                options={"mip_rel_gap": _GAP, "node_limit": _MOST_NODES},
+            )
+            if solved.x is not None:
+                return self._read(solved.x, float(solved.fun))
+        return None
+
+    def _read(self, solution: Sequence[float], price: float) -> ProgramResult:
+        fixed = solution[self._peak] * self._prices[self._peak] + self._prices[self._step]
+        fixed += sum(solution[variable] * tie for variable, tie in self._ties.items())
         return ProgramResult(
-            chunks=tuple(_read_chunk(chunk, solved.x) for chunk in self._chunks),
-            added_s=float(solved.fun - fixed) * self._unit_s,
+            chunks=tuple(_read_chunk(chunk, solution) for chunk in self._chunks),
+            added_s=(price - fixed) * self._unit_s,
         )
 
     def _add(self, lower: float, upper: float, *, price: float = 0.0, is_whole: bool = False) -> int:

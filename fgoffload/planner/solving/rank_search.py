@@ -5,6 +5,7 @@ how far its peak was off comes off the budget that it gets next, and what was la
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from fgoffload.errors import ConfigError
@@ -13,7 +14,7 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.layer_costs import LayerCosts, measure_costs
 from fgoffload.planner.solving.local_search import Known, LocalSearch, Verdict
-from fgoffload.planner.solving.peak_times import count_backwards, shorten
+from fgoffload.planner.solving.peak_times import count_backwards, list_in_flight, shorten
 from fgoffload.planner.solving.program import ProgramResult, solve_program
 from fgoffload.planner.solving.states import Order, State, keep_all, list_slots, make_key, make_plan, place_counts
 from fgoffload.planner.solving.treatments import Treatment, list_treatments
@@ -64,7 +65,7 @@ class RankSearch:
         self.slots = list_slots(rank)
         self.known: Known = {}
         self._costs = costs
-        self._loss_window_bytes = loss_window_bytes
+        self.loss_window_bytes = loss_window_bytes
         self._treatments = {
             kind: list_treatments(
                 model,
@@ -92,9 +93,10 @@ class RankSearch:
         """Return what the simulator says of `state`. The same one is simulated once."""
         key = make_key(state)
         if key not in self.known:
-            plan = make_plan([(self.slots, state)], loss_window_bytes=self._loss_window_bytes)
+            plan = make_plan([(self.slots, state)], loss_window_bytes=self.loss_window_bytes)
             result = simulate_rank(self.rank, plan)
-            self.known[key] = (state, Verdict(step_s=result.step_s, peak_bytes=result.peak_bytes))
+            verdict = Verdict(result.step_s, result.peak_bytes, result.loss_window_bytes)
+            self.known[key] = (state, verdict)
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
@@ -109,6 +111,30 @@ class RankSearch:
             self._solved.add(budget_bytes)
             self._run_programs(budget_bytes)
         return self.pick(budget_bytes)
+
+    def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
+        """Return the fastest of the states that `others`, with the same layers, know and that fits here; None if none does."""
+        pool = [
+            (verdict.step_s / other.kept.step_s, number, state)
+            for number, other in enumerate(others)
+            for state, verdict in other.known.values()
+        ]
+        for _, number, state in sorted(pool, key=lambda one: one[:2]):
+            # What beside the layers' bytes makes a peak is about the same on ranks with the same layers.
+            beside_bytes = others[number].judge(state).peak_bytes - others[number].count_bytes(state)
+            if beside_bytes + self.count_bytes(state) <= budget_bytes and self.judge(state).peak_bytes <= budget_bytes:
+                return state
+        return None
+
+    def count_bytes(self, state: State) -> int:
+        """Return the most bytes of static memory and of what layers keep for microbatches in flight."""
+        kept_bytes = [0] * len(self.rank.chunks)
+        for slot, treatment in zip(self.slots, state, strict=True):
+            kept_bytes[slot.chunk] += slot.layer.saved_bytes + treatment.kept_bytes
+        most_bytes = 0
+        for in_flight in list_in_flight(self.rank.passes, len(kept_bytes)):
+            most_bytes = max(most_bytes, sum(map(operator.mul, in_flight, kept_bytes)))
+        return self.rank.static_bytes + most_bytes
 
     def improve(self, budget_bytes: int, *, simulations: int) -> State:
         """Return the best state known after so many more simulations of walks."""

@@ -25,7 +25,7 @@ Actions = tuple[tuple[str, Action], ...]
 _WIDE_COVERS = 3
 """A unit that covers this many others, itself apart, is decided first."""
 
-_RESOLUTION_PARTS = 64
+_RESOLUTION_PARTS = 32
 """Treatments that differ by less than this part of a layer's bytes, and of its forward, count as one."""
 
 _MOST = 200
