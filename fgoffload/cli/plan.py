@@ -174,7 +174,7 @@ def _plan(checked: PlanOptions) -> int:
 
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
-            show_fits(console, model, parallelism, hardware, assumptions)
+            show_fits(console, model, parallelism, hardware, assumptions, _make_reader(checked))
 
     with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
@@ -203,6 +203,11 @@ def _plan(checked: PlanOptions) -> int:
     return EXIT_PLANNED
 
 
+def _make_reader(checked: PlanOptions) -> "Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]":
+    """Return a function that reads the model with flags typed on top of the command's own."""
+    return lambda flags: _read_model(dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *flags)))
+
+
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware") -> None:
     """Show parallel sizes for the typed number of GPUs, which those of the model's file do not suit."""
     from fgoffload.cli.plan_fits import show_layouts
@@ -211,7 +216,7 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
         ones = [word for flag in flags for word in (SHORT_FLAGS[flag], "1")]
         spread = dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *ones))
         with contextlib.suppress(ConfigError):  # other sizes do not suit either, or the error is about something else
-            show_layouts(console, *_read_model(spread), hardware, _make_assumptions(spread))
+            show_layouts(console, *_read_model(spread), hardware, _make_assumptions(spread), _make_reader(checked))
             return
 
 

@@ -1,8 +1,10 @@
 """What `fgoffload plan` shows if a model does not fit: memory by pipeline rank, and layouts that would fit."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,8 @@ from fgoffload.planner.ranks.schedule import PassKind, list_passes
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes
 
+ReadModel: TypeAlias = Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]
+"""Reads a model with flags on top."""
 MOST_GPUS = 16384
 """Largest number of GPUs of a suggested layout."""
 LONG_SEQUENCE = 16384
@@ -73,7 +77,12 @@ def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumpti
 
 
 def show_fits(
-    console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
+    console: Console,
+    model: ModelShape,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    assumptions: Assumptions,
+    read_model: ReadModel,
 ) -> None:
     """Show what each rank needs, and layouts of more GPUs that would fit."""
     table = Table(title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left")
@@ -83,18 +92,43 @@ def show_fits(
         sizes = (fit.static_bytes, fit.activation_bytes, fit.recomputed_bytes, fit.logits_bytes, hardware.device_memory_bytes)
         table.add_row(str(rank), *map(format_bytes, sizes))
     console.print(table)
-    show_layouts(console, model, parallelism, hardware, assumptions)
+    show_layouts(console, model, parallelism, hardware, assumptions, read_model)
 
 
 def show_layouts(
-    console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
+    console: Console,
+    model: ModelShape,
+    parallelism: Parallelism,
+    hardware: Hardware,
+    assumptions: Assumptions,
+    read_model: ReadModel,
 ) -> None:
-    """Show layouts that would fit, of the GPUs of `parallelism` or more."""
-    layouts = list(itertools.islice(_find_layouts(model, parallelism, hardware, assumptions), LAYOUTS))
-    for layout in layouts:
-        console.print(f"Would fit: {_describe(layout)}", soft_wrap=True)
-    if not layouts:
+    """Show layouts that would fit, of the GPUs of `parallelism` or more.
+
+    Args:
+        console: Where to print.
+        model: Its shape.
+        parallelism: With the smallest number of GPUs of a layout.
+        hardware: Of each rank.
+        assumptions: Of static memory.
+        read_model: Returns the model as flags typed on top of the command would have it; raises ConfigError if they cannot.
+    """
+    shown = 0
+    for flags in map(_list_flags, _find_layouts(model, parallelism, hardware, assumptions)):
+        with contextlib.suppress(ConfigError):  # flags of the model's file may exclude the layout
+            if _fits(*read_model(flags), hardware, assumptions):
+                console.print(f"Would fit: {' '.join(flags)}", soft_wrap=True)
+                shown += 1
+        if shown == LAYOUTS:
+            return
+    if not shown:
         console.print(f"No layout of up to {MOST_GPUS} GPUs was found that would fit.")
+
+
+def _fits(model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> bool:
+    """Return whether every rank fits under full recompute."""
+    fits = list_fits(model, parallelism, assumptions)
+    return all(one.static_bytes + one.recomputed_bytes + one.logits_bytes <= hardware.device_memory_bytes for one in fits)
 
 
 def _find_peak(passes: Sequence[tuple[bool, int]], chunk_bytes: Sequence[int]) -> int:
@@ -116,7 +150,11 @@ def _find_layouts(
         for tensor, pipeline, context, expert in sizes:
             if gpus % (tensor * pipeline * context) or tensor > domain or experts % expert:
                 continue
+            # A layout of the model's file is for its number of pipeline ranks.
+            if parallelism.pipeline_layout is not None and pipeline != parallelism.pipeline_parallel_size:
+                continue
             data = gpus // (tensor * pipeline * context)
+            is_uneven = model.num_layers % pipeline > 0 and parallelism.pipeline_layout is None
             last = model.num_layers - (pipeline - 1) * -(-model.num_layers // pipeline)
             try:
                 layout = Parallelism(
@@ -129,27 +167,30 @@ def _find_layouts(
                     microbatches=max(pipeline, samples // (parallelism.micro_batch_size * data)),
                     has_sequence_parallel=tensor > 1,
                     has_distributed_optimizer=parallelism.has_distributed_optimizer,
-                    num_layers_in_last_pipeline_stage=last if model.num_layers % pipeline else None,
+                    pipeline_layout=parallelism.pipeline_layout,
+                    num_layers_in_last_pipeline_stage=last if is_uneven else None,
                 )
                 padded = pad_vocab_size(model.vocab_size, divisible_by=1, tensor_parallel_size=tensor)
-                fits = list_fits(dataclasses.replace(model, vocab_size=padded), layout, assumptions)
+                fits = _fits(dataclasses.replace(model, vocab_size=padded), layout, hardware, assumptions)
             except ConfigError:
                 continue
-            if all(one.static_bytes + one.recomputed_bytes + one.logits_bytes <= hardware.device_memory_bytes for one in fits):
+            if fits:
                 yield layout
         gpus *= 2
 
 
-def _describe(layout: Parallelism) -> str:
-    sizes = (
-        ("--num-gpus", layout.world_size),
-        ("--tp", layout.tensor_parallel_size),
-        ("--pp", layout.pipeline_parallel_size),
-        ("--cp", layout.context_parallel_size),
-        ("--ep", layout.expert_parallel_size),
-        ("--global-batch-size", layout.microbatches * layout.micro_batch_size * layout.data_parallel_size),
-    )
-    shown = [f"{flag} {size}" for flag, size in sizes if size > 1]
-    if layout.num_layers_in_last_pipeline_stage is not None:
-        shown.append(f"--decoder-last-pipeline-num-layers {layout.num_layers_in_last_pipeline_stage}")
-    return " ".join([*shown, *(["--sequence-parallel"] if layout.tensor_parallel_size > 1 else [])])
+def _list_flags(layout: Parallelism) -> list[str]:
+    """Return the flags of a layout, sizes of 1 included: the model's file may have others."""
+    sizes = {
+        "--num-gpus": layout.world_size,
+        "--tp": layout.tensor_parallel_size,
+        "--pp": layout.pipeline_parallel_size,
+        "--vp": None if layout.pipeline_layout is not None else 1,
+        "--cp": layout.context_parallel_size,
+        "--ep": layout.expert_parallel_size,
+        "--etp": 1,
+        "--global-batch-size": layout.microbatches * layout.micro_batch_size * layout.data_parallel_size,
+        "--decoder-last-pipeline-num-layers": layout.num_layers_in_last_pipeline_stage,
+    }
+    flags = [word for flag, size in sizes.items() if size is not None for word in (flag, str(size))]
+    return [*flags, *(["--sequence-parallel"] if layout.tensor_parallel_size > 1 else [])]

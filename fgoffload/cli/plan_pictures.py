@@ -59,7 +59,9 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]
         samples = () if found.timeline is None else found.timeline.memory
-        label = f"{name}: {found.peak_bytes / GIB:.1f} GiB, step {result.step_s * 1e3:.0f} ms"
+        worst = result.worst_rank
+        other = f" on rank {worst.rank}, {found.peak_bytes / GIB:.1f} GiB here" if worst.peak_bytes > found.peak_bytes else ""
+        label = f"{name}: {worst.peak_bytes / GIB:.1f} GiB{other}, step {result.step_s * 1e3:.0f} ms"
         shown = [(sample.at_s * 1e3, sample.device_bytes / GIB) for sample in samples if sample.at_s <= end_s]
         axes.step(*zip(*shown, strict=True), where="post", label=label, color=color, linewidth=1)
     static_gib = list(results.values())[-1].ranks[rank].static_bytes / GIB

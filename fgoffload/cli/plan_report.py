@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fgoffload.cli.console import PipeConsole
+from fgoffload.cli.errors import show_line
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.cli.plan_summary import (
     build_summary_table,
@@ -28,6 +30,7 @@ from fgoffload.cli.plan_tables import (
     build_rank_table,
     build_sweep_table,
 )
+from fgoffload.cli.streams import discard_native_output
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.plan import NOTHING
@@ -40,6 +43,8 @@ from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, fin
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import GIB, KIB, MIB, format_bytes
 
+PATIENCE_S = 2.0
+"""Seconds of work without a line of progress."""
 MOST_DRAWN_LAYERS = 200_000
 """Most layer passes in a picture or trace of a step. A trace of 64,000 took 22 seconds and 123 MB."""
 
@@ -98,13 +103,19 @@ def show_plan(
 
 @contextlib.contextmanager
 def _working(what: str) -> Iterator[None]:
-    """Show a spinner on a terminal."""
+    """Show a spinner on a terminal, and elsewhere a line if it takes more than two seconds."""
     bar = PipeConsole(stderr=True)
-    if not bar.is_terminal:
-        yield
-        return
-    with bar.status(what):
-        yield
+    with discard_native_output():
+        if bar.is_terminal:
+            with bar.status(what):
+                yield
+            return
+        late = threading.Timer(PATIENCE_S, show_line, (f"{what} ...",))
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
 
 
 def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
@@ -165,7 +176,7 @@ def show_sweep(
     """
     with _working("looking for the smallest budget"):
         least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
-    report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
+        report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
     most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
@@ -175,7 +186,8 @@ def show_sweep(
     found = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
     bar = PipeConsole(stderr=True)
     shown = track(found, "planning", total=len(budgets), console=bar, transient=True, disable=not bar.is_terminal)
-    solutions = list(shown)[::-1]
+    with discard_native_output() if bar.is_terminal else _working(f"planning for {len(budgets)} budgets"):
+        solutions = list(shown)[::-1]
     console.print(build_sweep_table(report.baselines, solutions, subject))
     if subject.link_line:
         console.print(subject.link_line, soft_wrap=True)

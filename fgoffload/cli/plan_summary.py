@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_uncertainty, format_overhead
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
 from fgoffload.plan import Action
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
 from fgoffload.planner.planning import PlanReport
@@ -57,6 +57,8 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
     usual = " ".join(choose_usual_modules(report.ranks))
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")
+        if report.baselines["selective recompute"].peak_bytes > report.baselines["baseline"].peak_bytes:
+            lines.append("Its checkpoint saves more than fused attention does.")
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""
@@ -149,10 +151,21 @@ def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], s
     """Return what a sweep prints: bytes and seconds."""
     return {
         "step_uncertainty": find_uncertainty(subject),
+        "reserve_bytes": subject.reserve_bytes,
+        "host_budget": subject.host_budget,
         "baselines": {name: _list_result(result) for name, result in baselines.items()},
         "plans": [{"budget_bytes": one.budget_bytes, **_list_result(one.result)} for one in solutions],
     }
 
 
 def _list_result(result: StepResult) -> dict[str, Any]:
-    return {"step_s": result.step_s, "peak_bytes": result.peak_bytes, "peak_rank": result.worst_rank.rank}
+    offloaded_bytes, recompute_s, copy_waits_s = find_costs(result)
+    return {
+        "step_s": result.step_s,
+        "peak_bytes": result.peak_bytes,
+        "peak_rank": result.worst_rank.rank,
+        "offloaded_bytes": offloaded_bytes,
+        "recompute_s": recompute_s,
+        "copy_waits_s": copy_waits_s,
+        "host_bytes": max(rank.host_peak_bytes for rank in result.ranks),
+    }

@@ -223,10 +223,17 @@ def _format_cost(seconds: float) -> str:
     return f"+{text}" if seconds > 0 and text != format_ms(0) else text.replace("-0.0 ", "0.0 ")
 
 
+def find_costs(result: StepResult) -> tuple[int, float, float]:
+    """Return the bytes offloaded in a step, the seconds of recompute and those that wait for copies: the most of any rank."""
+    return (
+        max(rank.d2h_bytes for rank in result.ranks),
+        max(rank.recompute_s for rank in result.ranks),
+        max(rank.waits.copies_s for rank in result.ranks),
+    )
+
+
 def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
-    moved_bytes = max(rank.d2h_bytes for rank in result.ranks)
-    recompute_s = max(rank.recompute_s for rank in result.ranks)
-    waits_s = max(rank.waits.copies_s for rank in result.ranks)
+    moved_bytes, recompute_s, waits_s = find_costs(result)
     return (
         format_bytes(result.peak_bytes),
         format_ms(result.step_s),

@@ -1,6 +1,7 @@
 """Terminal output beside the results: library messages and closed pipes."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -132,3 +133,20 @@ def drop_unread_output() -> None:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, stream.fileno())
             os.close(devnull)
+
+
+@contextlib.contextmanager
+def discard_native_output() -> Iterator[None]:
+    """Discard what C++ code prints to stdout inside: HiGHS has lines that no option switches off."""
+    libc = ctypes.CDLL(None)
+    sys.stdout.flush()
+    libc.fflush(None)
+    stdout = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        libc.fflush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)

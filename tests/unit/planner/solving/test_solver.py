@@ -58,9 +58,8 @@ def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_woul
     assert "Give a budget of 121B or more" in message
 
 
-@pytest.mark.parametrize("free_bytes", [70])
-def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free(free_bytes):
-    ranks = [make_toy_rank(static_bytes=10_000)]
+def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
+    ranks, free_bytes = [make_toy_rank(static_bytes=10_000)], 70
     with pytest.raises(BudgetError, match=r"Of a budget of 9.80 KiB a plan may use 9.7\d KiB\. ") as caught:
         solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
     least_bytes = pickle.loads(pickle.dumps(caught.value)).least_bytes
