@@ -6,8 +6,9 @@ from support.megatron_stub.training import LAYERS, with_offload
 def test_a_reset_before_the_first_forward_is_no_step():
     with with_offload("core_attn") as training:
         training.layers.finish_schedule()
-        assert training.offload.last_step is None
+        assert repr(training.offload) == "<MegatronOffload (tags: core_attn), no step yet>"
         training.step()
+        assert repr(training.offload).endswith(" offloaded in the last step>")
         assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS
 
 

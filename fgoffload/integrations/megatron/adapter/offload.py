@@ -68,6 +68,13 @@ class MegatronOffload:
         self._most_warned_of = 0
         """Microbatches of a step, more than the plan was made for."""
 
+    def __repr__(self) -> str:
+        """Return the tags, and what the last step moved."""
+        step = (
+            "no step yet" if self.last_step is None else f"{format_bytes(self.last_step.d2h_bytes)} offloaded in the last step"
+        )
+        return f"<MegatronOffload (tags: {' '.join(sorted(self.selected)) or 'none'}), {step}>"
+
     def remove(self) -> None:
         """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does nothing."""
         try:
