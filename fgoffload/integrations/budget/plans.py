@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fgoffload.errors import ConfigError
+from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import SavedTensor
@@ -13,6 +13,9 @@ from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT, LayerPar
 from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
 from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
+
+_SAFETY = 1.03
+"""Factor from the predicted peak of the smallest plan to the budget that an error names: predictions are within 3%."""
 
 
 class StepReading(NamedTuple):
@@ -93,7 +96,14 @@ class Planner:
         """
         from fgoffload.planner.solving.solver import solve
 
-        solution = solve([self._rank], budget_bytes=self._budget_bytes)
+        try:
+            solution = solve([self._rank], budget_bytes=self._budget_bytes)
+        except BudgetError as error:
+            why = (
+                f"memory {format_bytes(self._budget_bytes)} is below what recompute and offload of the layers reach: the "
+                f"nearest plan is predicted to take {format_bytes(error.least_bytes)}."
+            )
+            raise BudgetError(why, round(_SAFETY * error.least_bytes)) from error
         result = solution.result
         return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
 
