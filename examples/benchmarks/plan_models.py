@@ -15,7 +15,7 @@ from pathlib import Path
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.planner import build_ranks, get_hardware
-from fgoffload.planner.planning import plan_ranks
+from fgoffload.planner.entry import plan_ranks
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import list_baselines
 from fgoffload.units import GIB

@@ -7,9 +7,9 @@
 | `model_flop` | the floating-point operations of a model, for its utilization |
 | `job`, `processes` | settings in turn, in processes of their own, on every rank |
 | `worker`, `runner` | the other end: one setting, one model, one measurement |
-| `planning` | what the planner takes the training for, and a plan for a memory budget |
+| `rank_models`, `budget_plans` | what the planner takes the training for, and a plan for a memory budget |
 | `forecaster`, `prediction` | predicted step time and peak, from the hardware table and from a profile |
 | `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and what it ran on |
 
-Importing this package loads no torch; `worker`, `runner`, `loading`, `planning`, `forecaster` and `traces` do.
+Importing this package loads no torch; `worker`, `runner`, `loading`, `rank_models`, `forecaster` and `traces` do.
 """

@@ -15,9 +15,9 @@ from fgoffload.benchmark.settings import Setting
 from fgoffload.errors import PlanError
 from fgoffload.output_files import write_file
 from fgoffload.plan import OffloadPlan
-from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import Profile
+from fgoffload.planner.tried_plan import Tried
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

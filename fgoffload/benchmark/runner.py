@@ -31,9 +31,9 @@ from fgoffload.engine import ActivationLedger
 from fgoffload.engine.torch_internals import empty_host_cache
 from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
-from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import MeasuredTraining, Profile
+from fgoffload.planner.tried_plan import Tried
 from fgoffload.trainer import parallel
 from fgoffload.trainer.arguments import TrainingArguments
 from fgoffload.trainer.compared_steps import settle

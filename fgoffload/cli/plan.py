@@ -224,7 +224,7 @@ def _build_ranks(
     checked: PlanOptions, found: "PlannedDevice", model: "ModelShape", parallelism: "Parallelism", assumptions: "Assumptions"
 ) -> "tuple[str, Sequence[RankModel], int]":
     """Return what a plan is for, in words; the pipeline ranks; and the reserved bytes of each."""
-    from fgoffload.planner.late_host import assume_host
+    from fgoffload.planner.host_overhead import assume_host
     from fgoffload.planner.model_ranks import build_ranks
 
     hardware, profile = found.hardware, found.profile

@@ -14,7 +14,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import parse_bytes
 
 if TYPE_CHECKING:
-    from fgoffload.planner.late_host import HostGuess
+    from fgoffload.planner.host_overhead import HostGuess
 
 EXAMPLE = "fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 70GiB"
 
@@ -175,7 +175,7 @@ def check_host_of_link(host: "HostGuess | None") -> None:
     Raises:
         ConfigError: With the fix.
     """
-    from fgoffload.planner.late_host import HostGuess
+    from fgoffload.planner.host_overhead import HostGuess
 
     if host is HostGuess.IN_TIME:
         raise ConfigError("--not-launch-bound is the default with a profile of the link alone. Leave it out.")
@@ -193,6 +193,6 @@ def find_host(options: argparse.Namespace) -> "HostGuess | None":
         raise ConfigError("--not-launch-bound is the default with a device of the table. Leave it out, or give --profile FILE.")
     if not (options.not_launch_bound or options.launch_bound):
         return None
-    from fgoffload.planner.late_host import HostGuess
+    from fgoffload.planner.host_overhead import HostGuess
 
     return HostGuess.LATE if options.launch_bound else HostGuess.IN_TIME

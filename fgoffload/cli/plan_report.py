@@ -34,13 +34,13 @@ from fgoffload.cli.streams import discard_native_output
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.plan import NOTHING
-from fgoffload.planner.plan_facts import list_facts
-from fgoffload.planner.planning import PlanReport, plan_ranks
+from fgoffload.planner.entry import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, find_least_budget, sweep
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, KIB, MIB, format_bytes
 
 PATIENCE_S = 2.0

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
 from fgoffload.plan import Action
+from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
-from fgoffload.planner.planning import PlanReport
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.megatron_flags import choose_usual_modules
 from fgoffload.planner.solving.solver import Solution

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rich.table import Table
 
 from fgoffload.plan import Action
+from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
-from fgoffload.planner.planning import PlanReport
 from fgoffload.planner.simulation.simulation_result import RankResult, StepResult
 from fgoffload.planner.solving.decisions import Decision, price_decisions
 from fgoffload.planner.solving.solver import Solution

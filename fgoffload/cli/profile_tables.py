@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from fgoffload.planner.host_slowdown import MOST_SLOWDOWN, find_group_s
+from fgoffload.planner.host_overhead import MOST_SLOWDOWN, find_group_s
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE, Profile, RankProfile, merge_alike

@@ -2,7 +2,7 @@
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`planning` has an example; docs/concepts/planner.md says how it works. What is below `plan` can be used by itself:
+`entry` has an example; docs/concepts/planner.md says how it works. What is below `plan` can be used by itself:
 
 | folder | what it says | begin with |
 |---|---|---|
@@ -18,11 +18,11 @@ Folders import one way. `model`, `operations`, `memory` and `timing` stand on ea
 `ranks`, which `model_ranks` does; `simulation`, and `solving` on top of it, know the `ranks` alone, and no model or device.
 """
 
+from fgoffload.planner.entry import PlanReport, plan
 from fgoffload.planner.model.layer_shape import ExpertsShape, RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
-from fgoffload.planner.planning import PlanReport, plan
 from fgoffload.planner.timing.hardware import Hardware, Link, get_hardware
 
 __all__ = [

@@ -2,13 +2,13 @@
 
 A rank by itself can be told what it takes longer than its layers, and `make_rank_model` does so. Of a pipeline the plain step
 is that of all ranks, which wait for each other: how much it is longer, only a simulation of all of them says. So it is with
-[Note: What copies cost a late host] in `host_slowdown`.
+[Note: Cost of copies on a launch-bound host] in `host_overhead`.
 """
 
 import dataclasses
 
 from fgoffload.plan import NOTHING
-from fgoffload.planner.host_slowdown import fit_slowdown, slow_down
+from fgoffload.planner.host_overhead import fit_slowdown, slow_down
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate

@@ -46,8 +46,8 @@ MAY_IMPORT = {
 
 PLANNER_MAY_IMPORT = {
     "checks": (),
-    "host_slowdown": ("ranks", "timing", "simulation"),
-    "late_host": ("ranks", "timing", "host_slowdown"),
+    "host_overhead": ("ranks", "timing", "simulation"),
+    "tried_plan": (),
     "ranks": ("checks", "ranks"),
     "model": ("checks", "ranks", "model"),
     "operations": ("checks", "model", "operations"),
@@ -56,10 +56,10 @@ PLANNER_MAY_IMPORT = {
     "model_ranks": ("checks", "ranks", "model", "operations", "memory", "timing"),
     "simulation": ("checks", "ranks", "simulation"),
     "solving": ("checks", "ranks", "simulation", "solving"),
-    "plan_facts": ("model",),
-    "profiled_ranks": ("ranks", "timing", "simulation", "host_slowdown"),
-    "planning": ("checks", "ranks", "model", "timing", "model_ranks", "plan_facts", "simulation", "solving"),
-    "__init__": ("model", "timing", "model_ranks", "planning"),
+    "training_facts": ("model",),
+    "profiled_ranks": ("ranks", "timing", "simulation", "host_overhead"),
+    "entry": ("checks", "ranks", "model", "timing", "model_ranks", "training_facts", "simulation", "solving"),
+    "__init__": ("model", "timing", "model_ranks", "entry"),
 }
 """By part of the planner: the parts of the planner that it may import. Simulator and solver know no model and no device."""
 

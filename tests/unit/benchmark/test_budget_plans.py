@@ -13,7 +13,7 @@ from fgoffload.benchmark.budget_plans import BudgetPlans
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.rank_models import Planned
 from fgoffload.benchmark.settings import parse_setting
-from fgoffload.planner.late_host import Tried
+from fgoffload.planner.tried_plan import Tried
 
 BUDGET_BYTES = 1000
 SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")

@@ -13,7 +13,7 @@ from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron.auto import auto_offload as auto
 from fgoffload.integrations.megatron.profile import step_measurement as profiling
 from fgoffload.integrations.megatron.profile.device_memory import MemoryReading
-from fgoffload.planner import host_slowdown
+from fgoffload.planner import host_overhead
 from fgoffload.planner.solving import solver
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes
@@ -233,18 +233,18 @@ def run_counted(monkeypatch, caplog, baseline, static_bytes):
 
 
 def test_a_step_above_the_budget_is_planned_again(run_counted):
-    found, budget_bytes, lines = run_counted([30_000, 70_000], steps=5)
-    assert found.planned[1].peak_bytes + 30_000 > budget_bytes
-    assert found.planned[2].peak_bytes <= budget_bytes - 30_000
-    assert found.planned[3].peak_bytes <= budget_bytes - 70_000
+    found, budget_bytes, lines = run_counted([60_000, 120_000], steps=5)
+    assert found.planned[1].peak_bytes + 60_000 > budget_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 60_000
+    assert found.planned[3].peak_bytes <= budget_bytes - 120_000
     assert found.planned[3] is found.planned[4]
     assert [level for level, _ in lines] == ["INFO", "INFO"]
-    above_bytes = found.planned[1].peak_bytes + 30_000 - budget_bytes
+    above_bytes = found.planned[1].peak_bytes + 60_000 - budget_bytes
     assert f"{format_bytes(above_bytes)} above the budget" in lines[0][1]
 
 
 def test_after_three_plans_the_last_one_is_kept_with_a_warning(run_counted):
-    found, _, lines = run_counted([20_000, 40_000, 60_000, 80_000], part=0.8)
+    found, _, lines = run_counted([60_000, 120_000, 180_000, 240_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
     assert "after 3 plans: keeping the last. Give a budget that much smaller." in lines[2][1]
@@ -256,12 +256,12 @@ def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monk
     def gather(own):
         gathered.append(own)
         is_taken = hasattr(own, "beyond_bytes")
-        other = dataclasses.replace(own, peak_bytes=2**50, beyond_bytes=25_000) if is_taken and len(gathered) == 2 else own
+        other = dataclasses.replace(own, peak_bytes=2**50, beyond_bytes=60_000) if is_taken and len(gathered) == 2 else own
         return [own, other]
 
     monkeypatch.setattr(auto, "gather", gather)
     found, budget_bytes, lines = run_counted([0], steps=4)
-    assert found.planned[2].peak_bytes <= budget_bytes - 25_000 < found.planned[1].peak_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 60_000 < found.planned[1].peak_bytes
     assert len(lines) == 1
 
 
@@ -306,7 +306,7 @@ def run_beside_host(monkeypatch, run_counted, caplog):
         monkeypatch.setattr(auto, "AutoOffload", functools.partial(auto.AutoOffload, **options))
         monkeypatch.setattr(solver, "solve_leaving_free", solve)
         # Copies of so small a model are short beside its compute on a CPU.
-        monkeypatch.setattr(host_slowdown, "LEAST_EFFECT", 1e-9)
+        monkeypatch.setattr(host_overhead, "LEAST_EFFECT", 1e-9)
         found, _, _ = run_counted(
             list(beyond), steps=steps, on_trainer=lambda trainer: seen.append(trainer.integration.measurement)
         )

@@ -10,9 +10,9 @@ from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_CAPTURE, TRANSFORM
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model
 from fgoffload.plan import Action, OffloadPlan, Site
+from fgoffload.planner.entry import plan_ranks
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.model_ranks import build_ranks
-from fgoffload.planner.planning import plan_ranks
 from fgoffload.planner.ranks.captured_layer import capture_rank
 from fgoffload.planner.ranks.rank_model import HostPace
 from fgoffload.planner.simulation.simulator import Detail, simulate

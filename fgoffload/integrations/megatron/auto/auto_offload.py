@@ -47,8 +47,8 @@ from fgoffload.integrations.megatron.profile.device_memory import check_static
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_measurement import MeasurementState, StepMeasurement
 from fgoffload.plan import NOTHING, OffloadPlan, Site
-from fgoffload.planner.late_host import Tried, describe_tried
 from fgoffload.planner.timing.link_profile import LinkProfile
+from fgoffload.planner.tried_plan import Tried, describe_tried
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

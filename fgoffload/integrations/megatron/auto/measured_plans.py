@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
-from fgoffload.planner.late_host import Tried
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
+from fgoffload.planner.tried_plan import Tried
 from fgoffload.tags import default_tags
 from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
@@ -121,7 +121,7 @@ class MeasuredStep:
             PlanError: There is none, or layers cannot do what the older plan says.
         """
         # Here: SciPy takes longer to load than all else, and one process plans.
-        from fgoffload.planner.host_slowdown import fit_slowdown_to_step, slow_down
+        from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
         from fgoffload.planner.simulation.simulator import simulate
         from fgoffload.planner.solving.solver import solve_leaving_free
 

@@ -4,7 +4,7 @@
 The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is locked while layers leave. Its
 plan has all that in its times, and applies from the second step on. A few of its steps are timed. Then one more step is
 measured, as the first one was, with all warm, and a second plan is made of that one: as late beside copies as the host was in
-the steps that were timed ([Note: What copies cost a late host] in `fgoffload.planner.host_slowdown`). A few steps by it are
+the steps that were timed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps by it are
 timed too, and the faster one stays. Every step counts for the training: all compute the same bits. A step takes from its
 beginning to that of the next, with whatever the training does between; the median leaves out one that an evaluation or a
 checkpoint came behind. The first step under a plan is not timed: memory finds its place in it.

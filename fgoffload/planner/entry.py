@@ -32,11 +32,11 @@ from collections.abc import Mapping, Sequence
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
-from fgoffload.planner.plan_facts import list_facts
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, solve
 from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.training_facts import list_facts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

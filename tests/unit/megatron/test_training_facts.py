@@ -10,7 +10,7 @@ from fgoffload.integrations.megatron.adapter.model_config import read_facts
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, TOKENS
-from fgoffload.planner.plan_facts import list_facts
+from fgoffload.planner.training_facts import list_facts
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 
 ARGUMENTS = BENCHMARKS.parents[1] / "arguments"

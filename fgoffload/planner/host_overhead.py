@@ -1,0 +1,163 @@
+"""Overhead of a launch-bound host: how much longer compute takes beside copies, and the time of each offloaded group.
+
+[Note: Cost of copies on a launch-bound host]
+Copies hardly slow a GPU, by 1% ([link_rates]). They do slow a CPU that already launches late: both use its memory, and each
+offloaded group is more work for it. On three machines with an H100 a look-up that misses caches took 1.16 to 1.29 times as
+long beside copies to the host, and 1.36 to 1.85 times as long beside copies both ways. Where each layer waits for the host, as
+token dispatchers do, this delay is on the critical path. It differs by machine, and only a step of the training shows it. So a
+profile has a few steps under plans, measured in turn with baseline steps, and one number is fitted to all of them: the
+part by which compute takes longer beside copies. It sets the time of each group too, `GROUP_S` of it.
+
+Either alone fits all steps together as well, and is wrong about some. By bytes alone `expert_fc1`, with few large groups, was
+predicted 4% to 5% too slow in each of three runs, and by groups alone a plan with two groups of 640 MiB 3% too fast
+(docs/decisions.md). With both, four of the 76 steps that are predicted from profiles with compared steps are more than 4% off,
+where eight were by bytes. A training that plans for itself may not fit baseline steps: only those under its first plan count.
+
+[link_rates]: fgoffload/planner/timing/link_rates.py
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from fgoffload.plan import NOTHING, OffloadPlan
+from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.timing.compared_step import ComparedStep
+from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
+
+GROUP_S = 3.7e-3
+"""Seconds of host delay per offloaded group, for a slowdown of 1 beyond the device's own: 0.37 ms for a slowdown of a tenth.
+Source: compared steps of four runs on H100s say 3.6 to 4.0 ms (docs/decisions.md)."""
+
+LAUNCH_BOUND_SLOWDOWN = 0.1
+"""Slowdown of compute beside copies, as a part, of a launch-bound host that nobody measured. Source: compared steps of four
+runs of W2 on H100s say 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
+
+MOST_SLOWDOWN = 0.25
+"""Largest slowdown of compute beside copies, as a part. Steps that took longer were late for other reasons."""
+
+LEAST_EFFECT = 0.025
+"""Smallest growth of a step from no slowdown to `MOST_SLOWDOWN`, as a part of the baseline, from which its slowdown is read.
+In a step that moves little, a percent of noise would read as a slowdown of a tenth and more."""
+
+_PRECISION = 2e-3
+"""Precision of a fitted slowdown. A plan's step changes by about 0.1% with it."""
+
+
+class HostGuess(enum.Enum):
+    """Whether a plan assumes a launch-bound step."""
+
+    IN_TIME = "a step that is not launch-bound"
+    LATE = "a launch-bound step"
+
+
+def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
+    """Return `ranks` with another host.
+
+    Args:
+        ranks: The pipeline, by number.
+        guess: The host. One that is not launch-bound is no slower beside copies than the device.
+    """
+    if guess is HostGuess.LATE:
+        return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
+    links = (
+        dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
+    )
+    return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
+
+
+def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
+    """Return `ranks` with at least this slowdown of compute beside copies, as a part, and the time per group it goes with."""
+    return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
+
+
+def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
+    link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
+    # A host that runs passes ahead does its work per group meanwhile.
+    group_s = 0.0 if rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) else find_group_s(slowdown)
+    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, group_s))
+
+
+def find_group_s(slowdown: float) -> float:
+    """Return the seconds of host delay per offloaded group that go with a slowdown beside copies, as a part."""
+    return GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
+
+
+def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
+    """Return the slowdown of compute beside copies, as a part, with which `steps` are simulated to take what they took.
+
+    Args:
+        ranks: The pipeline as it was measured, by number.
+        steps: Compared steps of it. Steps that move too little are left out.
+
+    Returns:
+        From the slowdown of the link of `ranks`, which it is too if no step tells more, to `MOST_SLOWDOWN`.
+
+    Raises:
+        PlanError: The plan of a step does not suit a layer.
+    """
+    ranks = _cancel_at_loss(ranks)
+    keeping_s = simulate(ranks, NOTHING).step_s
+    telling = [step for step in steps if _is_telling(ranks, step.plan)]
+
+    def count_excess_s(slowdown: float) -> float:
+        """Return the simulated less the measured seconds of `telling`, in sum."""
+        slowed = slow_down(ranks, slowdown)
+        return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in telling)
+
+    return _find_slowdown(ranks, count_excess_s)
+
+
+def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
+    """Return the slowdown of compute beside copies, as a part, where only steps under one plan were measured.
+
+    Other delays of the step count as slowdown too. `fit_slowdown` leaves them out, and needs baseline steps.
+
+    Args:
+        ranks: The pipeline as it was measured, by number.
+        plan: The plan of the steps.
+        step_s: Seconds of a step.
+
+    Returns:
+        From the slowdown of the link of `ranks`, which it is too if `plan` moves too little, to `MOST_SLOWDOWN`.
+
+    Raises:
+        PlanError: `plan` does not suit a layer.
+    """
+    ranks = _cancel_at_loss(ranks)
+    if not _is_telling(ranks, plan):
+        return _get_least(ranks)
+    return _find_slowdown(ranks, lambda slowdown: simulate(slow_down(ranks, slowdown), plan).step_s - step_s)
+
+
+def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
+    """Return whether a step under `plan` grows enough with the largest slowdown to read its slowdown from it."""
+    grown_s = simulate(slow_down(ranks, MOST_SLOWDOWN), plan).step_s - simulate(ranks, plan).step_s
+    return grown_s >= LEAST_EFFECT * simulate(ranks, NOTHING).step_s
+
+
+def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
+    """Return `ranks` as they ran: unless a plan says otherwise, the offload of the last groups is cancelled at the loss."""
+    return [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
+
+
+def _get_least(ranks: Sequence[RankModel]) -> float:
+    return max(rank.link.compute_slowdown for rank in ranks)
+
+
+def _find_slowdown(ranks: Sequence[RankModel], count_excess_s: Callable[[float], float]) -> float:
+    """Return the slowdown with no excess, between the least of `ranks` and `MOST_SLOWDOWN`.
+
+    Args:
+        ranks: Their links have the least slowdown.
+        count_excess_s: Returns simulated less measured seconds, which grow with the slowdown.
+    """
+    from scipy.optimize import brentq
+
+    least = _get_least(ranks)
+    if count_excess_s(least) >= 0:  # also without steps
+        return least
+    if count_excess_s(MOST_SLOWDOWN) <= 0:
+        return MOST_SLOWDOWN
+    return float(brentq(count_excess_s, least, MOST_SLOWDOWN, xtol=_PRECISION))

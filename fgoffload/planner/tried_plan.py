@@ -1,0 +1,36 @@
+"""Measured peak and time of a few steps under a plan, by which two plans are compared."""
+
+import dataclasses
+import math
+
+from fgoffload.units import format_bytes, format_ms
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """Measured peak and time of a few steps under a plan."""
+
+    peak_bytes: int
+    """Peak device bytes of any rank; 0 where nothing counts them."""
+    step_s: float
+    """Median seconds of a step; infinite where the steps did not end."""
+
+    def score(self, budget_bytes: int) -> tuple[int, float]:
+        """Return bytes above the budget, then seconds: a better plan has less."""
+        return (max(self.peak_bytes - budget_bytes, 0), self.step_s)
+
+    def describe(self) -> str:
+        """Return both, for a log."""
+        peak = f" at {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""
+        return f"{format_ms(self.step_s)}{peak}" if self.step_s < math.inf else f"more than {format_bytes(self.peak_bytes)}"
+
+
+def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
+    """Return the steps of two plans, for a log.
+
+    Args:
+        first: Steps of the first plan.
+        second: Steps of the second plan.
+        made: Origin of each plan, as `for a launch-bound step`.
+    """
+    return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"
