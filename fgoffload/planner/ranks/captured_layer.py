@@ -1,14 +1,14 @@
-"""A layer of which CUDA graphs capture modules: what cannot run again, what stays, and what leaves through staging slots.
+"""A layer whose modules are captured by CUDA graphs: no recompute, fixed inputs and outputs, and staging slots.
 
 [Note: What a plan takes graphs for]
-No Python runs in a graph, so no plan runs a captured module again. Inputs and outputs of a graph stay: they lie at fixed
-addresses. What else a captured module saves leaves through the engine's staging slots, which all layers share. Slots count as
-static memory, each as large as what the largest layer offloads from its graph. Nothing else of that is on the device between
-graphs. That a graph waits for a slot is not simulated: where copies are slower than compute, a step takes longer than said.
-A full iteration copies tensors from where they lie, as eager steps do.
+No Python runs in a graph, so no plan recomputes a captured module. Inputs and outputs of a graph stay on the device, at fixed
+addresses. Other tensors of a captured module are offloaded through the engine's staging slots, which all layers share. Slots
+count as static memory; each holds what the largest layer offloads from its graph. Waits of a graph for a slot are not
+simulated: if copies are slower than compute, a step takes longer than predicted. A full iteration copies tensors from where
+they lie, as eager steps do.
 
-What else a pool of graphs costs is not counted: it holds the inputs and outputs of each graph all the time, and nothing outside
-can use its fragments. So a step reserves more memory than is predicted.
+Other costs of a graph pool are not counted: it holds the inputs and outputs of each graph all the time, and nothing else can
+use its fragments. So a step reserves more memory than predicted.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapturedLayer(LayerModel):
-    """A kind of layer with modules that are captured."""
+    """A kind of layer with captured modules."""
 
     staged: frozenset[str]
-    """Names of saved tensors that leave through a staging slot."""
+    """Names of saved tensors that are offloaded through a staging slot."""
 
     __hash__ = LayerModel.__hash__
 
@@ -35,11 +35,11 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`: itself, where they capture nothing.
+    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it.
 
     Args:
-        layer: As it runs eagerly.
-        graphs: What is captured.
+        layer: The eager layer.
+        graphs: Captured modules.
         has_shared_overlap: Whether shared experts run beside the exchange of tokens.
     """
     kind: dict[str, bool] = {
@@ -55,7 +55,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
     inside = {one.name for one in layer.tensors if graphs.impl == TRANSFORMER_ENGINE and not captured.isdisjoint(one.tags)}
     return CapturedLayer(
         kind=layer.kind,
-        # A capture of the experts can hold no wait of the host.
+        # Captured experts cannot wait for the host.
         segments=tuple(dataclasses.replace(one, host_wait=None) for one in layer.segments)
         if "expert_fc1" in captured
         else layer.segments,
@@ -66,11 +66,11 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return `rank`, whose layers run eagerly, as it runs with `graphs`.
+    """Return the eager `rank` as it runs with `graphs`.
 
     Args:
-        rank: By a profile.
-        graphs: What is captured.
+        rank: A rank of a profile.
+        graphs: Captured modules.
         has_shared_overlap: Whether shared experts run beside the exchange of tokens.
     """
     chunks = tuple(
@@ -88,7 +88,7 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of the graph of a layer: of their tag they are the first."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first of their tag."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {

@@ -1,7 +1,7 @@
-"""One layer as the simulator and the solver see it: stretches of compute, what they save, and what may run again.
+"""One layer as the simulator and the solver see it: segments of compute, saved tensors, and units that can be recomputed.
 
-`op_times` makes one from a shape and a device, and a profile makes one from measurements. All times are those of one microbatch
-on one rank, with nothing else running.
+`op_times` makes a layer from a shape and a device, a profile from measurements. Times are those of one microbatch on one rank,
+with nothing else running.
 """
 
 import dataclasses
@@ -14,37 +14,37 @@ from fgoffload.tags import find_recompute_unit
 class HostWait(enum.Enum):
     """Synchronization of the host before a segment: it must read a few bytes of the device first.
 
-    Source: docs/reference/tags.md, where the host waits.
+    Source: host waits in docs/reference/tags.md.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone, and where it runs again for nothing
-    HOLD = "hold"  # they take the copy engine, and groups of the layer that ended before are held until they are through
-    COPY = "copy"  # they take the copy engine behind whatever is queued there, as without our remedies
+    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone, and for nothing in a recompute
+    HOLD = "hold"  # they use the copy engine, and ended groups of the layer are held until they are through
+    COPY = "copy"  # they use the copy engine behind all queued copies, as without our remedies
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of a layer: what runs between two places where groups may end."""
+    """A segment of a layer: the ops between two places where groups may end."""
 
     name: str
-    """The tag whose module runs here, or what runs between them: `dispatch`. One of each name in a layer."""
+    """Tag of the module that runs here, or a name for the ops between modules: `dispatch`. Unique in a layer."""
     forward_s: float
-    """Seconds of compute."""
+    """Seconds of forward compute."""
     backward_s: float
-    """Seconds of compute."""
+    """Seconds of backward compute."""
     forward_extra_bytes: int = 0
-    """Device bytes that are there while forward runs and gone when it is over, beside what is saved."""
+    """Temporary device bytes of forward, without saved tensors."""
     backward_extra_bytes: int = 0
-    """Device bytes that are there while backward runs: gradients of activations, and what it computes with."""
+    """Temporary device bytes of backward: gradients of activations and workspaces."""
     host_wait: HostWait | None = None
     """Synchronization of the host before it launches the forward, or None."""
     forward_host_s: float = 0.0
-    """Seconds that a forward pass takes beside `forward_s`, since the host launches it later than what `forward_s` is of; below
-    0 where it launches it earlier. Not where the stretch runs again."""
+    """Seconds that late launches add to `forward_s` in a forward pass; negative if the host launches earlier than it did when
+    `forward_s` was measured. A recompute does not have them."""
 
     @property
     def forward_pass_s(self) -> float:
-        """Seconds of the stretch in a forward pass, as the host launches it there."""
+        """Seconds of the segment in a forward pass, late launches included."""
         return self.forward_s + self.forward_host_s
 
 
@@ -53,17 +53,17 @@ class SavedTensor:
     """One storage that one or several tags of a layer save."""
 
     name: str
-    """For people."""
+    """Name for tables and errors."""
     tags: tuple[str, ...]
-    """Those that save it, in the order of forward; none in `untagged_bytes.list_untagged_tensors`."""
+    """Tags that save it, in forward order; none in `untagged_bytes.list_untagged_tensors`."""
     size_bytes: int
-    """On this rank, of one microbatch."""
+    """Bytes on this rank for one microbatch."""
     is_same_in_all_layers: bool = False
-    """All layers save the same storage, which leaves once a microbatch."""
+    """Whether all layers save the same storage, which is offloaded once a microbatch."""
     element_bytes: int = 2
-    """Of an element, by which the minimum size counts: 2 in bf16."""
+    """Bytes of an element, for the minimum size in elements: 2 in bf16."""
     stays: bool = False
-    """It stays on the device whatever a plan says."""
+    """Whether it stays on the device whatever a plan says."""
 
     def is_below(self, numel: int) -> bool:
         """Return whether it has fewer than `numel` elements."""
@@ -75,36 +75,35 @@ class UnitModel:
     """A part of a layer that can be recomputed by itself: the bytes it frees, and its cost."""
 
     name: str
-    """As a plan names it: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name that the layer alone knows."""
+    """Name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name of the layer's own."""
     segments: tuple[str, ...]
-    """Names of the stretches that run again, in the order of forward."""
+    """Names of the recomputed segments, in forward order."""
     drops: tuple[str, ...]
-    """Names of the saved tensors that are not saved then. While the unit has run again, they are there."""
+    """Names of the tensors that are not saved then. The recompute makes them again."""
     held: tuple[str, ...] = ()
-    """Of these, what the layer's forward holds to its end all the same."""
+    """Those of `drops` that the layer's forward references to its end anyway."""
     keeps: tuple[SavedTensor, ...] = ()
-    """Inputs that the unit saves in exchange, to be recomputed from."""
+    """Inputs that the unit saves instead, to be recomputed from."""
     before: str
-    """The unit runs again right before the backward of this stretch: where Megatron asks for what was dropped, which may be
-    earlier than the first stretch that needs it."""
+    """Segment before whose backward the unit is recomputed: where Megatron asks for the dropped tensors, which may be earlier
+    than the first segment that needs them."""
     forward_part: float = 1.0
-    """Of the seconds of its stretches' forward, what runs again: 1 where all of it does."""
+    """Recomputed part of its segments' forward seconds: 1 for all of it."""
     extra_s: float = 0.0
-    """Seconds of compute beside the forward of its stretches: what it takes longer than that, and copies of what ran again to
-    where others look for it."""
+    """Seconds of recompute beyond the forward of its segments, with copies of recomputed tensors to where others expect
+    them."""
     extra_bytes: int = 0
-    """Device bytes beside what was dropped, from running again until the backward of all its stretches is over."""
+    """Device bytes beside the dropped tensors, from the recompute to the end of its segments' backward."""
     copy_s: float = 0.0
-    """Seconds on top where Megatron's own checkpoint runs it again, which copies what that returns to where forward had it."""
+    """Seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them."""
     copy_bytes: int = 0
-    """Device bytes on top there."""
+    """Device bytes of those copies."""
     covers: tuple[str, ...] | None = None
-    """Tags and units of the layer that are recomputed with it and save nothing then. None takes those of the unit's name in
-    `fgoffload.tags`."""
+    """Tags and units that are recomputed with it and save nothing then. None takes those of its name in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Tags and units of the layer that are recomputed with it and save nothing then."""
+        """Tags and units that are recomputed with it and save nothing then."""
         if self.covers is not None:
             return self.covers
         unit = find_recompute_unit(self.name)
@@ -119,59 +118,59 @@ class UnitModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """A kind of layer: layers of one kind are alike, and the solver treats them as one. What it comes to is counted once."""
+    """A kind of layer. Layers of one kind are alike, so the solver treats them as one and its totals are computed once."""
 
     kind: str
-    """For people: `dense`, `moe`, `mtp`."""
+    """Name for tables: `dense`, `moe`, `mtp`."""
     segments: tuple[Segment, ...]
-    """In the order of forward. Backward goes the other way."""
+    """Segments in forward order; backward runs them in reverse."""
     tensors: tuple[SavedTensor, ...]
     """Storages that it saves without recompute and offload, in forward order.
 
-    A tensor is there from the end of the stretch of its first tag on, and backward asks for it at the stretch of its last tag;
-    tags without a stretch of their name count as the first stretch. It leaves where any of its tags is offloaded, once, with
-    the group of the first of those.
+    A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
+    segment of its name counts as the first segment. A tensor is offloaded if any of its tags is, once, with the group of the
+    first of those.
     """
     units: tuple[UnitModel, ...] = ()
-    """Units that can be recomputed by themselves."""
+    """Units that can be recomputed alone."""
 
     def __hash__(self) -> int:
-        """Return what kinds that are equal have alike. To hash all fields, each time that one is looked up, takes too long."""
+        """Hash a few fields only: hashing all of them at each look-up is too slow."""
         return hash((self.kind, len(self.segments), len(self.tensors), len(self.units)))
 
     @functools.cached_property
     def forward_s(self) -> float:
-        """Seconds of compute of the whole forward, without what it waits for launches."""
+        """Seconds of forward compute, without waits for launches."""
         return sum(segment.forward_s for segment in self.segments)
 
     @functools.cached_property
     def backward_s(self) -> float:
-        """Seconds of compute of the whole backward, with nothing run again."""
+        """Seconds of backward compute, without recompute."""
         return sum(segment.backward_s for segment in self.segments)
 
     @functools.cached_property
     def saved_bytes(self) -> int:
-        """Bytes of all tensors that it saves where nothing runs again, without those that all layers share."""
+        """Bytes of all saved tensors without recompute, except those that all layers share."""
         return sum(tensor.size_bytes for tensor in self.tensors if not tensor.is_same_in_all_layers)
 
     @functools.cached_property
     def shares_router_input(self) -> bool:
-        """Return whether shared experts save the hidden states that the router gets too."""
+        """Return whether shared experts save the router's input too."""
         return any("shared_expert" in tensor.tags for tensor in self.tensors)
 
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
-        """Return the tags that save something that may leave."""
+        """Return the tags that save a tensor that can be offloaded."""
         return frozenset(tag for tensor in self.tensors if self.may_leave(tensor) for tag in tensor.tags)
 
     def may_leave(self, tensor: SavedTensor) -> bool:
-        """Return whether `tensor` may leave at all."""
+        """Return whether `tensor` can be offloaded."""
         return not tensor.stays
 
     def is_staged(self, tensor: SavedTensor) -> bool:
-        """Return whether `tensor` leaves through a staging slot, from inside of a CUDA graph."""
+        """Return whether `tensor` is offloaded through a staging slot, from inside a CUDA graph."""
         return False
 
     def find_unit(self, name: str) -> UnitModel | None:
-        """Return the unit called `name`, or None where the layer cannot run it again by itself."""
+        """Return the unit called `name`, or None if the layer cannot recompute it alone."""
         return next((unit for unit in self.units if unit.name == name), None)

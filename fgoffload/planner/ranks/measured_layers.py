@@ -1,4 +1,4 @@
-"""Any list of layers as the planner takes them: the bytes and the times of their parts, and what may be done about each.
+"""Any list of layers for the planner: bytes and times of their parts, and the allowed treatments of each.
 
     layer = MeasuredLayer(kind="block", parts=(attention, mlp), tensors=(...), input=...)
     rank = make_rank([layer] * 12, link=link, static_bytes=..., microbatches=4)
@@ -35,18 +35,18 @@ _ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPart:
-    """A part of a layer: `attention`, `mlp`. Times and bytes are those of one microbatch with nothing else running."""
+    """A part of a layer, as `attention`. Times and bytes are those of one microbatch with nothing else running."""
 
     name: str
-    """In plans. Not `layer` and not `layer_input`."""
+    """Name in plans; not `layer` or `layer_input`."""
     forward_s: float
-    """Seconds of compute."""
+    """Seconds of forward compute."""
     backward_s: float
-    """Seconds of compute."""
+    """Seconds of backward compute."""
     forward_extra_bytes: int = 0
-    """Device bytes that are there while forward runs and gone when it is over, beside what is saved."""
+    """Temporary device bytes of forward, without saved tensors."""
     backward_extra_bytes: int = 0
-    """Device bytes that are there while backward runs, beside what was saved."""
+    """Temporary device bytes of backward, without saved tensors."""
     input: SavedTensor | None = None
     """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
     where the part cannot be recomputed alone."""
@@ -59,9 +59,9 @@ class MeasuredLayer:
     """A kind of layer. Layers of one kind are alike."""
 
     kind: str
-    """For people, and to tell kinds apart."""
+    """Unique name, for tables."""
     parts: tuple[LayerPart, ...]
-    """In the order of forward."""
+    """Parts in forward order."""
     tensors: tuple[SavedTensor, ...]
     """Storages that it saves without recompute, each once, tagged by the parts that save it."""
     input: SavedTensor | None = None
@@ -69,7 +69,7 @@ class MeasuredLayer:
     the layer cannot be recomputed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts that a plan could not name, and tensors of no part.
+        """Refuse parts without a usable name, and tensors of no part.
 
         Raises:
             ConfigError: With the name and the fix.
@@ -150,16 +150,16 @@ def make_rank(
     """Return one process that runs forward and backward of `layers` for each microbatch of a step.
 
     Args:
-        layers: In the order of forward.
-        link: Between the device and its host.
-        static_bytes: Device bytes that are there all the time.
-        microbatches: Of a step.
+        layers: Layers in forward order.
+        link: Link between the device and its host.
+        static_bytes: Device bytes outside of activations.
+        microbatches: Microbatches of a step.
         policy: Window and prefetch; None takes the defaults.
-        first: What runs before the layers, as an embedding.
-        last: What runs behind them, as a loss.
-        saved_bytes: What those save of a microbatch.
+        first: Segments before the layers, as an embedding.
+        last: Segments after the layers, as a loss.
+        saved_bytes: Bytes that those segments save for a microbatch.
         step_end_s: Seconds after the last backward, as of an optimizer.
-        host_budget_bytes: Of the process; None for no limit.
+        host_budget_bytes: Host bytes of the process; None for no limit.
 
     Raises:
         ConfigError: The number of microbatches is not what it must be.

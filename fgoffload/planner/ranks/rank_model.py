@@ -15,21 +15,21 @@ from fgoffload.transfer_schedule import TransferPolicy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """Copies between a rank's device and its host: each way a queue, first in, first out."""
+    """The link between a rank's device and its host: one first-in, first-out queue for each direction."""
 
     d2h_bytes_per_s: float
-    """To the host, with nothing the other way."""
+    """Rate to the host alone."""
     h2d_bytes_per_s: float
-    """To the device, with nothing the other way."""
+    """Rate to the device alone."""
     duplex_bytes_per_s: float
-    """Each way while both run."""
+    """Rate of each direction while both run."""
     copy_latency_s: float = 0.0
-    """Before the bytes of each group's copy move."""
+    """Seconds before the first byte of each copy moves."""
     compute_slowdown: float = 0.0
-    """How much copies slow compute beside them: 0.06 for 6%."""
+    """Slowdown of compute beside copies, as a part: 0.06 for 6%."""
 
     def __post_init__(self) -> None:
-        """Refuse what no link has.
+        """Refuse impossible rates.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -46,54 +46,54 @@ class LinkModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedLayer:
-    """A layer in its place."""
+    """A layer and its number."""
 
     number: int
-    """In the whole model, from 0, as plans count."""
+    """Number in the whole model, from 0, as in plans."""
     model: LayerModel
-    """Its kind."""
+    """Kind of the layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkModel:
-    """A model chunk: what is before its layers, the layers, and what is behind them."""
+    """A model chunk: its layers, and the segments before and after them."""
 
     layers: tuple[NumberedLayer, ...]
-    """In the order of forward. It may have none: an embedding alone."""
+    """Layers in forward order; none in a chunk with an embedding alone."""
     first: tuple[Segment, ...] = ()
-    """Before the layers: the embedding, on the first chunk of the model."""
+    """Segments before the layers: the embedding, on the first chunk of the model."""
     last: tuple[Segment, ...] = ()
-    """Behind them: the final norm, the output layer and the loss, on the last."""
+    """Segments after the layers: final norm, output layer and loss, on the last chunk."""
     saved_bytes: int = 0
-    """Of each microbatch, by what is before and behind the layers and by what no tag covers: stays whatever the plan says."""
+    """Bytes that a microbatch saves outside of the layers and of all tags. They stay whatever the plan says."""
 
 
 class HostPace(enum.Enum):
-    """How far ahead of compute the host runs: the engine sees a copy that is done only where the host is.
+    """How far ahead of compute the host runs. The engine sees finished copies only at the host's place.
 
-    Source: docs/results/predictions.md. Of llama3_8b_layers on an H200, whose layers never let the host wait, three
-    peaks were 1.6% to 2.6% above what is simulated with a host beside compute, a window each time, and are within 0.3% of what
-    is with one a step ahead. Of w2_moe, whose dispatchers let it wait in each forward, six peaks under plans were 0.2% to 2.2%
-    above, and are within 0.4% of what is with one that waits there and nowhere else.
+    Source: docs/results/predictions.md. On an H200 the layers of llama3_8b_layers never
+    make the host wait: three peaks were 1.6% to 2.6%, a window each, above a simulation with the host beside compute, and are
+    within 0.3% with the host a step ahead. The dispatchers of w2_moe make it wait in each forward: six peaks under plans were
+    0.2% to 2.2% above, and are within 0.4% with a host that waits there and nowhere else.
     """
 
     BESIDE = "beside compute"  # the device is the host
-    LAYER_AHEAD = "a layer ahead"  # forward of a layer lets it wait, as token dispatchers do
-    PASS_AHEAD = "a pass ahead"  # 1F1B where no layer lets it wait: it waits for each exchange between stages
-    STEP_AHEAD = "a step ahead"  # it has launched all that follows before the first copy is done
+    LAYER_AHEAD = "a layer ahead"  # the forward of a layer makes it wait, as token dispatchers do
+    PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers: it waits for each exchange between stages
+    STEP_AHEAD = "a step ahead"  # it has launched the whole step before the first copy is done
 
 
 class Turn(enum.Enum):
     """Treatment of copies in flight to the host when forward of a microbatch turns to its backward."""
 
-    CALL_BACK = "the last groups stay"  # where modules are named, and nothing is planned
-    PLAN = "those stay that are far from done"  # while a plan is made, which then says how many bytes these are
+    CALL_BACK = "the last groups stay"  # modules are named, without a plan
+    PLAN = "those stay that are far from done"  # while a plan is made, which then says their bytes
 
 
 HOST_LAYER_S = 4.5e-3
-"""Seconds that the host takes for the forward of a layer with experts, or its backward; each of its stretches the same part.
-Source: a trace of w2_moe on an H200, in which the host is a bit slower than without: 5.5 ms from one dispatcher's wait to the
-next, and about 6 ms for the backward of a layer. With 4.5 the peaks of 13 settings agree best."""
+"""Host seconds for the forward or the backward of a layer with experts, spread evenly over its segments. Source: a trace of
+w2_moe on an H200, which slows the host a little: 5.5 ms from one dispatcher's wait to the next, and about 6 ms for the backward
+of a layer. With 4.5 the peaks of 13 settings agree best."""
 
 
 def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
@@ -111,31 +111,31 @@ class RankModel:
     """One pipeline rank in a step."""
 
     rank: int
-    """Of the pipeline, from 0."""
+    """Pipeline rank, from 0."""
     static_bytes: int
-    """Device bytes that are there all the time: weights, gradients, optimizer, buffers, and the reserve."""
+    """Device bytes of weights, gradients, optimizer, buffers and reserve, which stay all the time."""
     chunks: tuple[ChunkModel, ...]
-    """By number of the chunk."""
+    """Model chunks, by number."""
     passes: tuple[Pass, ...]
-    """In order: `fgoffload.planner.ranks.schedule.list_passes`."""
+    """Passes in order: `fgoffload.planner.ranks.schedule.list_passes`."""
     link: LinkModel
-    """To the host."""
+    """Link to the host."""
     policy: TransferPolicy
-    """Window and prefetch, as the engine has them."""
+    """Window and prefetch of the engine."""
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. What a group saves of one storage stays when it is smaller."""
+    """Elements. Storages of which a group saves fewer stay on the device."""
     step_end_s: float = 0.0
-    """After the last pass: the reduction of gradients, the optimizer, and time of a late host, which has no place in a pass."""
+    """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
     host_budget_bytes: int | None = None
-    """Of this rank, or None for no limit."""
+    """Host bytes of this rank; None for no limit."""
     host_pace: HostPace = HostPace.BESIDE
-    """Where the host is when it looks for copies that are done."""
+    """How far ahead of compute the host looks for finished copies."""
     turning_chunk: int | None = None
-    """The chunk that ends the model, where the backward of each microbatch comes right after its forward; None elsewhere."""
+    """Chunk with the loss, where each microbatch's backward follows its forward at once; None on other ranks."""
     turn: Turn = Turn.PLAN
-    """Treatment of copies in flight there, unless the plan gives a number of bytes."""
+    """Treatment of copies in flight at the loss, unless the plan gives a number of bytes."""
     late_group_s: float = 0.0
-    """Seconds by which a late host launches later what follows a group that leaves: it has that to do as well."""
+    """Delay of a launch-bound host for each offloaded group, in seconds."""
     has_engine: bool = True
-    """Whether this package runs in the training. Without it, token dispatchers hold what a recompute began with: see
+    """Whether the training runs this package. Without it, token dispatchers hold the input of a recompute:
     [Note: What dispatchers hold] in `layer_compiler`."""
