@@ -9,7 +9,7 @@ from fgoffload.tags import TagRegistry, default_tags
 
 
 def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
-    """Refuse what a layer of this kind cannot do.
+    """Refuse actions that do not suit a layer of this kind.
 
     Raises:
         PlanError: With the tags or units, and the fix.

@@ -1,4 +1,4 @@
-"""From a rank's chunks and a plan to the events of each pass: see `chunk_events`, and `layer_compiler` for those of a layer."""
+"""Compiles a rank's chunks under a plan to the events of each pass: see `chunk_events`, and `layer_compiler` for layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,28 @@ from fgoffload.planner.simulation.layer_choice import ResolvedLayer, resolve_lay
 from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler, LayerRules
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
-"""Actions of a plan, by chunk and layer number, and there by tag or unit."""
+"""Actions of a plan by chunk and layer number, then by tag or unit."""
 
 _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
-"""Actions for the layers of a chunk, in order."""
+"""Actions of a chunk's layers, in order."""
 
 _KNOWN_CHUNKS = 128
-"""A plan is simulated after one that differs from it in a layer or two. All ranks of a pipeline have no more chunks."""
+"""Cached chunks: consecutive plans differ in a layer or two, and all ranks of a pipeline have no more chunks."""
 
 
 def compile_rank(
     rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None, merges: bool = True
 ) -> tuple[CompiledChunk, ...]:
-    """Return what each chunk of `rank` does under a plan.
+    """Return each chunk of `rank` under a plan.
 
     Args:
         rank: The rank.
-        actions: Of the plan.
-        loss_window_bytes: As the plan says.
-        merges: Whether compute with nothing in between becomes one event.
+        actions: Actions of the plan.
+        loss_window_bytes: As in the plan.
+        merges: Whether adjacent compute becomes one event.
 
     Raises:
-        PlanError: A layer cannot do what the plan says of it.
+        PlanError: The plan does not suit a layer.
     """
     chosen = [
         tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
@@ -40,7 +40,7 @@ def compile_rank(
     ]
     parts = list(zip(rank.chunks, range(len(rank.chunks)), chosen, strict=True))
     numel = rank.min_offloaded_numel
-    # Where nothing leaves nobody waits behind copies or looks for them, and more segments are one event.
+    # Without offload nothing waits for copies or polls them, and more segments become one event.
     has_copies = any(layer.leaving for part in parts for layer in _resolve_chunk(*part, numel))
     rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
     turning = rank.turning_chunk if has_copies else None
@@ -56,7 +56,7 @@ def _resolve_chunk(
 ) -> tuple[ResolvedLayer, ...]:
     resolved = []
     for layer, actions in zip(chunk.layers, chosen, strict=True):
-        # The pipeline's schedule references the input of a stage until its backward: to move it would free nothing.
+        # The pipeline's schedule references the input of a stage until its backward: offloading it would free nothing.
         is_held = layer is chunk.layers[0] and not chunk.first
         try:
             one = resolve_layer(

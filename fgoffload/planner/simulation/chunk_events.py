@@ -1,6 +1,6 @@
 """Events of one pass through a model chunk under a plan.
 
-`chunk_compiler` makes it, once for all microbatches. Compute with nothing in between is one event, unless a timeline is wanted.
+`chunk_compiler` makes them once for all microbatches. Adjacent compute is one event, unless a timeline is wanted.
 """
 
 import dataclasses
@@ -17,67 +17,67 @@ class EventKind(enum.Enum):
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
     OPEN = "open_site"  # None. Forward reaches a site
     SUBMIT = "submit"  # the number of a group in the chunk, which is offloaded
-    READ = "read"  # parcels that forward reads for the last time, and that were submitted before
+    READ = "read"  # submitted parcels that forward reads for the last time
     TAKE = "take"  # a `Take`
-    LET_GO = "let_go"  # sizes in bytes of tensors that stayed and backward takes, in order; 0 of one that was taken before
-    FREE = "free"  # parcels that backward no longer wants
+    LET_GO = "let_go"  # bytes of resident tensors that backward takes, in order; 0 if taken before
+    FREE = "free"  # parcels that backward no longer needs
     POLL = "poll"  # None. The engine looks for finished copies
-    PASSED = "pass_layer"  # None. Backward has passed a layer, or its MLP, that tells the engine nothing of that
-    TURN = "turn"  # the most bytes under way when backward comes next, where a plan says so, or None
-    RETAIN = "retain"  # a token dispatcher, by chunk and layer, and the bytes that it keeps
-    DISPATCH = "dispatch"  # a token dispatcher, which frees what it kept
+    PASSED = "pass_layer"  # None. Backward has passed an unwatched layer or its MLP
+    TURN = "turn"  # most bytes in flight when backward comes next, if a plan says so, or None
+    RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps
+    DISPATCH = "dispatch"  # chunk and layer of a token dispatcher, which frees what it kept
 
     __hash__ = object.__hash__
-    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
 
 Events = tuple[tuple[EventKind, Any], ...]
-"""Of a pass, each with its argument."""
+"""Events of a pass, each with its argument."""
 
 
 class Compute(NamedTuple):
-    """Compute without anything in between."""
+    """Uninterrupted compute."""
 
-    seconds: float  # with nothing beside it
-    net_bytes: int  # device bytes that are there at its end, and were not before
-    rise_bytes: int  # the most device bytes in it beyond those before it
-    label: str  # where that is, for people: `layers.12.expert_fc1`
-    host_s: float  # seconds of the host
+    seconds: float  # seconds with nothing beside it
+    net_bytes: int  # change of device bytes
+    rise_bytes: int  # peak device bytes beyond those before it
+    label: str  # place, for tables: `layers.12.expert_fc1`
+    host_s: float  # host seconds
 
 
 class Take(NamedTuple):
-    """Backward asks for tensors."""
+    """Backward needs tensors."""
 
-    group: int | None  # the group of the site that asks, in the chunk. None where that site stays.
-    parcels: tuple[int, ...]  # what it asks for. Empty where all that the group saved stayed.
+    group: int | None  # group of the asking site, by number in the chunk; None if that site stays on the device
+    parcels: tuple[int, ...]  # needed parcels; empty if all tensors of the group stayed
 
 
 class Mover(NamedTuple):
-    """Key by which copies are counted: a tag, in layers of a kind with the same action."""
+    """Key for traffic: a tag in layers of one kind with the same action."""
 
-    kind: str  # of layer
-    tag: str  # of the site that tensors leave with
+    kind: str  # kind of the layer
+    tag: str  # tag of the group that offloads the tensors
     action: Action
 
 
 class Parcel(NamedTuple):
-    """Tensors of a layer that leave, return and go together."""
+    """Tensors of a layer that are offloaded, reloaded and freed together."""
 
-    size_bytes: int  # of all
+    size_bytes: int  # bytes of all
     device_bytes: int
-    """Of them, what is on the device beside static memory while they are there: all or, through staging slots, nothing."""
-    label: str  # for people: `reload of layers.12.core_attn`, the site that it leaves with
-    mover: Mover  # of that site
-    is_read_later: bool  # forward still reads it when it is submitted
+    """Device bytes beside static memory while they are resident: all or, through staging slots, none."""
+    label: str  # for timelines: `reload of layers.12.core_attn`, with the site that offloads it
+    mover: Mover  # key of that site
+    is_read_later: bool  # whether forward still reads it when it is submitted
 
 
 class PlacedGroup(NamedTuple):
-    """A group among those of a chunk."""
+    """A group of a chunk."""
 
-    label: str  # for people: `layers.12.core_attn`
-    parcels: tuple[int, ...]  # what leaves with it
-    members: tuple[int, ...]  # what it saved and some group offloads: its own, and what it shares with others
-    end_position: int  # how many groups of the chunk began before it ended
+    label: str  # for timelines: `layers.12.core_attn`
+    parcels: tuple[int, ...]  # offloaded with it
+    members: tuple[int, ...]  # saved by it and offloaded by any group: its own parcels, and those that it shares
+    end_position: int  # number of groups of the chunk that began before it ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +86,9 @@ class CompiledChunk:
 
     forward: Events
     backward: Events
-    groups: tuple[PlacedGroup, ...]  # in the order in which forward reaches their sites
+    groups: tuple[PlacedGroup, ...]  # in forward order
     parcels: tuple[Parcel, ...]
     base_bytes: int
-    """Device bytes of a microbatch from the start of its forward to the end of its backward, whatever the plan says."""
-    staged_bytes: int  # of the layer that has the most of them: what leaves through a staging slot, which all layers share
-    recompute_s: float  # seconds of compute that backward has more than without a plan
+    """Device bytes of a microbatch from the start of its forward to the end of its backward that no plan changes."""
+    staged_bytes: int  # bytes offloaded through a staging slot, which all layers share: those of the largest layer
+    recompute_s: float  # seconds of recompute in backward

@@ -24,87 +24,87 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""By tag: the segment after which its group ends, where that is not its own. A norm's input is the residual too, and a
-checkpoint saves its input when its forward is through. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
+"""By tag: the segment after which its group ends, if not its own. A norm's input is the residual too, and a checkpoint saves
+its input at the end of its forward. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
-"""Tags whose groups end behind the others that end after the same segment. Source: as above."""
+"""Tags whose groups end last of those that end after the same segment. Source: as above."""
 
 
 class Take(NamedTuple):
-    """Backward asks for a tensor."""
+    """The place in backward that needs a tensor."""
 
-    before: int  # the segment before whose backward it does
-    unit: str | None  # the unit that asks, which runs again there. None where it is the backward of that segment.
+    before: int  # before the backward of this segment
+    unit: str | None  # the unit that is recomputed there and needs it; None for the segment's own backward
     group: int | None
-    """The group of the site that asks, which tells the engine that backward has come there. None where that site stays."""
+    """Group of the asking site, which shows the engine that backward is there; None if that site stays on the device."""
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor from a forward, the first or one that runs again, until its backward. Some leave in between."""
+    """A tensor from forward, or from a recompute, to its backward. Some are offloaded in between."""
 
-    tensor: SavedTensor  # what it is
-    saved_after: int  # the segment after whose forward it is there
-    freed_after: int  # the segment after whose backward it is gone
-    takes: tuple[Take, ...] = ()  # who asks for what was saved, in the order of backward. Empty for what runs again made.
-    used_until: int = -1  # of one that leaves: the segment up to whose forward it is read, before which it is not freed
-    leaves_with: int = -1  # the group that it leaves with: of those that save it, the first to be submitted
+    tensor: SavedTensor  # the tensor
+    saved_after: int  # it exists after the forward of this segment
+    freed_after: int  # it is freed after the backward of this segment
+    takes: tuple[Take, ...] = ()  # who needs it, in backward order; empty for a recomputed tensor
+    used_until: int = -1  # if offloaded: forward reads it up to this segment, so it is not freed before
+    leaves_with: int = -1  # the group that offloads it: the first submitted one that saves it
     returns_for: int = -1
-    """The group that it comes back for: of those that save it, the last that forward reached."""
+    """The group that it is reloaded for: the last in forward of those that save it."""
 
 
 class LeavingGroup(NamedTuple):
-    """Storages that are offloaded together: those of one tag that are neither kept nor offloaded before."""
+    """Storages that are offloaded together: those of one tag that are neither kept nor in an earlier group."""
 
     tag: str
-    action: Action  # what is done about it
-    tensors: tuple[SavedTensor, ...]  # what leaves with it. Backward comes to it where there is nothing, too.
-    starts_at: int  # the segment with which its site begins. The order of groups is that of these.
-    ends_after: int  # the segment after whose forward it ends. It is submitted then, unless it is held.
+    action: Action  # offload, with or without recompute
+    tensors: tuple[SavedTensor, ...]  # offloaded with it; backward reaches the group even if there are none
+    starts_at: int  # first segment of its site, which sets the order of groups
+    ends_after: int  # last segment of its site, after which it is submitted unless it is held
     held_over: int | None
-    """The segment before whose forward the host waits, and after whose wait it is submitted. None where it is not held."""
-    opened_before_end: int  # how many groups of the layer begin before this one ends, itself with them
-    submitted_as: int  # its place in the order in which the groups of the layer end, and are submitted
-    asked_before: int  # the segment before whose backward its site first asks for something
+    """Segment before whose forward the host waits; a held group is submitted after that wait. None if it is not held."""
+    opened_before_end: int  # groups of the layer that begin before this one ends, itself included
+    submitted_as: int  # its place among the layer's groups in the order of submission
+    asked_before: int  # its site first needs a tensor before the backward of this segment
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of what leaves with it."""
+        """Offloaded bytes."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 class Rerun(NamedTuple):
-    """A unit that runs again in backward."""
+    """A unit that is recomputed in backward."""
 
-    unit: str  # by the name of `fgoffload.tags.RECOMPUTE_UNITS`
-    before: int  # the segment before whose backward it runs
-    segments: tuple[int, ...]  # that run again, in order
-    seconds: tuple[float, ...]  # of compute, by segment
-    made: tuple[PlacedTensor, ...]  # what is there again then: `saved_after` is one of `segments`
+    unit: str  # its name in `fgoffload.tags.RECOMPUTE_UNITS`
+    before: int  # it runs before the backward of this segment
+    segments: tuple[int, ...]  # recomputed segments, in order
+    seconds: tuple[float, ...]  # compute seconds of each segment
+    made: tuple[PlacedTensor, ...]  # recomputed tensors: `saved_after` is one of `segments`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """A layer under a plan. Many layers are one of these, so that what all of them ask for is put together once."""
+    """A layer under a plan. Many layers share one instance, so that its properties are computed once."""
 
     layer: LayerModel  # the layer
-    kept: tuple[PlacedTensor, ...]  # what stays on the device from forward to backward
-    held: tuple[PlacedTensor, ...]  # what runs again and was not saved, but is there until the layer's forward is over
+    kept: tuple[PlacedTensor, ...]  # tensors that stay on the device from forward to backward
+    held: tuple[PlacedTensor, ...]  # recomputed tensors that are referenced until the layer's forward ends
     shared: tuple[SavedTensor, ...]
-    """Storages that all layers share. They are kept, and count once a microbatch and chunk: the engine keeps living tables."""
-    leaving: tuple[PlacedTensor, ...]  # what leaves
-    groups: tuple[LeavingGroup, ...]  # of the tags that are offloaded, in the order in which forward reaches their sites
-    reruns: tuple[Rerun, ...]  # what runs again, in the order of backward
+    """Storages that all layers share, as tables. They are kept, and count once for each microbatch and chunk."""
+    leaving: tuple[PlacedTensor, ...]  # offloaded tensors
+    groups: tuple[LeavingGroup, ...]  # groups of the offloaded tags, in the order in which forward reaches their sites
+    reruns: tuple[Rerun, ...]  # recomputes, in backward order
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of a microbatch between its forward and its backward, once the copies are done; `shared` not counted."""
+        """Device bytes of a microbatch between forward and backward once the copies are done, without `shared`."""
         return sum(kept.tensor.size_bytes for kept in self.kept)
 
     @functools.cached_property
     def saved_bytes(self) -> Mapping[int, int]:
-        """Device bytes that are there after the forward of a segment and were not before, by segment; below 0 where some go."""
+        """Change of device bytes by the forward of each segment; negative if it frees more than it saves."""
         last = len(self.layer.segments) - 1
         sizes = [(one.saved_after, one.tensor.size_bytes) for one in (*self.kept, *self.leaving, *self.held)]
         sizes += [(last, -one.tensor.size_bytes) for one in self.held]
@@ -113,13 +113,13 @@ class ResolvedLayer:
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:
-        """Device bytes that are gone after the backward of a segment, of what stayed or ran again, by segment."""
+        """Device bytes that the backward of each segment frees, of kept and recomputed tensors."""
         made = (one for rerun in self.reruns for one in rerun.made)
         return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
 
     @functools.cached_property
     def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
-        """Sizes of what sites that stay ask for and is there, by the segment and unit of a `Take`; 0 when asked for again."""
+        """Sizes of the resident tensors that sites on the device need, by segment and unit of a `Take`; 0 when needed again."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:
             asked = [(take.before, take.unit) for take in kept.takes if take.group is None]
@@ -129,17 +129,17 @@ class ResolvedLayer:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of a microbatch that leave, and come back."""
+        """Bytes of a microbatch that are offloaded and reloaded."""
         return sum(group.size_bytes for group in self.groups)
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of a microbatch that leave through a staging slot."""
+        """Bytes of a microbatch that are offloaded through a staging slot."""
         return sum(one.tensor.size_bytes for one in self.leaving if self.layer.is_staged(one.tensor))
 
     @property
     def recompute_s(self) -> float:
-        """Seconds of compute that backward takes longer."""
+        """Seconds that recompute adds to backward."""
         return sum(seconds for rerun in self.reruns for seconds in rerun.seconds)
 
 
@@ -153,22 +153,22 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Return what `actions` make of `layer`. The same arguments give the same object.
+    """Return `layer` under `actions`. Equal arguments give the same object.
 
     Args:
         layer: A kind of layer.
-        actions: What a plan says of it, by tag or unit; what it does not name is kept.
-        min_offloaded_numel: Elements. A tensor below this stays.
-        staying_tags: Of tensors that something outside of the layer holds: moving them frees nothing, and the engine stops.
+        actions: Actions of a plan by tag or unit; the rest is kept.
+        min_offloaded_numel: Elements. Smaller tensors stay on the device.
+        staying_tags: Tags of tensors that are referenced outside of the layer: offloading them would free nothing.
 
     Raises:
-        PlanError: The layer cannot do that: with the tags or units, and the fix.
+        PlanError: The actions do not suit the layer: with the tags or units, and the fix.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
 
 
-# Layers of one kind with the same choice are most of a model, and a solver asks for them again and again.
+# Most layers of a model are of one kind with the same actions, and a solver asks for them many times.
 @functools.lru_cache(maxsize=4096)
 def _resolve(
     layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_numel: int, staying_tags: frozenset[str]
@@ -181,7 +181,7 @@ def _resolve(
     reruns = _list_reruns(layer, units, saved, places)
     saving = {tag for one in saved for tag in one.tensor.tags}
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and tag in saving)
-    # What a unit covers asks for what the unit makes, and not for what was saved.
+    # Tags that a unit covers need the recomputed tensors, not saved ones.
     covered = {tag for unit in units for tag in unit.covered}
     again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
     takes = {one.tensor.name: _list_takes(one, offloaded, covered, again, places) for one in saved}
@@ -214,23 +214,23 @@ def _resolve(
 
 
 class _Places:
-    """Where the tags of a layer are among its segments, whatever a plan says."""
+    """Places of a layer's tags among its segments."""
 
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """The first segment over whose host wait groups are held."""
+        """First segment with a host wait over which groups are held."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
         """Saved storages without recompute, by name."""
 
     def find(self, name: str) -> int:
-        """Return the segment called `name`; the first where there is none."""
+        """Return the segment called `name`, or the first one if there is none."""
         return self._places.get(name, 0)
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:
-        """Return when a tensor is there, where nothing that saves it runs again."""
-        # The tag that forward reaches first, wherever it is among them: backward reaches that one last.
+        """Return the lifetime of a tensor that is not recomputed."""
+        # The first tag in forward is the last one in backward.
         first = min(self.find(tag) for tag in tensor.tags)
         return PlacedTensor(tensor=tensor, saved_after=first, freed_after=first)
 
@@ -244,12 +244,12 @@ class _Places:
         return tuple(sorted(tags, key=lambda tag: (self.find(tag), default_tags().get_place(tag))))
 
     def list_segments(self, unit: UnitModel) -> tuple[int, ...]:
-        """Return the segments that `unit` runs again."""
+        """Return the segments that `unit` recomputes."""
         return tuple(self._places[name] for name in unit.segments)
 
 
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[PlacedTensor, ...]:
-    """Return what is saved in forward where `units` run again: what they drop is not, and what they keep instead is."""
+    """Return what forward saves if `units` are recomputed: without what they drop, with the inputs that they keep."""
     dropped = {name for unit in units for name in unit.drops}
     saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
@@ -257,7 +257,7 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
         first = places.list_segments(unit)[0]
         for tensor in unit.keeps:
             if tensor.name not in dropped_by_others:
-                # The unit's input: there before it runs, and wanted until backward has left it.
+                # The unit's input exists before it runs, and is needed until backward has left it.
                 saved.setdefault(tensor.name, PlacedTensor(tensor, saved_after=first, freed_after=first))
     return tuple(saved.values())
 
@@ -265,10 +265,10 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
 def _list_reruns(
     layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Rerun, ...]:
-    """Return what runs again, in the order of backward; what runs before the same segment in the order of forward."""
+    """Return the recomputes in backward order; those before the same segment in forward order."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
-    # What a unit keeps, as its input, is there and not made again; what two units drop, the first of them makes.
+    # A unit's kept input is not recomputed. Of two units that drop a tensor, the first one makes it.
     made, reruns = {one.tensor.name for one in saved}, []
     for unit in sorted(units, key=lambda unit: (-before[unit.name], places.list_segments(unit)[0])):
         segments = places.list_segments(unit)
@@ -276,7 +276,7 @@ def _list_reruns(
         made.update(names)
         seconds = [unit.forward_part * layer.segments[place].forward_s for place in segments]
         seconds[-1] += unit.extra_s
-        # What the unit hands on is saved by the segment behind it: it is there when the unit is through.
+        # The next segment saves the unit's output, which exists at the unit's end.
         found = [places.saved[name] for name in names]
         again = [one if one.saved_after in segments else one._replace(saved_after=segments[-1]) for one in found]
         if unit.extra_bytes:
@@ -287,10 +287,10 @@ def _list_reruns(
 
 
 def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], places: _Places) -> dict[str, int]:
-    """Return the segment before whose backward each unit runs again, by its name."""
+    """Return the segment before whose backward each unit is recomputed, by unit name."""
     before: dict[str, int] = {}
     readers: list[tuple[frozenset[int], int]] = []
-    # From the last of forward: a unit that makes what another reads when that one runs again has to run before it.
+    # From the last one of forward: a unit whose output another recompute reads has to run before it.
     for unit in sorted(units, key=lambda unit: places.list_segments(unit)[0], reverse=True):
         made = {places.find(tag) for name in unit.drops if name in tensors for tag in tensors[name].tags}
         before[unit.name] = max([places.find(unit.before), *(place for segments, place in readers if segments & made)])
@@ -305,12 +305,12 @@ def _list_takes(
     again: Sequence[tuple[Rerun, Set[str]]],
     places: _Places,
 ) -> tuple[Take, ...]:
-    """Return who asks for `one`: the segments of its tags but those `covered`, and what runs `again` and reads it."""
+    """Return the places that need `one`: segments of its tags except `covered` ones, and recomputes in `again` that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
     askers = set()
     for rerun, read in again:
         askers |= {(rerun.before, rerun.unit, tag) for place, tag in found if place in rerun.segments or tag in read}
-    # A module that runs again as a whole asks for its input then, and not again in the backward of what it made.
+    # A module that is recomputed as a whole needs its input then, and not in the backward of its outputs.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
     askers |= {(place, "", tag) for place, tag in found if tag not in asked}
     ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
@@ -323,7 +323,7 @@ def _list_takes(
 def _list_groups(
     actions: Mapping[str, Action], offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places
 ) -> tuple[LeavingGroup, ...]:
-    """Return the groups of the tags `offloaded`, not yet with what leaves with them."""
+    """Return the groups of the tags `offloaded`, still without tensors."""
     groups = []
     ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
     for place, tag in enumerate(offloaded):

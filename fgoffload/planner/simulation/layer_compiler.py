@@ -1,22 +1,22 @@
-"""From a layer and what a plan says of it to the events of its passes: see `chunk_events`.
+"""Compiles a layer under a plan to the events of its passes: see `chunk_events`.
 
 [Note: What dispatchers keep]
-A token dispatcher keeps the routing probabilities of its last forward, and with them the graph behind. Where a checkpoint of
-the layer, or of its experts, ran that forward again, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
+A token dispatcher keeps the routing probabilities of its last forward, and with them their autograd graph. If a checkpoint of
+the layer or of its experts recomputed that forward, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
 after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward, so a step begins
-with those of the step before. This package makes dispatchers let go; where it does not run, they count
-(`RankModel.has_engine`). Between two steps of six layers with full recompute an H200 held 773 MiB more than without: 768 are
-these, 128 MiB a layer. Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and
-`CheckpointFunction` of megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
+with those of the step before. This package makes dispatchers release them; without it they count (`RankModel.has_engine`).
+Between two steps of six layers with full recompute an H200 held 773 MiB more than without: 768 MiB are these, 128 a layer.
+Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
+megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Waits of a recompute]
-In a recompute the host waits only where a token dispatcher runs again, which `layer` and `moe` do, and the first linear of the
-experts, behind the dispatcher, does not. It has the counts of the forward then (docs/decisions.md), and waits for none that a
-kernel would write, `HostWait.KERNEL`: it stays as far ahead as it was. Other waits are as in forward.
+In a recompute the host waits only if a token dispatcher is recomputed: with `layer` and `moe`, not with the experts' first
+linear. It has the counts of the forward then (docs/decisions.md), so it does not wait for counts that a kernel writes
+(`HostWait.KERNEL`) and stays as far ahead as it was. Other waits are as in forward.
 
 [Note: What the model references]
-`GPTModel.forward` has a name for the embedding's output until it returns, loss and all. So the first layer's input, where it
-leaves, goes no earlier. In other stages the pipeline's schedule has it until backward. Source: `decoder_input` in
+`GPTModel.forward` references the embedding's output until it returns with the loss. So an offloaded input of the first layer is
+freed no earlier. On other stages the pipeline's schedule references it until backward. Source: `decoder_input` in
 megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
@@ -33,18 +33,18 @@ from fgoffload.watched import Watched, find_watched
 Item = TypeVar("Item")
 
 _PROJECTION = "attn_proj"
-"""The segment with which the attention half of a layer ends."""
+"""Last segment of the attention half of a layer."""
 
 _ROUTER = "router"
-"""The segment behind which a token dispatcher gets probabilities. Layers without experts have none."""
+"""Segment after which a token dispatcher gets the probabilities; layers without experts have none."""
 
 
 class LayerRules(NamedTuple):
     """Settings shared by all layers of a rank."""
 
-    has_copies: bool  # whether anything leaves
+    has_copies: bool  # whether anything is offloaded
     has_engine: bool  # as `RankModel.has_engine`
-    host_s: float  # seconds that a layer's forward takes the host, or its backward
+    host_s: float  # host seconds of a layer's forward or backward
     merges: bool  # as of an `EventList`
 
 
@@ -58,10 +58,10 @@ class EventList:
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges
         self._events: list[tuple[EventKind, object]] = []
-        self._last: Compute | None = None  # what the next compute joins
+        self._last: Compute | None = None  # event that the next compute is merged into
 
     def compute(self, label: str, seconds: float, extra_bytes: int, net_bytes: int = 0, *, host_s: float = 0.0) -> None:
-        """Add compute, with `extra_bytes` on the device while it runs and `net_bytes` more behind it than before."""
+        """Add compute with `extra_bytes` of temporaries, which changes the device bytes by `net_bytes`."""
         last = self._last if self._merges else None
         if last is None:
             last = Compute(0.0, 0, 0, label, 0.0)
@@ -73,20 +73,20 @@ class EventList:
         self._events[-1] = (EventKind.COMPUTE, self._last)
 
     def run_forward(self, segment: Segment, layer: str = "", net_bytes: int = 0, *, host_s: float = 0.0) -> None:
-        """Add the forward of a segment, called so in `layer`."""
+        """Add the forward of a segment of `layer`."""
         self.compute(layer + segment.name, segment.forward_pass_s, segment.forward_extra_bytes, net_bytes, host_s=host_s)
 
     def run_backward(self, segment: Segment, layer: str = "", net_bytes: int = 0, *, host_s: float = 0.0) -> None:
-        """Add the backward of a segment, called so in `layer`."""
+        """Add the backward of a segment of `layer`."""
         self.compute(layer + segment.name, segment.backward_s, segment.backward_extra_bytes, net_bytes, host_s=host_s)
 
     def add(self, kind: EventKind, argument: object = None) -> None:
-        """Add what is no compute."""
+        """Add an event other than compute."""
         self._last = None
         self._events.append((kind, argument))
 
     def finish(self) -> Events:
-        """Return what was added."""
+        """Return the events."""
         return tuple(self._events)
 
 
@@ -96,8 +96,8 @@ class LayerCompiler:
     Args:
         numbered: The layer.
         chunk: The number of its chunk.
-        resolved: What the plan makes of it.
-        rules: Of the rank.
+        resolved: The layer under the plan.
+        rules: Settings of the rank.
         has_held_input: See [Note: What the model references].
     """
 
@@ -115,30 +115,30 @@ class LayerCompiler:
         self._segments = numbered.model.segments
         self._has_copies = rules.has_copies
         self._has_held_input = has_held_input
-        self._host_s = rules.host_s / len(self._segments)  # of the host, for a segment
+        self._host_s = rules.host_s / len(self._segments)  # host seconds of a segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
-        """What runs a dispatcher again from a leaf of its own, where it counts. See [Note: What dispatchers keep]."""
+        """Unit that recomputes a dispatcher from a leaf of its own, if that counts. See [Note: What dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._runs_again = any(rerun.unit == "layer" for rerun in resolved.reruns)
-        """Whether a checkpoint is around the layer: it has the input, and the engine sees nothing of the layer."""
+        """Whether a checkpoint surrounds the layer: it saves the input, and the engine sees nothing inside."""
         names = [segment.name for segment in self._segments]
         self._behind_attention = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
-        """The first segment behind attention."""
+        """First segment after attention."""
         tags = {group.tag for group in resolved.groups}
         watched = find_watched(tags, shares_router_input=self._layer.shares_router_input)
         self._is_watched = watched.covers_layer or (watched is Watched.ATTENTION and self._behind_attention == len(names))
-        """Whether the engine watches all ops of the layer: those of attention too, where nothing is behind."""
+        """Whether the engine watches all ops of the layer, attention included."""
         self._watched_places = len(names) if self._is_watched else self._behind_attention * (watched is Watched.ATTENTION)
-        """The first so many segments are watched."""
-        self._base = 0  # the groups of the chunk before those of this layer
+        """Number of watched segments, from the first."""
+        self._base = 0  # number of groups in earlier layers of the chunk
         self._parcels: list[tuple[PlacedTensor, int]] = []
-        """One of the tensors of each parcel, which are alike but for their size, and the parcel's number."""
+        """A tensor of each parcel, whose tensors differ in size alone, and the parcel's number."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}
-        """What backward asks for, by the segment before which it does and the unit that runs again there."""
+        """Tensors that backward needs, by the segment before which it does and the unit that is recomputed there."""
 
     def add_groups(self, groups: list[PlacedGroup], parcels: list[Parcel]) -> None:
-        """Add the groups and parcels of this layer to those of the layers before it."""
+        """Add the groups and parcels of this layer to those of earlier layers."""
         self._base = len(groups)
         alike: dict[object, list[PlacedTensor]] = {}
         for one in self._resolved.leaving:
@@ -175,16 +175,16 @@ class LayerCompiler:
                 asked.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(parcel)
         asking = {group for groups in asked.values() for group in groups}
         for index, group in enumerate(self._resolved.groups):
-            # All that such a group saved stayed, and backward comes to it all the same.
+            # All tensors of such a group stayed, and backward reaches it anyway.
             if index not in asking:
                 asked.setdefault((group.asked_before, None), {})[index] = []
         for key, groups in asked.items():
-            # The last group of forward first, and what no group asks for last.
+            # The last group of forward first, then tensors that no group needs.
             order = sorted(groups, key=lambda group: -1 if group is None else group, reverse=True)
             self._takes[key] = [Take(None if one is None else self._base + one, tuple(groups[one])) for one in order]
 
     def list_read_last(self) -> Iterable[int]:
-        """Return the parcels that are referenced until the model's forward is over."""
+        """Return the parcels that are referenced to the end of the model's forward."""
         return (parcel for one, parcel in self._parcels if one.used_until == len(self._segments))
 
     def _is_read_later(self, one: PlacedTensor) -> bool:
@@ -214,7 +214,7 @@ class LayerCompiler:
             self._dispatch(events, segment)
 
     def run_backward(self, events: EventList) -> None:
-        """Add the backward of the layer, and what runs again in it."""
+        """Add the backward of the layer, with its recomputes."""
         reruns = _group_by_place((rerun.before, rerun) for rerun in self._resolved.reruns)
         freed = _group_by_place((one.freed_after, parcel) for one, parcel in self._parcels)
         starts = [group.starts_at for group in self._resolved.groups]
@@ -226,7 +226,7 @@ class LayerCompiler:
             self._take(events, place, None)
             events.run_backward(segment, self._name, -self._resolved.freed_bytes.get(place, 0), host_s=self._host_s)
             if self._keeper is not None and place == self._keeper.segments[0]:
-                # Input and gradient: the first was counted as saved until now, the second among what backward needs.
+                # Input and gradient: the input was counted as saved until now, the gradient as a temporary of backward.
                 events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
             if place in freed:
                 events.add(EventKind.FREE, tuple(freed[place]))
@@ -237,7 +237,7 @@ class LayerCompiler:
         self._pass(events, self._base)
 
     def _pass(self, events: EventList, groups: int) -> None:
-        """Backward has passed the MLP, or all, of a layer that is not watched there; in front of that are so many groups."""
+        """Backward has passed the MLP or all of an unwatched layer. Add that event if groups come before it."""
         if groups and not self._is_watched and not self._runs_again:
             events.add(EventKind.PASSED)
 
@@ -262,9 +262,9 @@ class LayerCompiler:
             events.add(EventKind.DISPATCH, self._dispatcher)
 
     def _take(self, events: EventList, place: int, unit: str | None) -> None:
-        """Add what is asked for before the backward of a segment: by `unit`, which runs again, or by the segment.
+        """Add the tensors needed before the backward of a segment: by the recompute of `unit`, or by the segment.
 
-        What sites that stay ask for is let go of there; what a group saved tells instead that backward is at that group.
+        Tensors of sites on the device are released there. Tensors of a group show that backward has reached it.
         """
         sizes_bytes = self._resolved.let_go_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:
@@ -281,19 +281,19 @@ def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
 
 
 def _find_keeper(resolved: ResolvedLayer) -> Rerun | None:
-    """Return what runs a dispatcher of the layer again from a leaf of its own, or None."""
+    """Return the unit that recomputes a dispatcher of the layer from a leaf of its own, or None."""
     has_router = any(segment.name == _ROUTER for segment in resolved.layer.segments)
     return next(filter(_runs_dispatcher, resolved.reruns), None) if has_router else None
 
 
 def _runs_dispatcher(rerun: Rerun) -> bool:
-    """Return whether a token dispatcher runs again: not with a norm, an activation, a first linear or shared experts."""
+    """Return whether a token dispatcher is recomputed: not with a norm, an activation, a first linear or shared experts."""
     unit = find_recompute_unit(rerun.unit)
     return unit is not None and _ROUTER in unit.covers
 
 
 def _count_input_bytes(resolved: ResolvedLayer) -> int:
-    """Return the bytes of [s, b, h] on this rank: of the layer's input, and of what the norm behind attention returns."""
+    """Return the bytes of [s, b, h] on this rank: those of the layer's input and of the second norm's output."""
     return max((tensor.size_bytes for tensor in resolved.layer.tensors if _is_input(tensor)), default=0)
 
 

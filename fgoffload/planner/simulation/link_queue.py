@@ -1,7 +1,7 @@
-"""The link between a device and its host over time: a queue each way, first in, first out, and one rate for each that runs.
+"""The link between a device and its host over time: a first-in, first-out queue and a rate for each direction.
 
-Bytes flow like a fluid. The first copy of each queue moves at its direction's rate, or at the rate for both ways while the
-other direction moves too. Nothing else changes a rate, so between two ends of copies time is skipped in one go.
+Bytes flow like a fluid. The first copy of each queue moves at its direction's rate, or at the duplex rate while the other
+direction moves too. Nothing else changes a rate, so time advances from one end of a copy to the next.
 """
 
 import collections
@@ -12,8 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_MOMENT = 1 + 1e-9
-"""Moments that differ by less than this factor are one: a copy that ends just when somebody looks is through, whatever was
-rounded since."""
+"""Factor below which two moments count as equal: a copy that ends just when it is polled is done, whatever was rounded."""
 
 
 class Copy:
@@ -23,11 +22,11 @@ class Copy:
 
     def __init__(self, size_bytes: int, traffic: TagTraffic, pass_: Pass | None, label: str) -> None:
         self.size_bytes = size_bytes
-        self.traffic = traffic  # what it is counted for
-        self.pass_ = pass_  # in which it was submitted
+        self.traffic = traffic  # traffic that counts it
+        self.pass_ = pass_  # pass that submitted it
         self.label = label
-        self.start_s = math.inf  # when it was the first of its queue; infinite before
-        self.end_s = math.inf  # when its last byte was through; infinite before
+        self.start_s = math.inf  # when it became the first of its queue; infinite before
+        self.end_s = math.inf  # when its last byte arrived; infinite before
 
 
 class CopyQueue:
@@ -37,22 +36,22 @@ class CopyQueue:
 
     def __init__(self, stream: StreamName, rate_bytes_per_s: float, link: LinkModel) -> None:
         self.stream = stream
-        self.copies: collections.deque[Copy] = collections.deque()  # that are not through, in order. The first one runs.
-        self.left_s = 0.0  # what the first one takes from now on with nothing the other way, its latency included
-        # Two ways at once are never faster than one alone, whatever a measurement says.
+        self.copies: collections.deque[Copy] = collections.deque()  # unfinished copies, in order; the first one runs
+        self.left_s = 0.0  # remaining seconds of the first one at its own rate, latency included
+        # Both directions at once are never faster than one, whatever a measurement says.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
-        """Of its rate, what is left while the other direction runs too."""
-        self.waited_since_s = math.inf  # since when compute waits for this direction; infinite while it does not
+        """Part of its rate that is left while the other direction runs too."""
+        self.waited_since_s = math.inf  # start of compute's wait for this direction; infinite without one
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
 
     def count_left_bytes(self) -> float:
-        """Return the bytes that are not through yet."""
+        """Return the bytes still to be copied."""
         sizes_bytes = [copy.size_bytes for copy in self.copies]
         return sum(sizes_bytes[1:]) + min([*sizes_bytes[:1], self.left_s * self._rate_bytes_per_s]) if sizes_bytes else 0.0
 
     def start(self, now_s: float) -> None:
-        """Let the first copy begin."""
+        """Start the first copy."""
         copy = self.copies[0]
         copy.start_s = now_s
         self.left_s = self._latency_s + copy.size_bytes / self._rate_bytes_per_s
@@ -62,21 +61,21 @@ class LinkQueue:
     """Both directions of one rank's link, at one moment that only goes forward.
 
     Args:
-        link: Its rates.
-        timeline: Where to note every copy, or None.
+        link: Rates of the link.
+        timeline: Receives every copy; None notes nothing.
     """
 
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
         self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, link)
-        self.now_s = 0.0  # the queues are as they are at this moment. It lags behind compute until somebody needs to know.
-        self.queued = 0  # copies that are not through, both ways
-        self.slowed_s = 0.0  # what compute took longer so far since copies ran beside it
+        self.now_s = 0.0  # time of the queues, which lags behind compute until someone asks
+        self.queued = 0  # unfinished copies in both directions
+        self.slowed_s = 0.0  # seconds that copies have added to compute so far
         self._slowdown = link.compute_slowdown
         self._timeline = timeline
 
     def submit(self, queue: CopyQueue, copy: Copy, at_s: float) -> None:
-        """Let a copy join one of the queues at `at_s`, which is not before anything that was asked for."""
+        """Add a copy to a queue at `at_s`, which is not before any earlier call."""
         if self.now_s < at_s:
             self.advance(at_s)
         self.queued += 1
@@ -85,14 +84,14 @@ class LinkQueue:
             queue.start(self.now_s)
 
     def advance(self, until_s: float) -> None:
-        """Let time pass until `until_s`; infinity runs both queues empty."""
+        """Advance time to `until_s`; infinity empties both queues."""
         while self.queued and self.now_s < until_s:
             self._step(until_s)
         if self.now_s < until_s < math.inf:
             self.now_s = until_s
 
     def wait_for(self, queue: CopyQueue, copy: Copy, since_s: float) -> float:
-        """Let time pass until `copy` is through, for which compute waits since `since_s`, and return when that is."""
+        """Advance time until `copy` is done, for which compute waits since `since_s`, and return that time."""
         self.advance(since_s)
         queue.waited_since_s = since_s
         while copy.end_s == math.inf:
@@ -101,7 +100,7 @@ class LinkQueue:
         return copy.end_s
 
     def run_compute(self, at_s: float, work_s: float) -> float:
-        """Return when compute that begins at `at_s` and takes `work_s` alone is over: copies beside it slow it down."""
+        """Return the end of compute that begins at `at_s` and takes `work_s` alone: copies beside it slow it down."""
         if not self._slowdown:
             return at_s + work_s
         if self.now_s < at_s:
@@ -120,7 +119,7 @@ class LinkQueue:
         return now_s + work_s
 
     def _step(self, until_s: float) -> None:
-        """Let time pass until the next copy is through, or until `until_s` if that is first. One queue has a copy."""
+        """Advance time to the end of the next copy, or to `until_s` if that is first. One queue must have a copy."""
         queue, other = (self.d2h, self.h2d) if self.d2h.copies else (self.h2d, self.d2h)
         part, other_part, left_s, other_left_s = 1.0, 1.0, queue.left_s, math.inf
         if other.copies:
@@ -129,7 +128,7 @@ class LinkQueue:
         began_s = self.now_s
         now_s = began_s + (left_s if left_s < other_left_s else other_left_s)
         self.now_s = now_s = now_s if now_s < until_s else until_s
-        same_s = now_s * _SAME_MOMENT  # both directions may have come to an end
+        same_s = now_s * _SAME_MOMENT  # both directions may end now
         if began_s + left_s <= same_s:
             self._end_copy(queue)
         else:

@@ -1,11 +1,10 @@
-"""When each pass of a step may begin, and which rounds of it need not be simulated.
+"""Start times of the passes of a step, and extrapolation of rounds that need no simulation.
 
 [Note: Rounds]
-Between its first forwards and its last backwards a rank does the same over and over: the forwards and backwards of the next
-group of microbatches through all chunks. About two of these rounds are simulated: more than one at the start, and what is left
-before the last passes. In the rounds between each pass takes as long, and counts as much, as in the last round before them. How
-long ranks wait for each other is found out for all passes: a rank that is a bit slower than its neighbours holds them up many
-rounds later, and what comes back meanwhile may make a peak.
+Between its first forwards and its last backwards a rank repeats rounds: forwards and backwards of the next group of
+microbatches through all chunks. About two rounds are simulated: more than one at the start, and the rest before the last
+passes. In the rounds between, each pass has the time and the counters of the last round before them. Waits between ranks are
+computed for all passes: a slightly slower rank delays its neighbours many rounds later, and reloads meanwhile may make a peak.
 """
 
 import math
@@ -19,33 +18,33 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
-"""Rounds that are simulated before extrapolation; the first one still has traces of the warm-up."""
+"""Simulated rounds before extrapolation; the first one still shows the warm-up."""
 
 _LEAST_MICROBATCHES = 4
 """Of a round."""
 
 _FORWARD = PassKind.FORWARD
-"""To look up a member of an enumeration takes Python as long as a call."""
+"""Looking up a member of an enumeration takes Python as long as a call."""
 
 
 class Rounds(NamedTuple):
-    """Which rounds are not simulated. See [Note: Rounds]."""
+    """The rounds that are extrapolated. See [Note: Rounds]."""
 
-    places: Sequence[int]  # by rank, the passes before those rounds
-    passes: int  # of a round, on each rank
-    microbatches: int  # of a round
-    left_out: int  # how many
+    places: Sequence[int]  # number of passes before those rounds, by rank
+    passes: int  # passes of a round on each rank
+    microbatches: int  # microbatches of a round
+    left_out: int  # number of extrapolated rounds
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
-    """Return which rounds need not be simulated.
+    """Return the rounds that need no simulation.
 
     Args:
-        passes_by_rank: What each rank runs.
+        passes_by_rank: Passes of each rank.
         chunks: Of each rank.
-        are_all_simulated: Whether none are left out.
+        are_all_simulated: Whether every round is simulated.
     """
-    # With chunks a group of microbatches goes through the first one before another has its turn.
+    # With several chunks a group of microbatches runs through the first one before the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
     group = in_turn if chunks > 1 else len(passes_by_rank)
@@ -53,7 +52,7 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     length = 2 * microbatches * chunks
     starts = [_find_start(passes) for passes in passes_by_rank]
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
-    # What comes again after a round is one round less than all that repeats.
+    # The passes that repeat after a round are one round fewer than all repeating ones.
     left_out = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
     kept = alike + length - left_out * length
     at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)
@@ -61,12 +60,12 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
 
 
 def _find_start(passes: Sequence[Pass]) -> int:
-    """Return the passes before the first forward that a backward follows."""
+    """Return the number of passes before the first forward that a backward follows."""
     return max(0, next((place for place, one in enumerate(passes) if one.kind is not _FORWARD), len(passes)) - 1)
 
 
 def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: int) -> int:
-    """Return how many passes from `start` on come again after a round of `length` passes, with other microbatches."""
+    """Return how many passes from `start` on repeat after a round of `length` passes, with other microbatches."""
     later = passes[start + length :]
     for place, (one, other) in enumerate(zip(passes[start:], later, strict=False)):
         if other.microbatch != one.microbatch + microbatches or other.kind is not one.kind or other.chunk != one.chunk:
@@ -75,15 +74,15 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 
 
 class RankPasses:
-    """The passes of one rank, of which the next may have to wait for another rank.
+    """The passes of one rank, whose next one may wait for another rank.
 
     Args:
         run: Simulates them.
-        passes: In order.
-        ends_s: Of all ranks, by direction, virtual stage and microbatch: when the output of a pass was with the neighbour.
-        stages: The virtual stage of each chunk, and the number of all.
-        place: The passes before the rounds that are not simulated.
-        rounds: Which these are.
+        passes: Passes in order.
+        ends_s: Arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch.
+        stages: Virtual stage of each chunk, and the number of stages.
+        place: Number of passes before the extrapolated rounds.
+        rounds: The extrapolated rounds.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class RankPasses:
         place: int,
         rounds: Rounds,
     ) -> None:
-        self.over = 0  # passes
+        self.over = 0  # number of passes done
         self.passes = passes
         self._run = run
         self._ends_s = ends_s
@@ -104,19 +103,19 @@ class RankPasses:
         self._last_stage = count - 1
         self._first = place
         self._rounds = rounds
-        self._busy_s: list[float] = []  # how long each pass took before the rounds that are not simulated
-        self._numbers: list[list[float]] = []  # what was counted before and behind the last of these passes that are a round
+        self._busy_s: list[float] = []  # busy seconds of the passes before the extrapolated rounds
+        self._numbers: list[list[float]] = []  # counters before and after the last simulated round
         self._later_s = self._waited_s = 0.0
-        """What rounds took that were not simulated, of which the clock of `run` knows nothing, and how long they waited."""
+        """Seconds of the extrapolated rounds, which the clock of `run` lacks, and the waits in them."""
 
     def run_on(self, p2p_s: float) -> None:
-        """Run passes until all are over, or until the next has to wait."""
+        """Run passes until all are done or the next one must wait."""
         run, ends_s, first, length = self._run, self._ends_s, self._first, self._rounds.passes
         last = first + self._rounds.left_out * length
         while self.over < len(self.passes):
             one = self.passes[self.over]
             is_forward, stage, microbatch = one.kind is _FORWARD, self._stages[one.chunk], one.microbatch
-            # Nothing is waited for by the first stage's forwards and the last one's backwards.
+            # Forwards of the first stage and backwards of the last one wait for nothing.
             is_free = stage == (0 if is_forward else self._last_stage)
             ready_s = 0.0 if is_free else ends_s.get((is_forward, stage - 1 if is_forward else stage + 1, microbatch))
             if ready_s is None:
@@ -136,7 +135,7 @@ class RankPasses:
         if place == self._first - rounds.passes:
             self._numbers.append(run.list_numbers())
         start_s = max(run.clock_s, ready_s - self._later_s)
-        # Behind the rounds that are not simulated, microbatches take the places of those in them.
+        # After the extrapolated rounds, microbatches take the places of those in them.
         left_out = rounds.left_out * rounds.microbatches if place >= self._first else 0
         run.run_pass(one, one.microbatch - left_out, start_s, self._find_following(one, left_out))
         if place < self._first:
@@ -145,10 +144,10 @@ class RankPasses:
             self._numbers.append(run.list_numbers())
 
     def _find_following(self, one: Pass, left_out: int) -> tuple[int, int] | None:
-        """Return chunk and microbatch of the backward that comes next, as `PassOrder` of the engine knows it.
+        """Return chunk and microbatch of the next backward, as far as the engine's `PassOrder` knows it.
 
-        That is right behind a forward, and behind a backward after one forward at most. Backwards of which nothing left the
-        engine does not notice.
+        After a forward that is the very next pass; after a backward at most one forward may come before. The engine does not
+        notice backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
         for place in range(self.over + 1, len(self.passes)):
@@ -174,17 +173,17 @@ class RankPasses:
 def run_pipeline(
     runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, p2p_s: float, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Return the results of ranks in which a pass begins when the pass of the neighbour that makes its input is over.
+    """Simulate all ranks: a pass begins when its input from the neighbour has arrived.
 
     Args:
         runs: The ranks. Chunk c of rank r is virtual stage c * p + r of p ranks.
-        passes_by_rank: What each runs, in order.
+        passes_by_rank: Passes of each rank, in order.
         chunks: Of each rank.
-        p2p_s: Seconds between the end of a pass and the start of what needs it.
-        rounds: Which are not simulated.
+        p2p_s: Seconds from the end of a pass to the start of the pass that needs its output.
+        rounds: The extrapolated rounds.
 
     Raises:
-        ConfigError: Passes wait for each other.
+        ConfigError: The passes deadlock.
     """
     ends_s: dict[tuple[bool, int, int], float] = {}
     count = len(runs) * chunks
@@ -193,7 +192,7 @@ def run_pipeline(
         for rank, (run, passes, place) in enumerate(zip(runs, passes_by_rank, rounds.places, strict=True))
     ]
     before = -1
-    # From the first rank to the last, as forwards go, and back, as backwards go, until none gets any further.
+    # From the first rank to the last, as forwards run, and back, as backwards run, until no rank advances.
     while before < (before := sum(rank.over for rank in ranks)):
         for rank in (*ranks, *reversed(ranks)):
             rank.run_on(p2p_s)

@@ -1,4 +1,4 @@
-"""A rank's compute over time, and its memory: what `rank_run` runs passes on."""
+"""A rank's compute and memory over time, on which `rank_run` runs passes."""
 
 import dataclasses
 import enum
@@ -21,11 +21,11 @@ from fgoffload.planner.simulation.simulation_result import (
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
 _TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]
-"""The numbers of a tag."""
+"""Traffic of a tag."""
 
 
 class Cause(enum.Enum):
-    """Why compute waits, for people; by the fields of `Waits`."""
+    """Causes of a wait, with their names in tables, by the fields of `Waits`."""
 
     WINDOW = "wait for the window"
     TURN = "wait for what leaves before the loss"
@@ -35,11 +35,11 @@ class Cause(enum.Enum):
     NEIGHBOURS = "wait for a neighbour"
 
     __hash__ = object.__hash__
-    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
 
 NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
-"""Among the numbers of `RankClock.list_numbers`, the seconds in which compute waits for other ranks."""
+"""Place in `RankClock.list_numbers` of the seconds in which compute waits for other ranks."""
 
 
 class RankClock:
@@ -47,15 +47,15 @@ class RankClock:
 
     Args:
         rank: The rank.
-        chunks: What each of its chunks does.
-        timeline: Where to note every span and the memory, or None.
-        notes_peaks: Whether to note the most device bytes at each segment.
+        chunks: Its compiled chunks.
+        timeline: Receives every span and memory sample; None notes nothing.
+        notes_peaks: Whether to note the peak device bytes of each segment.
     """
 
     def __init__(
         self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
     ) -> None:
-        self.clock_s = 0.0  # compute has come so far
+        self.clock_s = 0.0  # time of compute
         self._rank = rank
         self._chunks = chunks
         self._timeline = timeline
@@ -63,7 +63,7 @@ class RankClock:
         self._waits_s = dict.fromkeys(Cause, 0.0)
         self._tags: dict[Mover, TagTraffic] = {}
         self._link = LinkQueue(rank.link, timeline)
-        # The step before has left what dispatchers keep.
+        # Dispatchers keep tensors from the step before.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
         self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
         self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((chunk.staged_bytes for chunk in chunks), default=0)
@@ -72,17 +72,17 @@ class RankClock:
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
-        """Whether it depends on `_host_s` what the engine sees."""
+        """Whether the engine's view depends on `_host_s`."""
         self._host_s = 0.0
-        """The host has come to where compute is at that time; no later than `clock_s`. Not counted where nothing asks."""
+        """Time of compute at which the host is, at most `clock_s`; not updated if nothing needs it."""
         self._peaks: dict[StretchKey, int] | None = {} if notes_peaks else None
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
-        """Return what is counted of `mover`."""
+        """Return the traffic of `mover`."""
         return self._tags.setdefault(mover, TagTraffic(kind=mover.kind, tag=mover.tag, action=mover.action))
 
     def list_numbers(self) -> list[float]:
-        """Return what grows over a step: its seconds, and then what was counted."""
+        """Return the numbers that grow over a step: seconds first, then counters."""
         numbers = [self.clock_s, self._link.slowed_s, self._recompute_s, *self._waits_s.values()]
         return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 
@@ -117,7 +117,7 @@ class RankClock:
         )
 
     def compute(self, compute: Compute, _: object) -> None:
-        """Let compute run, beside whatever the link copies."""
+        """Run compute beside the copies of the link."""
         seconds, net_bytes, rise_bytes, label, host_s = compute
         device_bytes = self._device_bytes
         if device_bytes + rise_bytes > self._peak_bytes:
@@ -131,7 +131,7 @@ class RankClock:
             self._host_s = host_s if host_s < end_s else end_s
 
     def compute_and_note(self, compute: Compute, _: object) -> None:
-        """Let compute run, and note when and with how many bytes."""
+        """Run compute, and note its span and its bytes."""
         _, net_bytes, rise_bytes, label, _ = compute
         start_s, highest_bytes = self.clock_s, self._device_bytes + rise_bytes
         if self._peaks is not None and self._pass is not None:
@@ -161,16 +161,16 @@ class RankClock:
             self._peak_at = (self._pass, label)
 
     def _note_memory(self, device_bytes: int) -> None:
-        """Note what is there from now on. What comes and goes while no time passes nobody sees."""
+        """Note the device bytes from now on. Of changes at one moment only the last counts."""
         if self._timeline is not None:
             self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 
     def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
-        """Let a token dispatcher keep tensors that backward no longer wants."""
+        """A token dispatcher keeps tensors that backward no longer needs."""
         dispatcher, size_bytes = kept
         self._dispatcher_bytes[dispatcher] = size_bytes
         self._add_bytes(size_bytes, "what a token dispatcher keeps")
 
     def dispatch(self, dispatcher: tuple[int, int], _: object) -> None:
-        """Let a token dispatcher free what it kept."""
+        """A token dispatcher frees the tensors that it kept."""
         self._device_bytes -= self._dispatcher_bytes.pop(dispatcher, 0)

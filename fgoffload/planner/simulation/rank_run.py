@@ -1,11 +1,10 @@
 """One rank over a step: its compute, its copies and its memory, pass by pass.
 
 [Note: Where the engine looks]
-The engine releases what finished copies no longer need where it looks for them: where forward comes to a layer, where a group
-is submitted, where backward comes to a group, and where it has passed a layer of which nothing left. Device memory is freed
-there, and not when a copy is done (`OffloadEngine.poll`). It sees what is done where the host is, and a host that has run ahead
-of compute sees fewer copies done: `RankModel.host_pace`. `tests/unit/planner/simulation/test_simulator_engine.py` runs the
-engine beside this.
+The engine looks for finished copies at four places: when forward reaches a layer, when a group is submitted, when backward
+reaches a group, and when it has passed a layer without offloaded tensors. Device memory is freed there, and not when a copy
+ends (`OffloadEngine.poll`). It looks from the host's place, and a host that runs ahead of compute sees fewer finished copies:
+`RankModel.host_pace`. `tests/unit/planner/simulation/test_simulator_engine.py` runs the engine beside this.
 """
 
 import collections
@@ -23,23 +22,23 @@ from fgoffload.planner.simulation.simulation_result import RankResult, RankTimel
 from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
 _ROUNDING_S = 1e-9
-"""Seconds: far less than any copy takes."""
+"""Seconds; far less than any copy takes."""
 
 _NEARLY_DONE_PART = 0.005
-"""Of what forward took: a copy to the host that is done in so much time is nearly done. Who plans would rather wait for it than
-do without what it frees: a group more on the device costs a recompute somewhere, and few take less."""
+"""Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it and keeps no bytes for it:
+another group on the device costs a recompute elsewhere, and few take less."""
 
-# To look up a member of an enumeration takes Python as long as a call.
+# Looking up a member of an enumeration takes Python as long as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
 _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk, as far as the engine's lane knows it where all its groups were opened.
+    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open.
 
     Args:
-        chunk: What the chunk does.
-        traffic: By parcel, what its copies are counted for.
+        chunk: The compiled chunk.
+        traffic: Traffic that counts the copies, by parcel.
     """
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
@@ -50,12 +49,12 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         self.chunk = chunk
         self.traffic = traffic
         self.states = [_RESIDENT] * count  # by parcel
-        self.is_copied = [False] * count  # by parcel: whether a copy to the host still references its device memory
+        self.is_copied = [False] * count  # by parcel: whether a copy to the host still reads its device memory
         self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
         self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
 
     def list_away(self, group: int) -> list[int]:
-        """Return the parcels of a group that can be called back."""
+        """Return the parcels of a group that are offloaded or in flight."""
         states = self.states
         return [one for one in self.chunk.groups[group].members if (state := states[one]) is _OFFLOADING or state is _OFFLOADED]
 
@@ -70,7 +69,7 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
 
 
 class InFlight(NamedTuple):
-    """A group on its way to the host."""
+    """A group in flight to the host."""
 
     copy: Copy
     lane: SimulatedLane
@@ -79,7 +78,7 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """A rank in the middle of a step, which offloads as the transfer schedule says. Arguments are those of `RankClock`."""
+    """A rank in the middle of a step, which offloads by the transfer schedule. Arguments are those of `RankClock`."""
 
     def __init__(
         self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
@@ -88,21 +87,21 @@ class RankRun(RankClock):
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
         self._traffic = [[self._get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
-        # Of microbatches of which nothing leaves nothing ever changes.
+        # Lanes without offload never change.
         self._unchanging = {number: SimulatedLane(chunk, ()) for number, chunk in enumerate(chunks) if not chunk.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
         self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._pass_start_s = 0.0
         self._following: tuple[int, int] | None = None
-        self._loss_window_bytes = 0  # the most that was on its way where a loss began
-        self._abandoned = 0  # parcels that backward is through with, and that a copy to the host still references
-        # Functions of the class: bound ones would be cycles of objects, a rank and its events.
+        self._loss_window_bytes = 0  # most bytes in flight at the start of a loss
+        self._abandoned = 0  # parcels that backward is done with and a copy to the host still reads
+        # Unbound functions: bound ones would make a reference cycle of a rank and its events.
         acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
         if timeline is not None or notes_peaks:
             acts[EventKind.COMPUTE] = RankRun.compute_and_note
-        # A pass is run hundreds of times: who runs each of its events is found once.
+        # A pass runs hundreds of times: the function of each event is looked up once.
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
@@ -110,10 +109,10 @@ class RankRun(RankClock):
         """Run a pass.
 
         Args:
-            one: As it is called in the step.
-            microbatch: Its number among those that are simulated.
-            ready_s: When its input is there.
-            following: Chunk and microbatch of the backward that comes next, or None where several forwards come before.
+            one: The pass, by its name in the step.
+            microbatch: Number among the simulated microbatches.
+            ready_s: Time at which its input is there.
+            following: Chunk and microbatch of the next backward, or None if several forwards come before.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)
@@ -135,14 +134,14 @@ class RankRun(RankClock):
             self._recompute_s += chunk.recompute_s
 
     def has_groups(self, chunk: int) -> bool:
-        """Return whether the plan offloads anything of a chunk."""
+        """Return whether the plan offloads any tensor of a chunk."""
         return bool(self._chunks[chunk].groups)
 
     def finish(self, left_out: Sequence[float] | None) -> RankResult:
-        """Let the copies under way end, and return the result of the step.
+        """Wait for copies in flight, and return the result of the step.
 
         Args:
-            left_out: What `list_numbers` would have counted in rounds that were not simulated.
+            left_out: Counters of the extrapolated rounds, in the order of `list_numbers`.
         """
         self._link.advance(math.inf)
         while self._in_flight:
@@ -157,7 +156,7 @@ class RankRun(RankClock):
     # To the host.
 
     def submit(self, number: int, lane: SimulatedLane) -> None:
-        """Offload a group, and wait while more than the window is on its way."""
+        """Offload a group, and wait while more than the window is in flight."""
         if self._in_flight:
             self.poll()
         chunk, size_bytes, leaving = lane.chunk, 0, []
@@ -181,14 +180,14 @@ class RankRun(RankClock):
             self._in_flight.append(InFlight(copy, lane, leaving, size_bytes))
             self._in_flight_bytes += size_bytes
             if self._rank.late_group_s:
-                # Ahead of the window, for which the device waits and the host does not.
+                # Before the window, for which the device waits and the host does not.
                 self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
         self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
-        """The host waits until compute is where it is; for what takes the copy engine, behind all that is queued to it."""
+        """The host waits until compute has caught up; if the bytes use the copy engine, behind all queued copies."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
             if self._link.d2h.copies:
@@ -196,7 +195,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """The engine looks for storages that are still referenced, and one that a copy references looks like one of those."""
+        """The engine looks for still-referenced storages; one that a copy reads looks like those."""
         if self._abandoned:
             self.poll()
 
@@ -206,7 +205,7 @@ class RankRun(RankClock):
             return
         self._link.advance(self.clock_s)
         if self._is_a_layer_ahead:
-            # Where it has just waited for a copy it sees that one, whatever was rounded since.
+            # After a wait for a copy it sees that copy, whatever was rounded since.
             seen_s = self._host_s + _ROUNDING_S
         else:
             seen_s = self._pass_start_s if self._rank.host_pace is HostPace.PASS_AHEAD else self.clock_s
@@ -223,12 +222,12 @@ class RankRun(RankClock):
                 lane.states[parcel] = _OFFLOADED
             elif state is _FREED:
                 self._abandoned -= 1
-            # What was called back backward still wants, and what forward reads is freed behind that.
+            # Backward still needs a canceled parcel, and one that forward reads is freed later.
             if state is not _RESIDENT and not lane.is_read[parcel]:
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
 
     def read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Forward has read parcels for the last time: those that have left go."""
+        """Forward has read parcels for the last time: offloaded ones are freed."""
         for parcel in parcels:
             lane.is_read[parcel] = False
             if lane.states[parcel] is _OFFLOADED:
@@ -237,15 +236,15 @@ class RankRun(RankClock):
     # And back.
 
     def take(self, take: Take, lane: SimulatedLane) -> None:
-        """Backward asks for parcels: what is not back is waited for. `OffloadEngine.take`, in numbers."""
+        """Backward needs parcels: wait for those not reloaded yet. `OffloadEngine.take`, in numbers."""
         number, parcels = take
         group = None if number is None else lane.groups[number]
         if group is not None and not parcels and lane.is_news(group, is_offloaded=False):
             self._reach(lane, group)
         for parcel in parcels:
             if group is None:
-                # The engine counts the bytes of a parcel that stayed after all. Backward reaches the group of that parcel next,
-                # so nothing asks for the sum before the prefetch there, which has no such limit.
+                # The engine counts the bytes of a parcel that stayed after all. Backward reaches its group next, so nothing
+                # reads the sum before the prefetch there, which has no such limit.
                 self._execute(self._schedule.let_go(lane, 0))
             elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
                 self._reach(lane, group)
@@ -256,13 +255,13 @@ class RankRun(RankClock):
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
     def let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
-        """Backward takes what stayed."""
+        """Backward takes resident tensors."""
         for size_bytes in sizes_bytes:
             if lane.away:
                 self._execute(self._schedule.let_go(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
-        """Backward has come to `group`. `OffloadEngine.approach_backward`, in numbers."""
+        """Backward has reached `group`. `OffloadEngine.approach_backward`, in numbers."""
         if lane is not self._schedule.current:
             self._schedule.enter(lane)
             self._schedule.announce(None if self._following is None else self._lanes.get(self._following), during=lane)
@@ -271,7 +270,7 @@ class RankRun(RankClock):
         self._execute(self._schedule.reach(lane, group))
 
     def pass_layer(self, _: None, lane: SimulatedLane) -> None:
-        """Backward has passed a layer that tells nothing itself. `OffloadEngine.prefetch`, in numbers."""
+        """Backward has passed a layer without offloaded tensors. `OffloadEngine.prefetch`, in numbers."""
         self.poll()
         self._execute(self._schedule.prefetch(lane))
 
@@ -285,13 +284,13 @@ class RankRun(RankClock):
         self._execute(self._schedule.expect_backward(lane))
 
     def _find_loss_window(self) -> float:
-        """Return what may be on its way when the loss begins, where no plan says so."""
+        """Return the bytes that may be in flight when the loss begins, if no plan says so."""
         if self._rank.turn is Turn.CALL_BACK:
             return math.inf
         self._link.advance(self.clock_s)
         patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
         left_bytes = self._link.d2h.count_left_bytes() - patience_s * self._rank.link.d2h_bytes_per_s
-        # First in, first out: what is nearly done are the first ones.
+        # First in, first out: the first ones are nearly done.
         window_bytes = 0
         for entry in reversed(self._in_flight):
             if left_bytes <= 0:
@@ -301,7 +300,7 @@ class RankRun(RankClock):
         return window_bytes
 
     def _execute(self, decisions: Iterable[CallBack[ScheduledGroup, int]]) -> None:
-        """Keep what has not left yet, and bring back what has."""
+        """Cancel the offload of resident parcels, and reload the others."""
         for decision in decisions:
             lane = cast("SimulatedLane", decision.lane)
             for number in decision.cancelled:
@@ -322,13 +321,13 @@ class RankRun(RankClock):
             self._link.submit(self._link.h2d, copy, self.clock_s)
 
     def free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Backward is through with parcels: their device memory goes, unless a copy to the host still reads it."""
+        """Backward is done with parcels: their device memory is freed, unless a copy to the host still reads it."""
         for number in parcels:
             size_bytes, device_bytes, _, _, _ = lane.chunk.parcels[number]
             state = lane.states[number]
             lane.states[number] = _FREED
             if state is _OFFLOADING:
-                # A site that stays has asked for it while it was still there.
+                # A site on the device needed it while it was still resident.
                 lane.traffic[number].recalled_bytes += size_bytes
             if state is not _RESIDENT:
                 self._host_bytes -= size_bytes

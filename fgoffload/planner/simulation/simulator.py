@@ -3,9 +3,9 @@
     result = simulate(ranks, plan)
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
 
-Each rank has three streams: compute, copies to the host and copies to the device. What is copied when is decided by the code
-that decides it for the engine, `fgoffload.transfer_schedule`. Ranks wait for each other as the pipeline's schedule has it.
-docs/concepts/planner.md says what is taken into account, and what is not.
+Each rank has three streams: compute, copies to the host and copies to the device. `fgoffload.transfer_schedule` decides about
+copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md says what is taken
+into account, and what is not.
 """
 
 import collections
@@ -31,18 +31,18 @@ def simulate(
     detail: Detail = Detail.TOTALS,
     only: int | None = None,
 ) -> StepResult:
-    """Return what a step under `plan` comes to on all ranks of a pipeline.
+    """Simulate a step under `plan` on all ranks of a pipeline.
 
     Args:
         ranks: All of them, in order. Each has as many chunks; chunk c of rank r is virtual stage c * p + r of p ranks.
         plan: For all ranks; what it does not name is kept.
-        p2p_s: Seconds from the end of a pass to the moment when the next stage can begin with its output.
-        detail: What to note. With `Detail.TIMELINE` every pass is simulated.
-        only: The number of the rank of which it is noted; None for all. Of the others there are totals.
+        p2p_s: Seconds to send the output of a pass to the next stage.
+        detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
+        only: Number of the one rank with details, or None for all. The others have totals.
 
     Raises:
-        ConfigError: The ranks are no pipeline, or their passes wait for each other for ever.
-        PlanError: A layer cannot do what the plan says of it, or no rank has that layer.
+        ConfigError: The ranks are no pipeline, or their passes deadlock.
+        PlanError: The plan does not suit a layer, or names a layer that no rank has.
     """
     _check_ranks(ranks, p2p_s)
     actions = _group_by_layer(plan)
@@ -52,15 +52,15 @@ def simulate(
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
-    """Return what a step under `plan` comes to on one rank that never waits for its neighbours.
+    """Simulate a step under `plan` on one rank that never waits for its neighbours.
 
     Args:
         rank: The rank.
-        plan: For all ranks: what it says of layers that this one does not have is not looked at.
-        detail: What to note. With `Detail.TIMELINE` every pass is simulated.
+        plan: Plan for all ranks; layers of other ranks are ignored.
+        detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
 
     Raises:
-        PlanError: A layer cannot do what the plan says of it.
+        PlanError: The plan does not suit a layer.
     """
     return _simulate([rank], _group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes, p2p_s=0.0)[0]
 
