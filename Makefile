@@ -20,7 +20,7 @@ SMOKE := $(addprefix tests/unit/,launch megatron_interface megatron/test_sites.p
 	megatron/test_training_graphs.py megatron/test_graph_flags.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test quick slow smoke older versions check package docs
+.PHONY: help install train test quick slow smoke older versions check package pages docs
 
 help:  ## Show what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,9 @@ check: $(STAMP)  ## Check format, lint and types
 
 package: $(BIN)/python  ## Build wheel and sdist into dist/, and try the wheel in an empty environment
 	@.ci/package $(BIN)/python
+
+pages: $(STAMP)  ## Write the tables of docs/reference from the code
+	@$(BIN)/python .ci/pages.py
 
 docs: $(DOCS)/.installed  ## Build the site into site/, and fail on a broken link or a table that differs from the code
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build

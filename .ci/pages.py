@@ -133,7 +133,7 @@ def on_pre_build(config: "MkDocsConfig") -> None:
     from mkdocs.exceptions import PluginError
 
     if stale := find_stale():
-        raise PluginError(f"{', '.join(path.name for path in stale)} differ from the code. Run: python .ci/pages.py")
+        raise PluginError(f"{', '.join(path.name for path in stale)} differ from the code. Run: make pages")
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> None:

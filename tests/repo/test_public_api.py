@@ -54,4 +54,4 @@ def test_plan_and_doctor_work_without_torch():
 
 def test_the_generated_tables_of_the_reference_are_what_the_code_says():
     pages = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "pages.py"))
-    assert pages["find_stale"]() == {}, "run: python .ci/pages.py"
+    assert pages["find_stale"]() == {}, "run: make pages"

@@ -25,7 +25,7 @@ _ROUNDING_S = 1e-9
 """Seconds; far less than any copy takes."""
 
 _NEARLY_DONE_PART = 0.005
-"""Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it and keeps no bytes for it:
+"""Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it, and so frees its bytes:
 another group on the device costs a recompute elsewhere, and few take less."""
 
 # Looking up a member of an enumeration takes Python as long as a call.
