@@ -1,4 +1,1 @@
-"""Which plan: what layers may choose from, what that costs, and the search for the fastest within a memory budget.
-
-And what Megatron's own flags would come to.
-"""
+"""Finds the fastest plan within a memory budget: treatments of layers, their costs, and Megatron's nearest flags."""

@@ -1,7 +1,7 @@
 """Decisions of a plan by tag, with reason and cost: rows of the tables of `fgoffload plan`.
 
-Bytes and the time of a recompute are those of one microbatch and layer. What something costs takes a second simulation, of the
-plan without it: a recompute may hide behind a wait, and copies that nobody waits for slow compute.
+Bytes and recompute times are those of one microbatch and layer. The cost of a decision takes a second simulation, of the plan
+without it: a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes
 
 _SHOWN_S = 5e-5
-"""Half of what a table shows: a step that is longer by less is as long there."""
+"""Half of the last digit of a table: steps that differ by less look equal there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,44 +29,44 @@ class Decision:
     """Decision about one tag or unit in layers of one kind."""
 
     rank: int
-    """Of the pipeline."""
+    """Pipeline rank."""
     chunk: int
     """Model chunk on the rank."""
     kind: str
-    """Of layer."""
+    """Kind of the layers."""
     tag: str
     """Tag or unit."""
     action: Action
     """The action."""
     layers: tuple[int, ...]
-    """In which layers, by number in the whole model."""
+    """Layers of the decision, by number in the whole model."""
     moved_bytes: int
     """Bytes offloaded with it, for one microbatch and layer."""
     freed_bytes: int
     """Bytes off the device between forward and backward by this action alone, for one microbatch and layer."""
     recompute_s: float
-    """Seconds of the recompute, of one microbatch and layer."""
+    """Seconds of the recompute, for one microbatch and layer."""
     reason: str
-    """Why it is kept; empty for other actions."""
+    """Reason to keep it; empty for other actions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """A step of one rank under a plan beside one under the plan without something that it does."""
+    """A step of one rank under a plan, against the plan without some of its decisions."""
 
     cost_s: float
-    """How much longer the step is with it; below 0 where it is shorter."""
+    """Seconds that the decisions add to the step; negative if they save time."""
     rank: int
-    """The pipeline rank: the one that would have the highest peak without it."""
+    """Pipeline rank with the highest peak without the decisions."""
     lacking_bytes: int
-    """Device bytes above the budget there without it; 0 where it fits."""
+    """Device bytes above the budget on that rank without the decisions; 0 if it fits."""
     taken_along: tuple[str, ...] = ()
-    """Tags that need what was left out, and were left out with it."""
+    """Tags that require the left-out ones, and were left out with them."""
 
     def describe(self) -> str:
-        """Return why the plan does it, as far as the two steps say."""
+        """Return the reason for the decisions, as far as the two steps show it."""
         along = f" (and {', '.join(self.taken_along)}, which needs it)" if self.taken_along else ""
-        # A recompute hides copies, and what is offloaded moves others to a better time.
+        # A recompute hides copies, and an offload moves other copies to a better time.
         longer = ", and what else the plan does takes longer" if self.cost_s <= -_SHOWN_S else ""
         if self.lacking_bytes:
             return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}{longer}"
@@ -81,16 +81,16 @@ def price_decisions(
     *,
     budget_bytes: int,
 ) -> Iterator[Price | None]:
-    """Yield the cost of each group of decisions, or None where the rest of the plan cannot be done without them.
+    """Yield the cost of each group of decisions, or None if the rest of the plan requires them.
 
-    It is that of the rank which needs them most, by itself: neighbours wait for the slowest.
+    It is the cost on the rank that needs them most, simulated alone: neighbours wait for the slowest rank.
 
     Args:
-        ranks: That the plan is for, with their host budgets.
-        plan: All of it.
+        ranks: Ranks of the plan, with their host budgets.
+        plan: The whole plan.
         result: Its prediction.
-        groups: What to leave out. No decision in them keeps.
-        budget_bytes: Of each device.
+        groups: Groups of decisions to leave out, none of which is to keep.
+        budget_bytes: Budget of each device.
     """
     planned: dict[int, RankResult] = {}
     for decisions in groups:
@@ -122,10 +122,10 @@ def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult
     """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward.
 
     Args:
-        ranks: That the plan is for.
-        plan: All of it.
-        kept: The prediction for keeping everything.
-        budget_bytes: Of each device.
+        ranks: Ranks of the plan.
+        plan: The whole plan.
+        kept: Prediction of the baseline.
+        budget_bytes: Budget of each device.
     """
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
@@ -146,7 +146,7 @@ def _explain_kind(
 ) -> Iterator[Decision]:
     layer = next(iter(rows.values()))[0].layer
     for tag in _list_names(layer):
-        # Layers that do the same about a tag may differ in what else they do, and with it in bytes and reasons.
+        # Layers with the same action for a tag may differ in other actions, and so in bytes and reasons.
         groups: dict[object, tuple[Action, Treatment, str, list[LayerSlot]]] = {}
         acting = [slot.number for chosen, alike in rows.items() if tag in dict(chosen) for slot in alike]
         for chosen, alike in rows.items():
@@ -157,7 +157,7 @@ def _explain_kind(
                 reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
                 if not reason:
                     reason = _say_why_kept_here([slot.number for slot in alike], acting)
-            # Differences of the same times differ in their last digits.
+            # Equal differences differ in their last digits.
             key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), reason)
             groups.setdefault(key, (action, alone, reason, []))[-1].extend(alike)
         for action, alone, reason, slots in groups.values():
@@ -176,7 +176,7 @@ def _explain_kind(
 
 
 def _list_names(layer: LayerModel) -> list[str]:
-    """Return the tags and units of a layer, in the order of the registry, units that are no tags last."""
+    """Return the tags and units of a layer in registry order, units without a tag last."""
     saving = {tag for tensor in layer.tensors for tag in tensor.tags}
     tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
     tags += sorted(saving - {*tags})
@@ -184,12 +184,12 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
-    """Return what the action of `tag` changes in a layer that does the rest of `actions` anyway, and what leaves with it."""
+    """Return the change by the action of `tag` in a layer with the rest of `actions`, and the bytes offloaded with it."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # Not by difference: what runs again may spare another tag as many bytes as leave with this one.
+    # Not by difference: a recompute may spare another tag as many bytes as this one offloads.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)

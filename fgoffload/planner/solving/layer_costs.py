@@ -1,9 +1,9 @@
 """Costs of layer treatments, seconds and device bytes, by short simulations.
 
-How much of a copy hides depends on where in the layer its group ends and is asked for, on the window and on prefetch. So the
-simulator is asked: each treatment runs a few microbatches with one layer in a chunk, and with several. What one more layer adds
-is what it costs among others; what one alone costs is what the last layer of a chunk costs, whose copies no backward before it
-announces. Neighbours that do something else change both, which the simulation of the whole rank corrects.
+How much of a copy hides depends on where in the layer its group ends and is needed, on the window and on prefetch. So each
+treatment is simulated for a few microbatches, with one layer in a chunk and with several. The difference per layer is its cost
+among others. One layer alone costs as much as the last one of a chunk, whose copies no earlier backward announces. Neighbours
+with other treatments change both; the simulation of the whole rank corrects for that.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from fgoffload.planner.solving.treatments import Treatment, find_efficient
 
 _MICROBATCHES = 4
 _PIPELINE = Pipeline(stages=2, microbatches=_MICROBATCHES)
-"""The short schedule, of its first rank: two microbatches in flight, and a forward and a backward in turn."""
+"""The short schedule of its first rank: two microbatches in flight, forwards and backwards alternate."""
 _IN_FLIGHT = 2
 
 _MOST_LAYERS = 8
-"""Layers of a short simulation, of chunks that have more. A window is full before, or a layer moves little."""
+"""Most layers of a short simulation. By then the window is full, or a layer moves little."""
 
 _RESOLUTION_PARTS = 24
-"""Costs that differ by less than this part of a layer's bytes, and of its forward, are one to a program."""
+"""Resolution of costs in a program, as a part of a layer's bytes and of its forward."""
 _RESOLUTION_PARTS_OF_SHORT = 14
-"""The same in several short chunks, whose programs are large."""
+"""The same for several short chunks, whose programs are large."""
 _SHORT_CHUNK = 3
-"""Layers."""
+"""Most layers of a short chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,51 +38,51 @@ class Cost:
     """Cost of a treatment at one place of a chunk, for one microbatch."""
 
     added_s: float
-    """Seconds that forward and backward take longer than where all is kept."""
+    """Seconds that it adds to forward and backward, over keeping everything."""
     d2h_s: float
-    """Seconds in which its copies to the host run."""
+    """Seconds of its copies to the host."""
     extra_bytes: int
-    """The most on the device beside what microbatches in flight keep: in flight, back again, and what compute has."""
+    """Peak device bytes beside the kept ones of microbatches in flight: copies in flight, reloaded tensors, temporaries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TreatmentCosts:
-    """A treatment, and what it costs."""
+    """A treatment and its costs."""
 
     treatment: Treatment
-    """Which."""
+    """The treatment."""
     inner: Cost
-    """Among other layers that do the same."""
+    """Cost among other layers with the same treatment."""
     last: Cost
-    """As the last layer of a chunk, with which backward begins."""
+    """Cost as the last layer of a chunk, with which backward begins."""
 
     @property
     def first_wait_s(self) -> float:
-        """Seconds that its first reload is waited for where no layer behind it has announced it."""
+        """Seconds of the wait for its first reload, if no later layer has announced it."""
         return max(self.last.added_s - self.inner.added_s, 0.0) if self.treatment.moved_bytes else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """The treatments of a kind of layer that are worth having, each with its costs."""
+    """The efficient treatments of a kind of layer, with their costs."""
 
     inner: tuple[TreatmentCosts, ...]
-    """Those that may be best among other layers, for some budget. The first keeps everything."""
+    """Treatments that may be best among other layers for some budget. The first keeps everything."""
     last: tuple[TreatmentCosts, ...]
-    """Those that may be best for the last layer of a chunk."""
+    """Treatments that may be best for the last layer of a chunk."""
     resolution_s: float
-    """Seconds of a microbatch: costs that differ by less are one to a program."""
+    """Resolution in seconds of a microbatch: costs that differ by less count as equal."""
     resolution_bytes: int
-    """Bytes of a microbatch, likewise."""
+    """Resolution in bytes of a microbatch."""
 
 
 def measure_costs(rank: RankModel, layer: LayerModel, treatments: Sequence[Treatment]) -> LayerCosts:
-    """Return what the treatments of a kind of layer cost.
+    """Measure the treatments of a kind of layer by short simulations.
 
     Args:
-        rank: Says what the link and the engine's rules are, how long its chunks are, and whether host memory is to save.
+        rank: Gives the link, the engine's rules, the length of its chunks, and whether host memory is limited.
         layer: The kind.
-        treatments: Its own. The first keeps everything.
+        treatments: Its treatments; the first keeps everything.
     """
     longest = max(len(chunk.layers) for chunk in rank.chunks)
     many = min(max(2, longest), _MOST_LAYERS)
@@ -111,7 +111,7 @@ def measure_costs(rank: RankModel, layer: LayerModel, treatments: Sequence[Treat
 
     return LayerCosts(
         inner=pick([one.inner for one in costs], [round(one.first_wait_s / resolution_s / 4) for one in costs]),
-        # A last layer that moves something spares the layers before it the wait for the first reload.
+        # A last layer with offload spares earlier layers the wait for the first reload.
         last=pick([one.last for one in costs], [not one.treatment.moved_bytes for one in costs]),
         resolution_s=resolution_s,
         resolution_bytes=resolution_bytes,
@@ -119,7 +119,7 @@ def measure_costs(rank: RankModel, layer: LayerModel, treatments: Sequence[Treat
 
 
 def _measure(rank: RankModel, layer: LayerModel, treatment: Treatment, counts: tuple[int, int]) -> tuple[Cost, Cost]:
-    """Return what a treatment comes to among others, and as the last layer of a chunk: not yet what it adds."""
+    """Return the simulated totals of a treatment among others and as the last layer of a chunk, not yet the differences."""
     few, many = counts
     results = {layers: _simulate(rank, layer, treatment, layers) for layers in {1, few, many}}
     kept_bytes = layer.saved_bytes + treatment.kept_bytes
@@ -129,7 +129,7 @@ def _measure(rank: RankModel, layer: LayerModel, treatment: Treatment, counts: t
         d2h_s=alone.d2h_s / _MICROBATCHES,
         extra_bytes=alone.peak_bytes - _IN_FLIGHT * kept_bytes,
     )
-    # In flight and ahead hide a burst of copies, and not what goes on through a long chunk: its second half counts.
+    # Window and prefetch hide a burst of copies, not a load that lasts through a long chunk: its second half counts.
     inner = Cost(
         added_s=(longer.step_s - shorter.step_s) / _MICROBATCHES / (many - few),
         d2h_s=(longer.d2h_s - shorter.d2h_s) / _MICROBATCHES / (many - few),

@@ -1,10 +1,10 @@
-"""The local search: random changes to what the layers of a rank do, the most promising simulated, better ones taken.
+"""Local search: draws random changes to a rank's treatments, simulates the most promising ones, and takes better ones.
 
-A walk begins at one of the best states that are known. Each step draws some changes: one layer gets another treatment, all
-layers that are treated alike do, a run of layers does, or two layers change places. What each would come to is estimated from
-its bytes and its recompute, and the most promising one is simulated. A better state is taken, and now and then a little worse
-one (simulated annealing). A walk pays for a byte above the budget instead of turning back from it, each at another price: the
-best plans near the least budget are behind plans that do not fit.
+A walk starts at one of the best known states. Each step draws some changes: another treatment for one layer, for all layers
+with the same treatment, or for a run of layers; or two layers swap. Their results are estimated from bytes and recompute, and
+the most promising change is simulated. A better state is taken, and now and then a slightly worse one (simulated annealing).
+Bytes above the budget have a price, another one in each walk, instead of being forbidden: near the least budget the best plans
+lie behind plans that do not fit.
 """
 
 import collections
@@ -19,32 +19,32 @@ from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_
 from fgoffload.planner.solving.treatments import Treatment, list_neighbours
 
 _STEPS = 100
-"""Of one walk."""
+"""Steps of one walk."""
 
 _DRAWN = 8
-"""Changes of which the most promising one is simulated."""
+"""Drawn changes for each simulated one."""
 
 _BLIND = 0.3
-"""How often a change is simulated whatever it promises: estimates know nothing of copies that come to wait for others."""
+"""Probability that a change is simulated whatever its estimate: estimates ignore copies that wait for each other."""
 
 _TWICE = 0.3
-"""How often two changes are one."""
+"""Probability that two changes are combined."""
 
 _NEAR = 0.3
-"""How often a layer that changes does something else about one tag alone."""
+"""Probability that a changed layer differs in one tag alone."""
 
 _STARTS = 6
-"""Walks begin at one of so many states: from the best one alone they mostly come back to it."""
+"""Number of best states that walks start from: from the best one alone they mostly return to it."""
 
 _WARMTH = 0.003
-"""How much worse than before a state may be at the beginning of a walk, as a part of the step; at its end, not at all."""
+"""Temperature at the start of a walk, as a part of the step; it falls to 0."""
 
 _IDLE_WALKS = 3
-"""In a row that find next to nothing new: the last ones."""
+"""Consecutive walks without a new state after which the search ends."""
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
-"""Of a byte above the budget, in seconds that all layers take for all their bytes: recompute costs 1 where all of a layer does,
-and the last bytes that can be freed a hundred times as much."""
+"""Prices of a byte above the budget, in seconds of all layers per bytes of all layers: recompute of whole layers costs 1, and
+the last bytes that can be freed a hundred times as much."""
 
 _Thing = TypeVar("_Thing")
 
@@ -52,13 +52,13 @@ _Thing = TypeVar("_Thing")
 class Verdict(NamedTuple):
     """Simulated cost of a state."""
 
-    step_s: float  # how long the step takes
-    peak_bytes: int  # the most on the device
-    loss_window_bytes: int  # the most in flight to the host where a loss began
+    step_s: float  # seconds of the step
+    peak_bytes: int  # peak device bytes
+    loss_window_bytes: int  # most bytes in flight to the host at the start of a loss
 
 
 Known = dict[object, tuple[State, Verdict]]
-"""Simulated costs, by `make_key` of the state."""
+"""Simulated costs by `make_key` of the state."""
 
 
 class LocalSearch:
@@ -66,10 +66,10 @@ class LocalSearch:
 
     Args:
         rank: The rank.
-        treatments: What each kind of its layers may do.
-        judge: Simulates a state, and takes note of it in `known`.
-        known: What was simulated so far, in which walks begin.
-        kept: What keeping everything comes to.
+        treatments: Treatments of each kind of its layers.
+        judge: Simulates a state and adds it to `known`.
+        known: Simulated states, from which walks start.
+        kept: Costs of keeping everything.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class LocalSearch:
             self._alike[slot.layer.kind].append(place)
 
     def run(self, budget_bytes: int, *, simulations: int) -> None:
-        """Walk until so many more states are known, or walks find next to nothing new."""
+        """Walk until `count` more states are known, or walks find almost nothing new."""
         most, idle = len(self._known) + simulations, 0
         while len(self._known) < most and idle < _IDLE_WALKS:
             before = len(self._known)
             price = self._full_s_per_byte * _LEAST_PRICE * (_MOST_PRICE / _LEAST_PRICE) ** self._random.random()
             self._walk(budget_bytes, price, most)
-            # Where there are few plans walks know all that they come to.
+            # With few possible plans, walks soon know all of them.
             idle = 0 if len(self._known) >= before + _STEPS // 10 else idle + 1
 
     def _walk(self, budget_bytes: int, price: float, most: int) -> None:
@@ -112,7 +112,7 @@ class LocalSearch:
             return verdict.step_s + price * max(verdict.peak_bytes - budget_bytes, 0)
 
         best = sorted(self._known.values(), key=lambda pair: cost(pair[1]))[:_STARTS]
-        # The square: the better ones more often.
+        # Squared, so that better states are drawn more often.
         state, verdict = best[int(self._random.random() ** 2 * len(best))]
         for number in range(_STEPS):
             if len(self._known) >= most:
@@ -127,7 +127,7 @@ class LocalSearch:
                 state, verdict = following, other
 
     def _draw(self, state: State, verdict: Verdict, budget_bytes: int, price: float) -> State | None:
-        """Return the most promising of some states that are drawn, or None where all of them are known."""
+        """Draw some states and return the most promising one, or None if all of them are known."""
         s_per_byte = self._find_copy_price(state, verdict)
         is_blind = self._random.random() < _BLIND
         promised = []
@@ -144,7 +144,7 @@ class LocalSearch:
         return None
 
     def _find_copy_price(self, state: State, verdict: Verdict) -> float:
-        """Return the seconds that a moved byte makes the step longer, as `state` and keeping everything compare."""
+        """Return the seconds that an offloaded byte adds to the step, from `state` against keeping everything."""
         pairs = list(zip(state, self._microbatches, strict=True))
         moved_bytes = sum(one.moved_bytes * count for one, count in pairs)
         recompute_s = sum(one.recompute_s * count for one, count in pairs)
@@ -152,7 +152,7 @@ class LocalSearch:
         return max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
 
     def _estimate(self, state: State, following: State, s_per_byte: float) -> tuple[float, float]:
-        """Return how much longer the step would be, and how much higher the peak."""
+        """Estimate the change of the step and of the peak."""
         longer_s = more_bytes = 0.0
         for place, (before, after) in enumerate(zip(state, following, strict=True)):
             if before is not after:
@@ -168,7 +168,7 @@ class LocalSearch:
             same = [other for other in alike if state[other].actions == state[place].actions]
             return self._treat(state, same if self._random.random() < 0.3 else [place])
         layers, other = list(state), self._pick(alike)
-        if kind < 0.8:  # the layers between do what this one does
+        if kind < 0.8:  # the layers between get this one's treatment
             for between in alike:
                 if min(place, other) <= between <= max(place, other):
                     layers[between] = state[place]
@@ -189,7 +189,7 @@ class LocalSearch:
 
 
 def _count_in_flight(rank: RankModel, slots: Sequence[LayerSlot]) -> list[int]:
-    """Return how many microbatches of each layer are in flight when the layers together keep most."""
+    """Return the microbatches in flight of each layer when the layers together keep most."""
     sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
     vectors = [time.in_flight for time in list_peak_times(rank.passes, len(rank.chunks))]
     most = max(vectors, key=lambda vector: sum(count * size for count, size in zip(vector, sizes, strict=True)))

@@ -1,7 +1,7 @@
-"""Megatron's own settings of recompute and offload, and the plan that each comes to.
+"""Megatron's own settings of recompute and offload, and the plan of each.
 
-Flags choose for all layers alike, and a fraction for all sites of a chunk: they can say a small part of what a plan can.
-`list_baselines` has the settings that people compare with, and `nearest_flags.py` looks for the best within a budget.
+Flags treat all layers alike, and a fraction all sites of a chunk, so they express few plans. `list_baselines` has the settings
+that people compare with, and `nearest_flags.py` searches the best within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
     >>> " ".join(flags.list_arguments())[:71]
@@ -20,11 +20,11 @@ from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
-"""The unit of full recompute, and the tag that has a site in layers where it is on."""
+"""Unit of full recompute, and the one tag with a site in fully recomputed layers."""
 
 
 class FullMethod(enum.Enum):
-    """Which layers full recompute takes: `--recompute-method`."""
+    """Layers of full recompute: `--recompute-method`."""
 
     UNIFORM = "uniform"  # all layers, here one by one: with --recompute-num-layers 1
     BLOCK = "block"  # the first ones of each model chunk, as many as --recompute-num-layers says
@@ -32,16 +32,16 @@ class FullMethod(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRecompute:
-    """`--recompute-granularity selective`: modules that run again in every layer that has them."""
+    """`--recompute-granularity selective`: modules that are recomputed in every layer that has them."""
 
     modules: tuple[str, ...]
     """`--recompute-modules`."""
 
     def __post_init__(self) -> None:
-        """Refuse modules that no unit stands for.
+        """Refuse modules without a unit.
 
         Raises:
-            ConfigError: With the module and those that there are.
+            ConfigError: With the module and the known ones.
         """
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
@@ -51,15 +51,15 @@ class SelectiveRecompute:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FullRecompute:
-    """`--recompute-granularity full`: whole layers run again."""
+    """`--recompute-granularity full`: whole layers are recomputed."""
 
     method: FullMethod
-    """Which."""
+    """Recomputed layers."""
     layers: int = 1
-    """`--recompute-num-layers`: with `block` how many of each chunk, with `uniform` always 1 here."""
+    """`--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers of layers that cannot be.
+        """Refuse impossible numbers of layers.
 
         Raises:
             ConfigError: With the value and the fix.
@@ -75,9 +75,9 @@ class MegatronFlags:
     offload_modules: tuple[str, ...] = ()
     """`--offload-modules`."""
     activation_offload_fraction: float = 1.0
-    """`--activation-offload-fraction`: of the sites of each chunk, the first ones of forward."""
+    """`--activation-offload-fraction`: offloaded part of the sites of each chunk, first ones first."""
     recompute: SelectiveRecompute | FullRecompute | None = None
-    """`--recompute-granularity` and what belongs to it, or None for none."""
+    """`--recompute-granularity` and its flags; None for no recompute."""
 
     def list_arguments(self) -> tuple[str, ...]:
         """Return the words of the command line."""
@@ -94,9 +94,9 @@ class MegatronFlags:
         return tuple(words)
 
     def make_plan(self, ranks: Sequence[RankModel]) -> OffloadPlan:
-        """Return what these flags come to on `ranks`, site by site.
+        """Return the plan of these flags on `ranks`, site by site.
 
-        Tags and modules that a layer lacks do nothing there. Tags that a module covers save nothing, and stay.
+        Tags and modules that a layer lacks have no effect there. Tags that a recomputed module covers save nothing.
         """
         actions: dict[Site, Action] = {}
         for rank in ranks:
@@ -105,7 +105,7 @@ class MegatronFlags:
         return OffloadPlan(actions=actions)
 
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-        """Return `ranks` as they run with these flags: this package is there where something is offloaded, and only there."""
+        """Return `ranks` as they run with these flags: with this package only if the flags offload."""
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
@@ -125,7 +125,7 @@ class MegatronFlags:
         return {site: action for site, action in actions.items() if action is not Action.KEEP}
 
     def _list_units(self, layer: NumberedLayer, place: int) -> Iterator[str]:
-        """Yield the units that run again in a layer, the `place`-th of its chunk."""
+        """Yield the recomputed units of a layer, the `place`-th of its chunk."""
         if isinstance(self.recompute, FullRecompute):
             is_in_block = self.recompute.method is FullMethod.UNIFORM or place < self.recompute.layers
             if is_in_block and layer.model.find_unit(LAYER) is not None:
@@ -136,7 +136,7 @@ class MegatronFlags:
             yield from (unit.name for unit in chosen if layer.model.find_unit(unit.name) and unit.name not in covered)
 
     def _list_tags(self, layer: NumberedLayer, units: Sequence[str]) -> Iterator[str]:
-        """Yield the selected tags that have a site in a layer where `units` run again, in the order of forward."""
+        """Yield the selected tags with a site in a layer that recomputes `units`, in forward order."""
         covered = {name for unit in RECOMPUTE_UNITS if unit.name in units for name in unit.covers}
         saved = layer.model.offloadable_tags
         for tag in default_tags().names:
@@ -148,16 +148,16 @@ FULL_RECOMPUTE = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM
 
 
 MEGATRONS_OWN = ("full recompute", "selective recompute")
-"""Of the baselines, those that run without this package."""
+"""Baselines that run without this package."""
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
     """Return the settings that people compare with, by name.
 
-    - `baseline`: all is kept.
-    - `full recompute`: every layer runs again.
+    - `baseline`: everything is kept.
+    - `full recompute`: every layer is recomputed.
     - `selective recompute`: `choose_usual_modules`.
-    - `offload everything`: whatever a tag saves, and nothing runs again.
+    - `offload everything`: all tags are offloaded, without recompute.
     """
     return {
         "baseline": MegatronFlags(),
@@ -168,9 +168,9 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return the flags under which everything leaves but what selective recompute usually runs again, all of that or one alone.
+    """Return the flags that offload everything except the modules of selective recompute, all of those or one alone.
 
-    None where that is no cheap part of a layer, as attention.
+    None if those are no cheap part of a layer, as attention.
     """
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
@@ -187,11 +187,11 @@ _ATTENTION = ("core_attn",)
 
 
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
-    """Return the modules that selective recompute usually runs again.
+    """Return the usual modules of selective recompute.
 
-    With experts: their activation, the norms, and the up-projections of latent attention where it is. Those are cheap for what
-    they save. Without: `core_attn`, Megatron's default, though with flash attention its recompute spares little. None that no
-    layer can run again.
+    With experts: their activation, the norms, and up-projections of latent attention, which are cheap for the bytes they save.
+    Without: `core_attn`, Megatron's default, though its recompute saves little with flash attention. Only modules that a layer
+    can recompute.
     """
     units = {unit.name for rank in ranks for chunk in rank.chunks for layer in chunk.layers for unit in layer.model.units}
     usual = ("layernorm", "mla_up_proj", "moe_act") if "moe_act" in units else _ATTENTION

@@ -1,8 +1,8 @@
-"""Looks for the fastest of Megatron's own flags within a memory budget, for people to compare a plan with.
+"""Searches for the fastest of Megatron's own flags within a memory budget, to compare a plan with.
 
-Each recompute is simulated alone on the fullest rank, from the fastest on, as long as it is faster than the best that fits.
-Where it is above the budget, tags are added to it: those first that free most for the time that each takes alone, and no more
-than the budget needs. What is found is checked on all ranks.
+Each recompute is simulated alone on the fullest rank, fastest first, as long as it is faster than the best that fits. If it
+exceeds the budget, tags are added: those first that free most for the time that each takes alone, and no more than the budget
+needs. The result is checked on all ranks.
 """
 
 import bisect
@@ -26,15 +26,15 @@ from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 _MOST_BLOCKS = 4
-"""Numbers of layers of `--recompute-method block` that are tried."""
+"""Tried numbers of layers for `--recompute-method block`."""
 
 _MOST_CHECKS = 4
-"""Settings that are simulated on all ranks: each that is above the budget there lowers the budget of the fullest rank."""
+"""Most settings simulated on all ranks: each that exceeds the budget there lowers the budget of the fullest rank."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NearestFlags:
-    """Flags that keep to a budget, and what they come to."""
+    """Flags within a budget, and their prediction."""
 
     flags: MegatronFlags
     """The flags."""
@@ -43,11 +43,11 @@ class NearestFlags:
 
 
 class FlagSearch:
-    """The search for flags of a pipeline. What was simulated for one budget is known for the next.
+    """Searches flags of a pipeline, and remembers simulations from budget to budget.
 
     Args:
         ranks: The pipeline, by number.
-        kept: The prediction for keeping everything.
+        kept: Prediction of the baseline.
     """
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
@@ -56,7 +56,7 @@ class FlagSearch:
         self._known: dict[MegatronFlags, tuple[int, float]] = {}
 
     def find(self, budget_bytes: int) -> NearestFlags | None:
-        """Return the fastest flags found that keep to the budget, with their prediction, or None where none do."""
+        """Return the fastest flags found within the budget, with their prediction, or None."""
         alone_bytes = budget_bytes
         for _ in range(_MOST_CHECKS):
             flags = self._find_alone(alone_bytes)
@@ -70,11 +70,11 @@ class FlagSearch:
         return NearestFlags(flags=FULL_RECOMPUTE, result=full) if full.peak_bytes <= budget_bytes else None
 
     def _find_alone(self, budget_bytes: int) -> MegatronFlags | None:
-        """Return the fastest flags found that keep to a budget on the fullest rank."""
+        """Return the fastest flags found within a budget on the fullest rank."""
         best, best_s = None, math.inf
         starts = [MegatronFlags(recompute=recompute) for recompute in self._list_recomputes()]
         for start in sorted(starts, key=lambda one: self._simulate(one)[1]):
-            # What is slower by itself than something that fits is slower with tags too.
+            # Flags that are slower alone than a fitting setting are slower with tags too.
             if self._simulate(start)[1] >= best_s:
                 break
             flags = self._add_tags(start, budget_bytes)
@@ -83,7 +83,7 @@ class FlagSearch:
         return best
 
     def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
-        """Return `start` with as few tags as keep to a budget, the cheapest ones first; None where all of them do not."""
+        """Return `start` with the fewest tags that keep to a budget, cheapest first, or None if all of them do not."""
         if self._simulate(start)[0] <= budget_bytes:
             return start
 
@@ -96,13 +96,13 @@ class FlagSearch:
         return _add_tags(start, ordered[:count]) if fits(count) else None
 
     def _rate_tag(self, tag: str) -> float:
-        """Return the seconds that a tag alone costs for each byte that it frees."""
+        """Return the seconds that a tag alone costs for each freed byte."""
         peak_bytes, step_s = self._simulate(_add_tags(MegatronFlags(), [tag]))
         kept_bytes, kept_s = self._simulate(MegatronFlags())
         return max(step_s - kept_s, 0.0) / max(kept_bytes - peak_bytes, 1)
 
     def _simulate(self, flags: MegatronFlags) -> tuple[int, float]:
-        """Return peak and step of the fullest rank, alone."""
+        """Return peak and step of the fullest rank alone."""
         if flags not in self._known:
             result = simulate_rank(flags.adapt([self._fullest])[0], flags.make_plan([self._fullest]))
             self._known[flags] = (result.peak_bytes, result.step_s)
@@ -126,7 +126,7 @@ class FlagSearch:
 
 
 def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
-    """Return the tags that `flags` may have, that Megatron knows, and that save anything on a rank."""
+    """Return the tags that suit `flags`, that Megatron knows, and that save tensors on some rank."""
     saving = {name for chunk in rank.chunks for layer in chunk.layers for name in list_names(layer.model)}
     modules = set(flags.recompute.modules) if isinstance(flags.recompute, SelectiveRecompute) else set()
     return [
@@ -137,7 +137,7 @@ def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
 
 
 def _add_tags(flags: MegatronFlags, tags: Sequence[str]) -> MegatronFlags:
-    """Return `flags` with `tags`, and with those that need them: they save the same storage, which both have to release."""
+    """Return `flags` with `tags` and the tags that require them: both must release the storage that they share."""
     names = set(tags)
     names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
     return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))

@@ -1,6 +1,6 @@
-"""When the memory of a rank may be at its peak: how many microbatches of each chunk are in flight, and which pass begins.
+"""Possible times of a rank's memory peak: microbatches in flight of each chunk, and the pass that begins.
 
-A step of hundreds of passes has a dozen such times that matter, whatever a plan does.
+A step of hundreds of passes has about a dozen such times, whatever the plan.
 """
 
 import dataclasses
@@ -13,43 +13,43 @@ from fgoffload.planner.ranks.schedule import Pass, PassKind
 
 
 class PeakTime(NamedTuple):
-    """A time of the schedule when memory may be at its peak: between two passes."""
+    """A time between two passes at which memory may peak."""
 
     in_flight: tuple[int, ...]
-    """Microbatches whose forward ended and whose backward did not, by chunk."""
+    """Microbatches between forward and backward, by chunk."""
     backward: int | None
-    """The chunk whose backward begins; None where a forward begins, or nothing."""
+    """Chunk whose backward begins; None if a forward begins, or nothing."""
 
 
 @functools.lru_cache(maxsize=64)
 def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of microbatches that are in flight between two passes, by chunk."""
+    """Return the microbatches in flight between two passes, by chunk."""
     return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
 @functools.lru_cache(maxsize=64)
 def list_peak_times(passes: tuple[Pass, ...], chunks: int) -> tuple[PeakTime, ...]:
-    """Return when memory may be at its peak: behind each forward and before each backward.
+    """Return the times at which memory may peak: after each forward and before each backward.
 
-    Of times before the same backward those are left out that take no more than others, whatever each chunk keeps.
+    Times before the same backward are left out if they never take more than another one, whatever each chunk keeps.
 
     Args:
-        passes: Of a step, in order.
-        chunks: Of the rank.
+        passes: Passes of a step, in order.
+        chunks: Number of chunks of the rank.
     """
     found: dict[int | None, set[tuple[int, ...]]] = {}
     for before, in_flight, after in _list_gaps(passes, chunks):
         is_backward = after is not None and after.kind is PassKind.BACKWARD
-        # Between a backward and a forward there is less than before the one, and than behind the other.
+        # Between a backward and a forward there is less than before the backward, and than after the forward.
         if before.kind is PassKind.FORWARD or is_backward:
             found.setdefault(after.chunk if after is not None and is_backward else None, set()).add(in_flight)
     return tuple(PeakTime(in_flight, backward) for backward, vectors in found.items() for in_flight in list_largest(vectors))
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with as few microbatches as have all its peak times, and at least two more than are ever in flight.
+    """Return `rank` with the fewest microbatches that have all its peak times, at least two more than are ever in flight.
 
-    What a plan does to such a step it does to the whole one, whose other microbatches repeat the same.
+    A plan has the same effect on such a step as on the whole one, whose other microbatches repeat the same.
     """
     chunks = len(rank.chunks)
     places: set[Any] = _list_places(rank.passes, chunks)
@@ -62,14 +62,14 @@ def shorten(rank: RankModel) -> RankModel:
 
 
 def list_largest(vectors: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the vectors of which one has the largest product with any vector of numbers from 0, the largest first."""
+    """Return the vectors that can have the largest product with a non-negative vector, largest first."""
     import numpy as np
 
     found = sorted(set(vectors), reverse=True)
     table = np.array(found)
-    is_larger = (table[:, None] >= table).all(axis=2).sum(axis=0) > 1  # than this one, which counts itself
+    is_larger = (table[:, None] >= table).all(axis=2).sum(axis=0) > 1  # than this one, itself included
     found = [one for one, is_beaten in zip(found, is_larger, strict=True) if not is_beaten]
-    # Halfway between two others, or below that, none is larger than both: the interleaved schedule has whole lines of them.
+    # A vector halfway between two others, or below, is never the largest: the interleaved schedule has many of them.
     table = np.array(found)
     sums = table[:, None] + table
     count = len(found)

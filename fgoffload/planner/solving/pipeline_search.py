@@ -1,8 +1,8 @@
-"""The search of all pipeline ranks: each by itself first, and then all together.
+"""The search of all pipeline ranks: each rank alone first, then all together.
 
-Of ranks that have the same layers and differ in their microbatches in flight a few are searched, and the others take the best
-of what was found there. Neighbours change when a rank's copies run, and so its peak: the states that are best alone are
-simulated together, and ranks that are above the budget there get a smaller one.
+Of ranks that have the same layers and differ in microbatches in flight, a few are searched, and the others take the best result
+of those. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together, and a rank
+that exceeds the budget there gets a smaller one.
 """
 
 import dataclasses
@@ -20,42 +20,41 @@ from fgoffload.planner.solving.rank_search import CostTable, RankSearch, strip_p
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
-"""Times that ranks get a smaller budget since they took more beside their neighbours than alone. One or two are usual."""
+"""Most retries with a smaller budget for ranks that peak higher in the pipeline than alone. One or two are usual."""
 
 _SEARCHED = 3
-"""Of ranks with the same layers, as many are searched."""
+"""Number of ranks with the same layers that are searched."""
 
 _WALKED = 1.01
-"""Times the step that keeps everything: walks find little where a plan is closer to it."""
+"""Overhead over the baseline's step from which walks are worth it, as a factor."""
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
-"""Simulations of one rank: fewer lead walks nowhere, more find little."""
+"""Fewest and most simulations of walks on one rank: fewer find nothing, more find little."""
 
 _ROUTED_MORE = 1.1
-"""Times as many bytes may be in flight when the loss begins: with a tenth more tokens routed to a rank's experts, what was to
-stay until then is not waited for."""
+"""Margin of the bytes in flight at the loss, as a factor: a tenth more tokens routed to a rank's experts cause no wait."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan, and what the simulator says of it."""
+    """A plan and its prediction."""
 
     plan: OffloadPlan
-    """For all ranks, with what may be in flight when losses begin."""
+    """Plan for all ranks, with the bytes in flight at the loss."""
     result: StepResult
-    """Of exactly that plan."""
+    """Prediction of exactly that plan."""
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
-        """Return what a better one has less of: bytes above the budget, time, and rows."""
+        """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
         return (max(self.result.peak_bytes - budget_bytes, 0), round(self.result.step_s, 9), len(self.plan.actions))
 
 
 class PipelineSearch:
-    """The search for the best plan of all ranks. What was found for one budget is known for the next.
+    """Searches the best plan of all ranks, and remembers results from budget to budget.
 
     Args:
         ranks: The pipeline, by number.
-        layer_passes: Forwards and backwards of single layers that walks may simulate for a budget, over all ranks.
+        layer_passes: Most forwards and backwards of single layers that walks simulate for a budget, over all ranks.
 
     Raises:
         ConfigError: Two kinds of layers have one name.
@@ -70,7 +69,7 @@ class PipelineSearch:
         for place, rank in enumerate(self.ranks):
             alike.setdefault(dataclasses.replace(strip_place(rank), passes=()), []).append(place)
         self._searched: dict[int, list[int]] = {}
-        """By place of a rank, the places of those with the same layers that are searched."""
+        """Searched ranks with the same layers, by rank; both by place."""
         for places in alike.values():
             steps = range(min(_SEARCHED, len(places)))
             chosen = sorted({places[step * (len(places) - 1) // max(len(steps) - 1, 1)] for step in steps})
@@ -78,9 +77,9 @@ class PipelineSearch:
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
-        """Return the predictions for what people compare with, by name: Megatron's own recompute without this package.
+        """Return the predictions of the baselines, by name; Megatron's own recompute runs without this package.
 
-        Recompute that runs nothing again is left out, as that of whole layers beside CUDA graphs.
+        A setting that recomputes nothing is left out, as full recompute beside CUDA graphs.
         """
         plans = {name: (flags, flags.make_plan(self.ranks)) for name, flags in list_baselines(self.ranks).items()}
         return {
@@ -95,11 +94,11 @@ class PipelineSearch:
         return FlagSearch(self.ranks, self.baselines["baseline"])
 
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
-        """Return the best plan found: within the budget, or, where none is, with the least bytes above it.
+        """Return the best plan found: within the budget or, if none fits, with the fewest bytes above it.
 
         Args:
-            budget_bytes: Of each device. 0 asks for the least peak.
-            nearest: Megatron's own flags that come nearest, where the search begins as well.
+            budget_bytes: Budget of each device; 0 asks for the least peak.
+            nearest: Nearest of Megatron's own flags, another start of the search.
             known: A plan for a smaller budget. The result is never slower.
         """
         flags = list_baselines(self.ranks)
@@ -108,7 +107,7 @@ class PipelineSearch:
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
         found += self._find_together(budget_bytes, usual)
-        # What is found rank by rank may wait for its neighbours where ranks that all do the same do not.
+        # A plan found rank by rank may wait for neighbours; ranks with equal treatments do not.
         compared = [(flags[name], result) for name, result in self.baselines.items()]
         compared += [] if nearest is None else [(nearest.flags, nearest.result)]
         for one, result in compared:
@@ -120,7 +119,7 @@ class PipelineSearch:
         return min(found, key=lambda one: one.score(budget_bytes))
 
     def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
-        """Return plans that have the best state of each rank, each a correction of the one before."""
+        """Return plans of the best states of all ranks, each a correction of the one before."""
         for place in self._searched:
             if place in self._searched[place]:
                 begin = [read_plan(plan, self.ranks[place]) for plan in usual]
@@ -148,7 +147,7 @@ class PipelineSearch:
         return Candidate(plan=plan, result=simulate(self.ranks, plan))
 
     def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
-        """Return the best state of a rank by itself, the bytes that may be in flight at its losses, and its peak alone."""
+        """Return the best state of a rank alone, the bytes that may be in flight at its losses, and its peak."""
         searches = self._list_searches(place)
         if place not in self._searched[place]:
             others = [self._get_search(other, None) for other in self._searched[place]]
@@ -157,7 +156,7 @@ class PipelineSearch:
                 return borrowed, None, searches[0].judge(borrowed).peak_bytes
         states = [search.find(budget_bytes, starts=()) for search in searches]
         if self.ranks[place].turning_chunk is not None:
-            # What was in flight there without a limit, and nothing.
+            # The bytes in flight there without a limit, and none.
             most_bytes = searches[0].judge(states[0]).loss_window_bytes
             windows = dict.fromkeys((round(most_bytes * _ROUTED_MORE), most_bytes, 0))
             searches = [self._get_search(place, window) for window in windows]
@@ -167,7 +166,7 @@ class PipelineSearch:
         return state, window, search.judge(state).peak_bytes
 
     def _walk(self, budget_bytes: int) -> None:
-        """Spend the passes of walks, on the ranks whose step is longest."""
+        """Spend the passes of walks on the ranks with the longest steps."""
         left = self._layer_passes
         places = [place for place in range(len(self.ranks)) if place in self._searched[place]]
         searches = [search for place in places for search in self._list_searches(place)]
@@ -178,13 +177,13 @@ class PipelineSearch:
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
-            # Half of what is left for each but the last: others may turn out longer.
+            # Half of the rest for each but the last: others may turn out longer.
             own = max(_FEWEST_WALKED, simulations if search is walked[-1] else simulations // 2)
             search.improve(budget_bytes, simulations=min(own, _MOST_WALKED))
             left -= (len(search.known) - before) * search.layer_passes
 
     def _list_searches(self, place: int) -> list[RankSearch]:
-        """Return the searches of a rank: where it has a loss one that waits for all copies before it, and one that does not."""
+        """Return the search of a rank, or the two of a rank with the loss: with and without a wait for all copies before it."""
         windows = (None,) if self.ranks[place].turning_chunk is None else (None, 0)
         return [self._get_search(place, window) for window in windows]
 

@@ -1,14 +1,14 @@
 """The solver's mixed-integer program: how many layers of each kind get which treatment, at the least added time.
 
-One program is one rank. Its whole numbers are, for each chunk, what the last layer does, and for each kind of the other layers
-how many do what. What a treatment costs is measured (`layer_costs`).
+One program is one rank. Its integers are, for each chunk, the treatment of the last layer, and for each kind of the others
+the number of layers with each treatment. Costs of treatments come from short simulations (`layer_costs`).
 
     least     for each chunk: microbatches * (seconds that its layers add + seconds for the first reload)
-    so that   at each peak time: static + in flight * what layers keep + the most beside that <= device budget
-              and                in flight * what layers move <= host budget
+    so that   at each peak time: static + in flight * kept bytes + most bytes beside those <= device budget
+              and                in flight * offloaded bytes <= host budget
 
-The first reload of a pass hides behind nothing. Where the last layer moves anything that is in its measured time; where it
-moves nothing, the next layer waits. The simulator has the last word, and tells how far the program was off. Solved by HiGHS.
+The first reload of a pass hides behind nothing. If the last layer offloads, its measured time has that wait; if not, the next
+layer waits. The simulator checks the result, and says how far the program was off. Solved by HiGHS.
 """
 
 import collections
@@ -24,17 +24,17 @@ from fgoffload.planner.solving.peak_times import count_backwards, list_largest, 
 from fgoffload.planner.solving.treatments import Treatment
 
 _GAP = 2e-3
-"""Of the step: how far from its best HiGHS may stop. Predictions are further off."""
+"""Gap at which HiGHS may stop, as a part of the step. Predictions are further off."""
 
 _MOST_NODES = 40
-"""Of the search tree of HiGHS. Most programs need fewer; another one returns the best that was found until then."""
+"""Most nodes of the search tree of HiGHS. Most programs need fewer; others return the best solution so far."""
 
 _EXTRA_STEPS, _WAIT_STEPS = 8, 16
-"""Whether any layer has so much beside what is kept, or makes compute wait so long, is a decision of the program. It has one
-for each step of so many times the resolution of costs. Finer steps make it slower."""
+"""Steps of the temporary bytes and of the waits of a layer, in resolutions of costs. Each step has a binary variable, so finer
+ones make a program slower."""
 
 _TIE_S_PER_BYTE = 1e-15
-"""Of plans that are equally fast the one that moves less is taken: a microsecond a GB."""
+"""Tie-breaker between equally fast plans: an offloaded GB costs a microsecond."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class ChunkCounts:
     """Treatments of a chunk's layers."""
 
     last: Treatment | None
-    """The last layer. None in a chunk without layers."""
+    """Treatment of the last layer; None in a chunk without layers."""
     inner: Mapping[str, tuple[tuple[Treatment, int], ...]]
-    """The other ones: by kind, how many do what."""
+    """Number of the other layers with each treatment, by kind."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ProgramResult:
     """Solution of a program. Predictions are the simulator's."""
 
     chunks: tuple[ChunkCounts, ...]
-    """By number of the chunk."""
+    """Treatments by number of the chunk."""
     added_s: float
     """Seconds that the program expects the plan to add to a step."""
 
@@ -60,13 +60,13 @@ class ProgramResult:
 def solve_program(
     rank: RankModel, costs: Mapping[str, LayerCosts], *, budget_bytes: int | None, s_per_moved_byte: float = 0.0
 ) -> ProgramResult | None:
-    """Return the treatments that add the least time within the budget, or None where none were found.
+    """Return the treatments that add the least time within the budget, or None if none were found.
 
     Args:
         rank: The rank. Its `host_budget_bytes` holds for the bytes of all microbatches in flight.
-        costs: Of each kind of its layers.
-        budget_bytes: Of the device. None asks for the least peak instead of the least time.
-        s_per_moved_byte: Seconds that a byte which is offloaded costs beside what was measured of its layer.
+        costs: Costs of each kind of its layers.
+        budget_bytes: Budget of the device; None minimizes the peak instead of the time.
+        s_per_moved_byte: Extra seconds of an offloaded byte, beside the measured costs of its layer.
     """
     program = _Program(rank, costs, s_per_moved_byte)
     program.add_memory(budget_bytes)
@@ -74,7 +74,7 @@ def solve_program(
 
 
 def count_step_s(rank: RankModel) -> float:
-    """Return the seconds that a step takes on a rank that keeps all and never waits."""
+    """Return the seconds of a step that keeps everything and never waits."""
     step_s = rank.step_end_s
     for number, chunk in enumerate(rank.chunks):
         seconds = sum(segment.forward_pass_s + segment.backward_s for segment in _list_segments(chunk))
@@ -83,7 +83,7 @@ def count_step_s(rank: RankModel) -> float:
 
 
 _Row = dict[int, float]
-"""A sum of variables times numbers, by number of the variable."""
+"""A linear expression: factors by number of the variable."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -93,20 +93,20 @@ class _Chunk:
     fixed: float
     """Bytes of a microbatch with everything kept, in the program's unit."""
     extra: int
-    """The variable of the most bytes beside what is kept."""
+    """Variable of the most bytes beside the kept ones."""
     last: list[tuple[TreatmentCosts, int]]
-    """Treatments of the last layer, each with its binary variable."""
+    """Treatments of the last layer with their binary variables."""
     inner: dict[str, list[tuple[TreatmentCosts, int]]]
-    """Treatments of the others, by kind, each with the variable that counts its layers."""
+    """Treatments of the other layers by kind, with the variables that count their layers."""
 
     def sum(self, name: str, unit: float) -> _Row:
-        """Return a number of the treatments of all layers, in a unit."""
+        """Return the sum of a field of all layers' treatments, in a unit."""
         rows = itertools.chain(self.last, *self.inner.values())
         return {variable: getattr(one.treatment, name) / unit for one, variable in rows}
 
 
 class _Program:
-    """The variables, rows and costs of one rank, while they are put together."""
+    """Builds the variables, rows and costs of one rank."""
 
     def __init__(self, rank: RankModel, costs: Mapping[str, LayerCosts], s_per_moved_byte: float) -> None:
         self._rank = rank
@@ -123,7 +123,7 @@ class _Program:
         self._is_whole: list[int] = []
         self._rows: list[tuple[_Row, float, float]] = []
         self._ties: _Row = {}
-        # The step as it is without any plan: HiGHS takes a gap as a part of the whole objective.
+        # The step without a plan: HiGHS takes its gap as a part of the whole objective.
         self._step = self._add(1, 1, price=count_step_s(rank) / self._unit_s)
         self._chunks = [self._add_chunk(number, chunk) for number, chunk in enumerate(rank.chunks)]
         self._peak = -1
@@ -155,7 +155,7 @@ class _Program:
         return variable
 
     def _add_first_reload(self, chunk: _Chunk, inner_layers: int, microbatches: int) -> None:
-        """Add the seconds for which the first reload is waited for where the last layer moves nothing."""
+        """Add the wait for the first reload if the last layer offloads nothing."""
         waits = [(one.first_wait_s / self._unit_s, variable) for rows in chunk.inner.values() for one, variable in rows]
         longest = max((wait for wait, _ in waits), default=0.0)
         moving = dict.fromkeys([variable for one, variable in chunk.last if one.treatment.moved_bytes], longest)
@@ -163,29 +163,29 @@ class _Program:
         self._add_levels(waits, waited, moving, inner_layers, step=self._wait_step)
 
     def _add_late_copies(self, chunk: _Chunk, model: ChunkModel, microbatches: int) -> None:
-        """Add the seconds for which forward waits since its layers together move more than the link takes meanwhile.
+        """Add the wait of a forward whose layers together offload more than the link copies meanwhile.
 
-        Short simulations say what a layer waits for once the window is full. Layers that each move a bit more than the link
-        takes beside them fill it only in a long chunk.
+        Short simulations show the wait of a layer once the window is full. Layers that each offload slightly more than the link
+        copies beside them fill it only in a long chunk.
         """
         places = [(one, one.last, variable) for one, variable in chunk.last]
         places += [(one, one.inner, variable) for rows in chunk.inner.values() for one, variable in rows]
         row = {self._add(0, math.inf, price=microbatches): 1.0}
         for one, cost, variable in places:
             row[variable] = (max(cost.added_s - one.treatment.recompute_s, 0.0) - cost.d2h_s) / self._unit_s
-        # What comes behind the last layer does not count: when that one ends no more than a window may be in flight.
+        # Time after the last layer does not count: at its end no more than a window may be in flight.
         layers = (segment for layer in model.layers for segment in layer.model.segments)
         room_s = sum(segment.forward_pass_s for segment in (*model.first, *layers))
         room_s += self._rank.policy.window_bytes / self._rank.link.d2h_bytes_per_s
         self._require(row, -room_s / self._unit_s, math.inf)
 
     def _add_extra(self, chunk: _Chunk, model: ChunkModel) -> None:
-        """Let the most bytes beside what is kept be those of the layer that has most."""
+        """Bound the bytes beside the kept ones by those of the layer that has most."""
         saved_bytes = model.layers[-1].model.saved_bytes
         freed = {}
         for one, variable in chunk.last:
             self._require({chunk.extra: 1.0, variable: -one.last.extra_bytes / self._unit_bytes}, 0, math.inf)
-            # When backward is in the layers before, what the last one kept is gone.
+            # When backward is in earlier layers, the last one's kept bytes are freed.
             freed[variable] = (saved_bytes + one.treatment.kept_bytes) / self._unit_bytes
         sizes = [
             (one.inner.extra_bytes / self._unit_bytes, variable) for rows in chunk.inner.values() for one, variable in rows
@@ -193,14 +193,14 @@ class _Program:
         self._add_levels(sizes, chunk.extra, freed, len(model.layers) - 1, step=self._extra_step)
 
     def _add_levels(self, amounts: Sequence[tuple[float, int]], most: int, less: _Row, layers: int, *, step: float) -> None:
-        """Let the variable `most` be at least the largest amount of those that any layer has, less what `less` comes to.
+        """Bound the variable `most` from below by the largest amount of any layer, less `less`.
 
         Args:
-            amounts: Each with the variable that counts the layers which have it.
+            amounts: Amounts with the variables that count their layers.
             most: The variable.
-            less: A sum.
-            layers: How many there are.
-            step: Amounts are rounded to multiples of it: whether any layer has so much is a decision for each.
+            less: An expression.
+            layers: Number of layers.
+            step: Amounts are rounded to multiples of it, each with a binary variable.
         """
         rounded = [(round(amount / step), variable) for amount, variable in amounts]
         for level in sorted({steps for steps, _ in rounded if steps > 0}):
@@ -210,9 +210,9 @@ class _Program:
             self._require({**less, most: 1.0, has_any: -level * step}, 0, math.inf)
 
     def add_memory(self, budget_bytes: int | None) -> None:
-        """Hold each peak time to the budget, or, where it is None, make the largest of them as small as it can be."""
+        """Bound each peak time by the budget, or minimize the largest one if the budget is None."""
         upper = math.inf if budget_bytes is None else budget_bytes / self._unit_bytes
-        # The least peak counts before any time: a gigabyte is worth a thousand seconds. With a budget it is worth nothing.
+        # Without a budget the peak counts before time: a gigabyte is worth a thousand seconds.
         self._peak = self._add(0, upper, price=1e6 if budget_bytes is None else 0.0)
         times = list_peak_times(self._rank.passes, len(self._rank.chunks))
         for in_flight, backward in times:
@@ -227,14 +227,14 @@ class _Program:
                 self._require(row, -math.inf, self._rank.host_budget_bytes / self._unit_bytes)
 
     def _sum_in_flight(self, in_flight: Sequence[int], name: str) -> tuple[_Row, float]:
-        """Return what microbatches in flight have of a number of treatments, and what they have whatever layers do."""
+        """Return the sum of a field over microbatches in flight as an expression, and its fixed part."""
         row: _Row = {}
         for microbatches, chunk in zip(in_flight, self._chunks, strict=True):
             row |= {variable: microbatches * factor for variable, factor in chunk.sum(name, self._unit_bytes).items()}
         return row, sum(count * chunk.fixed for count, chunk in zip(in_flight, self._chunks, strict=True))
 
     def solve(self) -> ProgramResult | None:
-        """Hand it to HiGHS: without whole numbers first, and then without what is not worth its price by that solution."""
+        """Solve by HiGHS: relaxed first, then with integers and without variables that the relaxed solution prices out."""
         import numpy as np
         import scipy.optimize
         import scipy.sparse
@@ -294,7 +294,7 @@ def _read_chunk(chunk: _Chunk, solution: Sequence[float]) -> ChunkCounts:
 
 
 def _count_fixed_bytes(chunk: ChunkModel) -> int:
-    """Return what a microbatch keeps in a chunk where its layers keep all, with what all layers share counted once."""
+    """Return the bytes of a microbatch in a chunk that keeps everything; storages that all layers share count once."""
     shared = {
         tensor.name: tensor.size_bytes
         for layer in chunk.layers
@@ -305,7 +305,7 @@ def _count_fixed_bytes(chunk: ChunkModel) -> int:
 
 
 def _count_extra_bytes(chunk: ChunkModel) -> int:
-    """Return the most that what is before and behind the layers has beside what is saved."""
+    """Return the most temporary bytes of the segments before and after the layers."""
     ends = (*chunk.first, *chunk.last)
     return max((max(segment.forward_extra_bytes, segment.backward_extra_bytes) for segment in ends), default=0)
 

@@ -1,7 +1,7 @@
 """The search for the best plan of one rank that never waits for its neighbours: programs, corrected by simulations, and walks.
 
-The simulator judges everything. The program is right about most of a plan and wrong about where in a pass a copy is waited for:
-how far its peak was off comes off the budget that it gets next, and what was late adds to its price of a moved byte.
+The simulator judges every state. A program is right about most of a plan, and wrong about where in a pass compute waits for a
+copy. The error of its peak lowers the next budget, and the error of its time raises the price of an offloaded byte.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from fgoffload.planner.solving.states import Order, State, keep_all, list_slots,
 from fgoffload.planner.solving.treatments import Treatment, list_treatments
 
 _PROGRAMS = 4
-"""Times that the program of a rank is solved: again where its peak or its time was off."""
+"""Most programs of a rank: another one if the peak or the time was off."""
 
 _CLOSE_PARTS = 40
-"""A peak within this part below the budget is close enough: the program is not solved again to use the rest."""
+"""Unused part of the budget that is not worth another program."""
 
 _LATE_PARTS = 0.003
-"""A step longer than the program said by less than this part of it is as the program said. Else copies cost more next time."""
+"""Error of a program's step, as a part, from which copies cost more in the next program."""
 
 
 class CostTable:
-    """Costs of layer treatments, measured once for all ranks with the same layers, link and rules."""
+    """Costs of layer treatments, simulated once for all ranks with the same layers, link and rules."""
 
     def __init__(self) -> None:
         self._known: dict[object, LayerCosts] = {}
@@ -53,8 +53,8 @@ class RankSearch:
 
     Args:
         rank: The rank.
-        costs: Of all ranks.
-        loss_window_bytes: What may be in flight to the host when a loss begins; None for what the policy lets.
+        costs: Costs of treatments, shared by all ranks.
+        loss_window_bytes: Most bytes in flight to the host when a loss begins; None leaves it to the policy.
 
     Raises:
         ConfigError: Two kinds of layers have one name.
@@ -76,21 +76,21 @@ class RankSearch:
             for kind, model in list_kinds(rank).items()
         }
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)
-        """Forwards and backwards of single layers in a simulation."""
+        """Number of forwards and backwards of single layers in a simulation."""
         is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) and rank.turning_chunk is None
         self._held_bytes = rank.policy.window_bytes if is_far_ahead else 0
-        """Of what was offloaded last, where the host runs ahead: programs take it for gone, and the device holds it."""
+        """Bytes of the last offloaded groups still on the device if the host runs ahead; programs count them as freed."""
         self._local: LocalSearch | None = None
         self._solved: set[int] = set()
-        """Budgets that programs were solved for."""
+        """Budgets of earlier programs."""
 
     @property
     def kept(self) -> Verdict:
-        """Return what keeping everything comes to."""
+        """Return the costs of keeping everything."""
         return self.judge(keep_all(self.slots))
 
     def judge(self, state: State) -> Verdict:
-        """Return what the simulator says of `state`. The same one is simulated once."""
+        """Return the simulated costs of `state`; each state is simulated once."""
         key = make_key(state)
         if key not in self.known:
             plan = make_plan([(self.slots, state)], loss_window_bytes=self.loss_window_bytes)
@@ -100,9 +100,9 @@ class RankSearch:
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Return the best of what programs, `starts` and everything known come to; with a budget of 0, the least peak."""
+        """Return the best state of programs, `starts` and all known ones; with a budget of 0, the one with the least peak."""
         kept = keep_all(self.slots)
-        # Nothing is faster than to keep all, and of plans that are as fast it is the simplest.
+        # Nothing is faster than keeping everything, and of equally fast plans it is the simplest.
         if self.judge(kept).peak_bytes <= budget_bytes:
             return kept
         for state in (*starts, self._free_most()):
@@ -113,21 +113,21 @@ class RankSearch:
         return self.pick(budget_bytes)
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
-        """Return the fastest of the states that `others`, with the same layers, know and that fits here; None if none does."""
+        """Return the fastest state that fits here of those that `others`, with the same layers, know; None if none fits."""
         pool = [
             (verdict.step_s / other.kept.step_s, number, state)
             for number, other in enumerate(others)
             for state, verdict in other.known.values()
         ]
         for _, number, state in sorted(pool, key=lambda one: one[:2]):
-            # What beside the layers' bytes makes a peak is about the same on ranks with the same layers.
+            # Peaks beside the layers' bytes are about the same on ranks with the same layers.
             beside_bytes = others[number].judge(state).peak_bytes - others[number].count_bytes(state)
             if beside_bytes + self.count_bytes(state) <= budget_bytes and self.judge(state).peak_bytes <= budget_bytes:
                 return state
         return None
 
     def count_bytes(self, state: State) -> int:
-        """Return the most bytes of static memory and of what layers keep for microbatches in flight."""
+        """Return the most bytes of static memory and of layers for microbatches in flight."""
         kept_bytes = [0] * len(self.rank.chunks)
         for slot, treatment in zip(self.slots, state, strict=True):
             kept_bytes[slot.chunk] += slot.layer.saved_bytes + treatment.kept_bytes
@@ -137,7 +137,7 @@ class RankSearch:
         return self.rank.static_bytes + most_bytes
 
     def improve(self, budget_bytes: int, *, simulations: int) -> State:
-        """Return the best state known after so many more simulations of walks."""
+        """Return the best known state after `count` more simulations of walks."""
         if self.kept.peak_bytes > budget_bytes:
             if self._local is None:
                 self._local = LocalSearch(self.rank, self._treatments, judge=self.judge, known=self.known, kept=self.kept)
@@ -145,19 +145,19 @@ class RankSearch:
         return self.pick(budget_bytes)
 
     def pick(self, budget_bytes: int) -> State:
-        """Return the best state known."""
+        """Return the best known state."""
         return min((state for state, _ in self.known.values()), key=lambda state: self.score(state, budget_bytes))
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
-        """Return what a better state has less of: bytes above the budget, time, moved bytes, rows."""
+        """Return the sort key, lower is better: bytes above the budget, step time, offloaded bytes, rows."""
         verdict = self.judge(state)
         moved_bytes = sum(treatment.moved_bytes for treatment in state)
         rows = sum(len(treatment.actions) for treatment in state)
-        # Sums of the same times in another order differ in their last digits.
+        # Sums of equal times in another order differ in their last digits.
         return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
 
     def _run_programs(self, budget_bytes: int) -> None:
-        """Judge what programs come to, each corrected by what the peak and the time of the one before were off."""
+        """Simulate the results of programs, each corrected by the errors of the one before in peak and time."""
         asked_bytes, s_per_moved_byte = budget_bytes - self._held_bytes, 0.0
         last: ProgramResult | None = None
         for _ in range(_PROGRAMS if budget_bytes else 1):
@@ -177,7 +177,7 @@ class RankSearch:
                 return
             if is_late:
                 s_per_moved_byte += late_s / max(self._count_moved_bytes(best), 1)
-            # What a plan keeps goes in steps of a layer: by so much less nothing else was found, so by twice as much.
+            # Kept bytes change by whole layers: this correction found the same plan again, so double it.
             asked_bytes = min(asked_bytes - above_bytes * (2 if is_repeated else 1), budget_bytes)
             last = result
 
@@ -186,16 +186,16 @@ class RankSearch:
         result = None
         if budget_bytes > self.rank.static_bytes:
             result = solve_program(self.rank, costs, budget_bytes=budget_bytes, s_per_moved_byte=s_per_moved_byte)
-        # Where nothing fits by its count, something may fit all the same: what has the least peak.
+        # The plan with the least peak may fit even if nothing fits by the program's count.
         return result or solve_program(self.rank, costs, budget_bytes=None)
 
     def _count_moved_bytes(self, state: State) -> int:
-        """Return the bytes that are offloaded in a step."""
+        """Return the offloaded bytes of a step."""
         counts = {slot.chunk: count_backwards(self.rank.passes, chunk=slot.chunk) for slot in self.slots}
         return sum(one.moved_bytes * counts[slot.chunk] for slot, one in zip(self.slots, state, strict=True))
 
     def _free_most(self) -> State:
-        """Return the state in which every layer keeps the least that it can."""
+        """Return the state in which every layer keeps as little as possible."""
         least = {
             kind: min(treatments, key=lambda one: (one.kept_bytes, one.recompute_s))
             for kind, treatments in self._treatments.items()
@@ -221,7 +221,7 @@ def list_kinds(rank: RankModel) -> dict[str, LayerModel]:
 
 
 def strip_place(rank: RankModel) -> RankModel:
-    """Return `rank` without what only says where it is: ranks that are equal then have the same best plan."""
+    """Return `rank` without its number: ranks that are equal then have the same best plan."""
     chunks = tuple(
         dataclasses.replace(
             chunk, layers=tuple(dataclasses.replace(layer, number=place) for place, layer in enumerate(chunk.layers))

@@ -1,6 +1,6 @@
 """The fastest plan within a memory budget, for all pipeline ranks.
 
-    ranks -> treatments of each kind of layer, and what they cost -> a mixed-integer program for each rank -> placed in layers
+    ranks -> treatments of each kind of layer with costs -> a mixed-integer program for each rank -> placed in layers
           -> simulated and corrected -> walks -> simulated together -> Solution
 
 Every prediction in a `Solution` is the simulator's.
@@ -20,33 +20,33 @@ from fgoffload.planner.solving.pipeline_search import Candidate, PipelineSearch
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_LAYER_PASSES = 40_000
-"""Forwards and backwards of single layers that the local search may simulate. One takes 25 to 100 us."""
+"""Most forwards and backwards of single layers in the local search. One takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
-"""For whoever has a minute."""
+"""The same for `--thorough`."""
 
 PLANNED_SHARE = 0.998
-"""The part of a device memory budget that a plan may use where a training has to keep to it: the bytes of layers are exact, and
-those of what operators have for a moment are not."""
+"""Part of a device memory budget that a plan may use if a training must keep to it: bytes of layers are exact, temporaries of
+ops are not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan that keeps to a budget, and what is expected of it."""
+    """A plan within a budget, and its prediction."""
 
     plan: OffloadPlan
-    """For all ranks."""
+    """Plan for all ranks."""
     result: StepResult
-    """The predicted step."""
+    """Predicted step."""
     budget_bytes: int
-    """Of each device."""
+    """Budget of each device."""
     decisions: tuple[Decision, ...]
-    """Rank by rank, what is done about each tag, and why."""
+    """Decisions about each tag with reasons, rank by rank."""
     baselines: Mapping[str, StepResult]
-    """Baselines by name: `fgoffload.planner.solving.megatron_flags.baselines`. Where one of them keeps to the
-    budget the plan is no slower. Those that offload nothing are Megatron's own, without this package."""
+    """Baselines by name: `megatron_flags.list_baselines`. The plan is no slower than any of them that fits the budget. Those
+    without offload are Megatron's own, without this package."""
     nearest: NearestFlags | None
-    """Megatron's own flags that come nearest to the plan within the budget, or None where none keep to it."""
+    """The fastest of Megatron's own flags within the budget; None if none fit."""
 
 
 def solve(
@@ -61,12 +61,12 @@ def solve(
     Args:
         ranks: The pipeline, by number.
         budget_bytes: Device bytes of each rank, static memory included.
-        host_budget_bytes: Host bytes of each rank. None leaves what the ranks say.
-        layer_passes: Forwards and backwards of single layers that the local search may simulate.
+        host_budget_bytes: Host bytes of each rank; None takes those of `ranks`.
+        layer_passes: Most forwards and backwards of single layers in the local search.
 
     Raises:
-        ConfigError: An argument is not what it must be.
-        BudgetError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
+        ConfigError: An argument is invalid.
+        BudgetError: No plan was found that fits: names the rank, its missing bytes, and the smallest budget with a plan.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     return _solve(PipelineSearch(ranks, layer_passes=layer_passes), budget_bytes, None)
@@ -75,17 +75,17 @@ def solve(
 def solve_leaving_free(
     ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, layer_passes: int = DEFAULT_LAYER_PASSES
 ) -> Solution:
-    """Return what `solve` does for the part of a budget that a plan may use where a training has to keep to it.
+    """Return the fastest plan for the part of a budget that a plan may use if a training must keep to it.
 
     Args:
         ranks: The pipeline, by number.
         budget_bytes: Device bytes of each rank, static memory included.
-        free_bytes: What a step took more than was predicted of it, which is left free.
-        layer_passes: As for `solve`.
+        free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
+        layer_passes: As in `solve`.
 
     Raises:
         ConfigError: As `solve`.
-        BudgetError: As `solve`, with the least budget that leaves as much free.
+        BudgetError: As `solve`, with the smallest budget that leaves as much free.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
     try:
@@ -98,16 +98,16 @@ def solve_leaving_free(
 def sweep(
     ranks: Sequence[RankModel], budgets_bytes: Sequence[int], *, host_budget_bytes: int | None = None
 ) -> Iterator[Solution]:
-    """Yield a solution for each budget, the smallest budget first. A larger budget is never slower.
+    """Yield a solution for each budget, smallest first. A larger budget is never slower.
 
     Args:
         ranks: The pipeline, by number.
-        budgets_bytes: Device bytes of each rank. `find_least_budget` says where to begin.
+        budgets_bytes: Device bytes of each rank, from `find_least_budget` on.
         host_budget_bytes: As in `solve`.
 
     Raises:
         ConfigError: As `solve`.
-        BudgetError: As `solve`, for the smallest budget that no plan was found for.
+        BudgetError: As `solve`, for the smallest budget without a plan.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -120,7 +120,7 @@ def sweep(
 
 
 def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | None = None) -> int:
-    """Return the least budget that a plan was found for, in bytes, however slow that plan is.
+    """Return the smallest budget with a plan, in bytes, however slow that plan is.
 
     Raises:
         ConfigError: As `solve`.
@@ -129,7 +129,7 @@ def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | No
 
 
 def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
-    """Return what a rank lacks for its static memory alone, without any search; None where each has room for it."""
+    """Return the lack of memory of a rank whose static memory alone exceeds the budget, or None."""
     worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:
@@ -145,19 +145,19 @@ def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
     """Return the device bytes that a plan may use of a budget.
 
     Args:
-        budget_bytes: Of a device.
-        free_bytes: What a step took more than was predicted of it, which plans leave free.
+        budget_bytes: Budget of a device.
+        free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
     """
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
 
 
 def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
-    """Return the least budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    """Return the smallest budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
     return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 
 def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -> Solution:
-    """Return the solution for one budget, not slower than `known`, which is one for a smaller budget."""
+    """Return the solution for one budget, no slower than `known`, a plan for a smaller budget."""
     lacking = describe_static_lack(search.ranks, budget_bytes)
     if lacking is not None:
         least_bytes = _find_least(search.ranks).result.peak_bytes
@@ -182,8 +182,8 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
 
 
 def _find_least(ranks: Sequence[RankModel]) -> Candidate:
-    """Return the plan with the least peak that was found, however long it takes."""
-    # By a search that has found nothing yet: an error names the least budget, and a search for that has to come to it again.
+    """Return the plan with the least peak that was found, however slow."""
+    # By a new search: an error names this budget, and a search for that budget must find the same plan.
     return PipelineSearch(ranks, layer_passes=DEFAULT_LAYER_PASSES).find(0, None)
 
 
@@ -199,7 +199,7 @@ def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: i
 
 
 def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int) -> BudgetError:
-    """Return what to say where even the plan with the least peak, which came to `least`, does not fit."""
+    """Return the error for a budget below `least`, the plan with the least peak."""
     worst = least.worst_rank
     rank = next(one for one in ranks if one.rank == worst.rank)
     host, fix = "", ""

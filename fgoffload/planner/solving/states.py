@@ -1,8 +1,8 @@
 """Treatments of a rank's layers, and the plan they form.
 
-A program says how many layers of a kind get which treatment; which layers these are is chosen here. What is offloaded first has
-the longest way back, so in forward order whoever keeps least comes first. But copies wait for each other, and may run only a
-window behind forward and a prefetch ahead of backward: where that binds, layers that share the load are better.
+A program gives the number of layers of a kind with each treatment; this file chooses the layers. Early layers have the most
+time before backward needs them, so those that keep least come first. But copies queue behind each other, at most a window behind
+forward and a prefetch ahead of backward: where that binds, an even load is better.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from fgoffload.planner.solving.treatments import KEEP, Treatment, measure_treatm
 
 
 class Order(enum.Enum):
-    """How treatments are spread over the layers of a chunk."""
+    """Order of treatments over the layers of a chunk."""
 
-    FIRST = "first"  # the first layers of forward move most: the last ones would be waited for
-    EVEN = "even"  # all layers move about as much, so that no copy waits long for the one before
+    FIRST = "first"  # the first layers of forward offload most: compute would wait for the last ones
+    EVEN = "even"  # all layers offload about as much, so that no copy queues for long
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSlot:
-    """A layer of a rank, that has to choose."""
+    """A layer of a rank, which gets a treatment."""
 
     chunk: int
     """Model chunk on the rank."""
     number: int
-    """Of the layer in the whole model."""
+    """Number of the layer in the whole model."""
     layer: LayerModel
-    """Its kind."""
+    """Kind of the layer."""
 
 
 State = tuple[Treatment, ...]
@@ -40,7 +40,7 @@ State = tuple[Treatment, ...]
 
 
 def list_slots(rank: RankModel) -> tuple[LayerSlot, ...]:
-    """Return the layers of a rank, chunk by chunk, in the order of forward."""
+    """Return the layers of a rank, chunk by chunk, in forward order."""
     return tuple(
         LayerSlot(chunk=number, number=layer.number, layer=layer.model)
         for number, chunk in enumerate(rank.chunks)
@@ -54,17 +54,17 @@ def keep_all(slots: Sequence[LayerSlot]) -> State:
 
 
 def make_key(state: State) -> object:
-    """Return what is equal for states that do the same."""
+    """Return a key that is equal for states with the same treatments."""
     return tuple(treatment.actions for treatment in state)
 
 
 def place_counts(result: ProgramResult, slots: Sequence[LayerSlot], order: Order) -> State:
-    """Return a state that has the counts of a program.
+    """Return a state with the counts of a program.
 
     Args:
-        result: What the program came to.
+        result: Solution of the program.
         slots: The layers of its rank.
-        order: Which of the layers of a chunk do what.
+        order: Order of treatments over the layers of a chunk.
     """
     waiting = {
         (number, kind): _spread(counts, order)
@@ -80,11 +80,11 @@ def place_counts(result: ProgramResult, slots: Sequence[LayerSlot], order: Order
 
 
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_window_bytes: int | None = None) -> OffloadPlan:
-    """Return the plan of several ranks: the rows of whatever is not kept.
+    """Return the plan of several ranks, with a row for each site that is not kept.
 
     Args:
-        placed: Of each rank its layers, and what they do.
-        loss_window_bytes: As the plan is to say.
+        placed: Layers of each rank, and their treatments.
+        loss_window_bytes: As in the plan.
     """
     actions: dict[Site, Action] = {}
     for slots, state in placed:
@@ -95,10 +95,10 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_windo
 
 
 def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
-    """Return what `plan` says of the layers of a rank.
+    """Return the treatments that `plan` gives the layers of a rank.
 
     Raises:
-        PlanError: A layer cannot do that.
+        PlanError: The plan does not suit a layer.
     """
     chosen: dict[tuple[int, int], dict[str, Action]] = {}
     for site, action in plan.actions.items():
@@ -111,7 +111,7 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
 
 
 def _spread(counts: Sequence[tuple[Treatment, int]], order: Order) -> Iterator[Treatment]:
-    """Return what the layers of one kind do, all but the last of the chunk, in the order of forward."""
+    """Return the treatments of one kind of layers in forward order, without the last layer of the chunk."""
     found = [treatment for treatment, layers in counts for _ in range(layers)]
     found.sort(key=lambda one: (one.kept_bytes, -one.moved_bytes))
     if order is Order.FIRST:
@@ -121,4 +121,4 @@ def _spread(counts: Sequence[tuple[Treatment, int]], order: Order) -> Iterator[T
 
 
 _GOLDEN = 0.618033988749895
-"""Its multiples, without their whole part, lie as evenly between 0 and 1 as those of any number."""
+"""Golden ratio: the fractional parts of its multiples are spread as evenly over 0 to 1 as those of any number."""

@@ -1,9 +1,8 @@
-"""Layer treatments: none beats another in memory, copies and recompute together.
+"""Efficient treatments of a layer: none is beaten by another in memory, copies and recompute together.
 
-A layer falls apart into parts that do not affect each other: what is done about attention changes neither the bytes nor the
-recompute of the experts. So each part has a few dozen treatments, where the layer as a whole would have thousands. Parts are
-joined one after the other, and what another treatment beats is dropped at once. A unit that covers many others, as `layer`
-does, is decided first: each set of such units that goes together leaves parts of its own.
+A layer has independent parts: a treatment of attention changes neither bytes nor recompute of the experts. So each part has a
+few dozen treatments, where the whole layer would have thousands. Parts are joined one by one, and beaten treatments are dropped
+at once. A unit that covers many others, as `layer`, is decided first: each compatible set of such units leaves its own parts.
 """
 
 import dataclasses
@@ -20,35 +19,35 @@ from fgoffload.tags import default_tags, list_read_tags
 from fgoffload.watched import find_watched
 
 Actions = tuple[tuple[str, Action], ...]
-"""Of one layer, by tag or unit, sorted by name. What is kept is not named."""
+"""Actions of one layer by tag or unit, sorted by name, without `keep`."""
 
 _WIDE_COVERS = 3
-"""A unit that covers this many others, itself apart, is decided first."""
+"""Number of covered units, beside itself, from which a unit is decided first."""
 
 _RESOLUTION_PARTS = 32
-"""Treatments that differ by less than this part of a layer's bytes, and of its forward, count as one."""
+"""Resolution of treatments, as a part of a layer's bytes and of its forward."""
 
 _MOST = 200
-"""Treatments of one kind of layer. With more the resolution is halved: each is simulated, which takes milliseconds."""
+"""Most treatments of one kind of layer. With more the resolution is halved: each takes milliseconds to simulate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """Treatment of one layer, and its change against keeping everything. Bytes and seconds are of one microbatch."""
+    """Treatment of one layer, with its change against keeping everything. Bytes and seconds are those of one microbatch."""
 
     actions: Actions
-    """The action."""
+    """The actions."""
     kept_bytes: int = 0
-    """Change of the bytes on the device from forward to backward; below 0 where something is offloaded or recomputed."""
+    """Change of the device bytes from forward to backward; negative with offload or recompute."""
     moved_bytes: int = 0
     """Bytes offloaded and reloaded."""
     groups: int = 0
-    """Copies each way."""
+    """Number of copies in each direction."""
     recompute_s: float = 0.0
-    """Seconds that backward takes longer."""
+    """Seconds of recompute in backward."""
 
     def join(self, other: "Treatment") -> "Treatment":
-        """Return what both come to in two parts of one layer."""
+        """Return the sum of treatments of two parts of one layer."""
         return Treatment(
             actions=tuple(sorted((*self.actions, *other.actions), key=lambda row: row[0])),
             kept_bytes=self.kept_bytes + other.kept_bytes,
@@ -58,7 +57,7 @@ class Treatment:
         )
 
     def subtract(self, base: "Treatment") -> "Treatment":
-        """Return what this adds to `base`, whose actions are some of its own."""
+        """Return the difference to `base`, whose actions are a subset."""
         return Treatment(
             actions=tuple(row for row in self.actions if row not in base.actions),
             kept_bytes=self.kept_bytes - base.kept_bytes,
@@ -72,10 +71,10 @@ KEEP = Treatment(actions=())
 
 
 def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Treatment:
-    """Return what `actions` come to in a layer.
+    """Return the treatment with `actions`, measured on a layer.
 
     Raises:
-        PlanError: The layer cannot do that.
+        PlanError: The actions do not suit the layer.
     """
     resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     return Treatment(
@@ -95,10 +94,10 @@ def list_treatments(
 
     Args:
         layer: A kind of layer.
-        min_offloaded_numel: Elements. What is smaller stays.
-        group_s: Seconds that each group costs the host.
-        is_alone: Whether chunks have one layer. Nothing announces its first reload but the ops that the engine watches, so that
-            of treatments alike in all else the one with and the one without are listed.
+        min_offloaded_numel: Elements. Smaller tensors stay on the device.
+        group_s: Host seconds of each group.
+        is_alone: Whether chunks have one layer. Only watched ops announce its first reload then, so treatments that differ in
+            that alone are both listed.
     """
     modes = list(_list_modes(layer, min_offloaded_numel))
     resolution_parts = _RESOLUTION_PARTS
@@ -118,7 +117,7 @@ def list_treatments(
 
 @functools.lru_cache(maxsize=4096)
 def list_neighbours(layer: LayerModel, actions: Actions, *, min_offloaded_numel: int) -> tuple[Treatment, ...]:
-    """Return the treatments of a layer that do something else than `actions` about one tag or unit."""
+    """Return the treatments of a layer that differ from `actions` in one tag or unit."""
     found = []
     for name in list_names(layer):
         for action in _list_site_actions(layer, name):
@@ -129,13 +128,13 @@ def list_neighbours(layer: LayerModel, actions: Actions, *, min_offloaded_numel:
 
 
 def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Return the places of those rows that no other row is at most as large as in all columns; of equal rows the first."""
+    """Return the places of the rows that no other row dominates: at most as large in all columns. Of equal rows the first."""
     import numpy as np
 
     table = np.array(costs, dtype=float)
     efficient: list[int] = []
     found = np.empty_like(table)
-    # In this order whatever is at most as large as a row is before it.
+    # In this order every row that dominates another one comes first.
     for place in np.lexsort(table.T[::-1]):
         row, count = table[place], len(efficient)
         if not (found[:count] <= row).all(axis=1).any():
@@ -153,7 +152,7 @@ def list_names(layer: LayerModel) -> list[str]:
 
 
 def list_needs(name: str) -> tuple[str, ...]:
-    """Return what has to be in a plan with `name`."""
+    """Return the names that a plan with `name` must have too."""
     if name == "layer_input":
         return ("layer",)
     return default_tags().get(name).requires if name in default_tags() else ()
@@ -162,7 +161,7 @@ def list_needs(name: str) -> tuple[str, ...]:
 def _drop_beaten(
     layer: LayerModel, found: Sequence[Treatment], *, parts: int, group_s: float, tells_watched: bool
 ) -> list[Treatment]:
-    """Return those of `found` that no other one beats in recompute, memory and copies; of equal ones the shortest."""
+    """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
@@ -180,14 +179,14 @@ def _drop_beaten(
 
 
 def _is_watched(layer: LayerModel, treatment: Treatment) -> bool:
-    """Return whether the engine watches all ops of a layer, each of which then tells how far backward has come."""
+    """Return whether the engine watches all ops of a layer, each of which then shows the progress of backward."""
     is_read = "router" in list_read_tags(name for name, action in treatment.actions if action.recomputes)
     offloaded = [name for name, action in treatment.actions if action.offloads]
     return find_watched(offloaded, shares_router_input=layer.shares_router_input or is_read).covers_layer
 
 
 def _list_modes(layer: LayerModel, numel: int) -> Iterator[tuple[Treatment, list[list[Treatment]]]]:
-    """Yield each set of wide units that goes together, with what the parts beside it may do on top."""
+    """Yield each compatible set of wide units, with the treatments of the remaining parts."""
     sites = list_names(layer)
     wide = [name for name in sites if len(_list_covered(layer, name)) >= _WIDE_COVERS]
     for size in range(len(wide) + 1):
@@ -201,7 +200,7 @@ def _list_modes(layer: LayerModel, numel: int) -> Iterator[tuple[Treatment, list
 
 
 def _list_part(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], numel: int) -> list[Treatment]:
-    """Return what the sites of a part may do, and what it changes against `base` alone."""
+    """Return the treatments of a part's sites, as changes against `base` alone."""
     whole = measure_treatment(layer, base, min_offloaded_numel=numel)
     found = []
     for chosen in itertools.product(*(_list_site_actions(layer, name) for name in sites)):
@@ -219,7 +218,7 @@ def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
 
 
 def _list_parts(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str]) -> list[list[str]]:
-    """Return `sites` in groups: two are in one where both save one tensor, or a unit covers the other."""
+    """Return `sites` in groups: two share one if both save the same tensor or a unit covers the other."""
     units = [unit for unit in layer.units if unit.name in base or unit.name in sites]
     dropped = {name for unit in units if unit.name in base for name in unit.drops}
     links = [{unit.name, *unit.covered} for unit in units]
