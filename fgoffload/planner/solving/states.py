@@ -1,8 +1,8 @@
 """Treatments of a rank's layers, and the plan they form.
 
 A program gives the number of layers of a kind with each treatment; this file chooses the layers. Early layers have the most
-time before backward needs them, so those that keep least come first. But copies queue behind each other, at most a window behind
-forward and a prefetch ahead of backward: where that binds, an even load is better.
+time before backward needs them, so those that keep least come first. But copies queue behind each other, at most a window
+behind forward and a prefetch ahead of backward: where that binds, an even load is better.
 """
 
 import dataclasses
