@@ -2,20 +2,20 @@
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`entry` has an example; docs/concepts/planner.md says how it works. What is below `plan` can be used by itself:
+`entry` has an example; docs/concepts/planner.md says how it works. The folders can be used alone:
 
-| folder | what it says | begin with |
+| folder | contents | begin with |
 |---|---|---|
-| `ranks` | what each pipeline rank runs, in order | `rank_model`, `layer_model`, `schedule` |
-| `model` | what a model is, and how ranks share it | `model_shape`, `parallelism`, `huggingface` |
-| `operations` | what a layer has to do, for any device | `ops`, `attention_ops`, `mlp_ops` |
+| `ranks` | passes and layers of each pipeline rank | `rank_model`, `layer_model`, `schedule` |
+| `model` | shape of a model, and how ranks share it | `model_shape`, `parallelism`, `huggingface` |
+| `operations` | operations of a layer, for any device | `ops`, `attention_ops`, `mlp_ops` |
 | `memory` | bytes | `saved_bytes`, `static_memory` |
 | `timing` | seconds, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
-| `simulation` | what a plan comes to | `simulator`, `layer_choice`, `timeline` |
-| `solving` | the plan, and what else users would choose | `solver`, `megatron_flags` |
+| `simulation` | time, peak and waits of a plan | `simulator`, `layer_choice`, `timeline` |
+| `solving` | the plan, and the baselines beside it | `solver`, `megatron_flags` |
 
-Folders import one way. `model`, `operations`, `memory` and `timing` stand on each other in this order and are there to make the
-`ranks`, which `model_ranks` does; `simulation`, and `solving` on top of it, know the `ranks` alone, and no model or device.
+Folders import one way. `model`, `operations`, `memory` and `timing` build on each other in this order, and `model_ranks` makes
+`ranks` from them. `simulation`, and `solving` on top of it, know only `ranks`, no model and no device.
 """
 
 from fgoffload.planner.entry import PlanReport, plan

@@ -5,23 +5,22 @@ import math
 from fgoffload.errors import ConfigError
 
 LARGEST_SIZE = 10**8
-"""Channels, heads, experts, tokens, sequences or ranks: a thousand times what the largest models have of most of them, and ten
-times their longest sequences. Products of larger ones leave the range in which the solver counts right: it then prints of its
-own, and finds no plan."""
+"""Most channels, heads, experts, tokens, sequences or ranks: a thousand times those of the largest models, and ten times their
+longest sequences. Products of larger numbers leave the range of the solver, which then finds no plan."""
 
 SLOWEST_PER_S, FASTEST_PER_S = 1e6, 1e21
-"""Bytes or operations a second: a thousandth of what any link or network of a device moves, and ten thousand times what any
-device computes. Outside, copies take for ever or no time at all, and times leave the range of numbers."""
+"""Range of bytes or operations a second: a thousandth of any link or network of a device, and ten thousand times any device's
+compute. Outside, times leave the range of numbers."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is not a whole number within its limits.
+    """Refuse a value that is not a whole number within its limits.
 
     Args:
         name: The field, as the user wrote it.
-        count: What was given.
-        least: That it may be.
-        most: That it may be; None for no limit.
+        count: The given value.
+        least: Smallest allowed value.
+        most: Largest allowed value; None for no limit.
 
     Raises:
         ConfigError: With the field, the value and the fix.
@@ -35,12 +34,12 @@ def check_count(name: str, count: object, *, least: int = 1, most: int | None = 
 
 
 def check_part(name: str, part: object, *, example: object) -> None:
-    """Refuse what is not a number above 0 and at most 1.
+    """Refuse a value that is not a number above 0 and at most 1.
 
     Args:
         name: The field, as the user wrote it.
-        part: What was given.
-        example: One that may be, for the error.
+        part: The given value.
+        example: An allowed value, for the error.
 
     Raises:
         ConfigError: With the field, the value and the fix.
@@ -52,11 +51,11 @@ def check_part(name: str, part: object, *, example: object) -> None:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse what is neither None nor a finite number above 0.
+    """Refuse a value that is neither None nor a finite number above 0.
 
     Args:
         name: The field, as the user wrote it.
-        rate: What was given, in its unit a second.
+        rate: The given value, in its unit a second.
 
     Raises:
         ConfigError: With the field, the value and the fix.
@@ -72,7 +71,7 @@ def check_rate(name: str, rate: object) -> None:
 
 
 def check_device_rate(name: str, rate: float | None) -> None:
-    """Refuse what `check_rate` does, and rates that no device has: of those that come from a file.
+    """Check a rate from a file: as `check_rate`, and refuse rates that no device has.
 
     Raises:
         ConfigError: With the field, the value and the fix.

@@ -1,4 +1,4 @@
-"""The planner as a whole: name a model, its ranks, a device and a memory budget, and get the fastest plan that was found.
+"""Entry point of the planner: give a model, its ranks, a device and a memory budget, and get the fastest plan found.
 
     >>> from fgoffload.planner import Hardware, ModelShape, Parallelism, get_hardware, plan
     >>> from fgoffload.planner import ExpertsShape
@@ -41,13 +41,13 @@ from fgoffload.planner.training_facts import list_facts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan, what it is predicted to come to, and what people would compare it with."""
+    """A plan with its prediction and the baselines."""
 
     ranks: tuple[RankModel, ...]
     """The planned ranks, with the given host budget."""
     baselines: Mapping[str, StepResult]
-    """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget.
-    What does not fit into the host budget stays on the GPU, as in the engine."""
+    """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget. Tensors
+    beyond the host budget stay on the GPU, as in the engine."""
     solution: Solution
     """The plan."""
 
@@ -64,16 +64,16 @@ def plan(
     """Return the fastest plan found that keeps the device bytes of every rank within `budget_bytes`.
 
     Args:
-        model: All of it.
+        model: The whole model.
         parallelism: How ranks share it, and the microbatches of a step.
-        hardware: What each rank runs on.
-        budget_bytes: Of each device, static memory included.
-        host_budget_bytes: Of each rank; None for no limit.
-        assumptions: What is taken for granted; None takes the defaults.
+        hardware: Device of each rank.
+        budget_bytes: Budget of each device, static memory included.
+        host_budget_bytes: Host budget of each rank; None for no limit.
+        assumptions: None takes the defaults.
 
     Raises:
-        ConfigError: An argument is not what it must be, or of the device something is not known that times need.
-        PlanError: No plan was found that fits: which rank lacks how many bytes when, and the least budget that does.
+        ConfigError: An argument is invalid, or the device lacks a figure that times need.
+        PlanError: No plan was found that fits: names the rank, its missing bytes, and the smallest budget with a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
@@ -88,10 +88,10 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the same for ranks that were made otherwise, from a profile for one; `layer_passes` says how long to look.
+    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search.
 
     Raises:
-        ConfigError: An argument is not what it must be.
+        ConfigError: An argument is invalid.
         PlanError: No plan was found that fits.
     """
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)

@@ -1,4 +1,4 @@
-"""Builds the ranks that the simulator and the solver take, from a model, its parallel sizes and a device."""
+"""Builds ranks for the simulator and the solver from a model, its parallel sizes and a device."""
 
 import dataclasses
 import logging
@@ -49,19 +49,19 @@ class Assumptions:
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
     """Efficiency of kernels against the device's peaks."""
     network: Network = dataclasses.field(default_factory=Network)
-    """Between ranks, where it was measured."""
+    """Measured rates between ranks; None takes the hardware's."""
     state: ParameterState = ADAM
-    """Bytes of a parameter beside its weight."""
+    """Bytes of gradients and optimizer for each parameter."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """Device bytes that no allocation of the training is."""
+    """Device bytes outside of the allocator: CUDA context, NCCL, fragmentation."""
     dispatch_buffer_bytes: int = 0
-    """Device bytes of a token dispatcher with buffers of its own."""
+    """Device bytes of a token dispatcher's own buffers."""
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
-    """Window and prefetch, as the engine will have them."""
+    """Window and prefetch of the engine."""
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. What a group saves of one storage stays when it is smaller."""
+    """Elements. Storages of which a group saves fewer stay on the device."""
     execution: Execution = dataclasses.field(default_factory=Execution)
-    """How layers are run. Context parallel size and window of each layer are the model's, whatever is here."""
+    """Execution of layers. Context parallel size and attention window of each layer come from the model."""
     graphs: Graphs = NO_CAPTURE
     """Modules that CUDA graphs capture."""
 
@@ -69,16 +69,16 @@ class Assumptions:
 def build_ranks(
     model: ModelShape, parallelism: Parallelism, hardware: Hardware, *, assumptions: Assumptions | None = None
 ) -> tuple[RankModel, ...]:
-    """Return what each pipeline rank runs in a step.
+    """Return the pipeline ranks of a step.
 
     Args:
-        model: All of it.
+        model: The whole model.
         parallelism: How ranks share it, and the microbatches of a step.
-        hardware: What each rank runs on.
+        hardware: Device of each rank.
         assumptions: None takes the defaults.
 
     Raises:
-        ConfigError: The ranks cannot share the model, or of the device something is not known that times need.
+        ConfigError: The ranks cannot share the model, or the device lacks a figure that times need.
     """
     assumptions = assumptions or Assumptions()
     is_captured = assumptions.graphs.impl == FULL_ITERATION
@@ -116,7 +116,7 @@ def build_ranks(
 def list_rank_memory(
     model: ModelShape, parallelism: Parallelism, rank: int, *, assumptions: Assumptions | None = None
 ) -> StaticMemory:
-    """Return what the device of pipeline rank `rank` holds all the time, under `assumptions`.
+    """Return the static memory of pipeline rank `rank` under `assumptions`.
 
     Raises:
         ConfigError: There is no such rank, or the ranks cannot share the model.
@@ -133,7 +133,7 @@ def list_rank_memory(
 
 
 class _LayerModels:
-    """The models of a model's layers. Layers that are alike share theirs, so that the solver takes them for one kind."""
+    """Layer models of a model. Layers that are alike share one, so the solver treats them as one kind."""
 
     def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
         self.model = model
@@ -184,7 +184,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
         has_sequence_parallel=parallelism.has_sequence_parallel,
     )
     untagged = [tensor for number in chunk.layers for tensor in list_untagged_tensors(layers.get_shape(number))]
-    # What all layers share counts once.
+    # Storages that all layers share count once.
     own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
     own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
     output = count_output_bytes(model, parallelism) if chunk.has_output else None
@@ -198,7 +198,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
             efficiency=efficiency,
             network=network,
             execution=layers.assumptions.execution,
-            # What the loss saves is there from its forward to its backward, which follows: no layer runs in between.
+            # Tensors that the loss saves live from its forward to its backward, which follows at once.
             extra=ExtraBytes(
                 forward=output.saved_bytes + output.forward_extra_bytes,
                 backward=output.saved_bytes + output.backward_extra_bytes,
@@ -222,10 +222,10 @@ def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assum
 
 
 def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: "_LayerModels") -> float:
-    """Return the seconds of reducing gradients and gathering weights that data-parallel ranks wait for.
+    """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
 
-    `--overlap-grad-reduce` and `--overlap-param-gather` put them beside the last backward and the first forward of a rank: what
-    is longer than that counts.
+    `--overlap-grad-reduce` and `--overlap-param-gather` hide them beside the last backward and the first forward of a rank;
+    only the rest counts.
     """
     sizes, assumptions = layers.parallelism, layers.assumptions
     dense = sizes.data_parallel_size * sizes.context_parallel_size
@@ -255,22 +255,22 @@ def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], 
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
-    """Return how many ranks share the host memory of a node: its devices, or all ranks where there are fewer."""
+    """Return how many ranks share the host memory of a node: its devices, or all ranks if there are fewer."""
     return min(hardware.gpus_per_node, world_size)
 
 
 def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware, world_size: int) -> int:
-    """Return the host bytes of the fullest node: of each of its ranks, the most at any time.
+    """Return the host bytes of the fullest node: the sum of its ranks' peaks.
 
-    Ranks of one pipeline stage have numbers beside each other, and a node has as many numbers in a row as devices. So it is of
-    one stage where stages have many ranks, and else of several.
+    Ranks of one pipeline stage have adjacent numbers, and a node has one adjacent number for each device. So a node has one
+    stage if stages have many ranks, else several.
 
     Source: `initialize_model_parallel` of megatron-core 0.16.1, whose order is tp-cp-ep-dp-pp unless it is told another.
 
     Args:
-        host_peaks_bytes: Of a rank of each pipeline stage.
-        hardware: With the devices of a node.
-        world_size: All ranks, as many on each stage.
+        host_peaks_bytes: Peak host bytes of a rank, by pipeline stage.
+        hardware: Gives the devices of a node.
+        world_size: Number of ranks, equal on all stages.
     """
     of_stage = world_size // max(1, len(host_peaks_bytes))
     peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]

@@ -1,7 +1,7 @@
-"""All ranks of a profile, whose step takes what the plain step took, and whose host is as late as compared steps say.
+"""All ranks of a profile, calibrated by the plain step and by compared steps.
 
-A rank by itself can be told what it takes longer than its layers, and `make_rank_model` does so. Of a pipeline the plain step
-is that of all ranks, which wait for each other: how much it is longer, only a simulation of all of them says. So it is with
+`make_rank_model` calibrates a single rank by the plain step. Ranks of a pipeline wait for each other, so only a simulation of
+all of them shows how much longer the plain step is. The same holds for compared steps:
 [Note: Cost of copies on a launch-bound host] in `host_overhead`.
 """
 
@@ -19,21 +19,21 @@ from fgoffload.transfer_schedule import TransferPolicy
 def make_rank_models(
     profile: Profile, *, policy: TransferPolicy | None = None, microbatches: int | None = None
 ) -> tuple[RankModel, ...]:
-    """Return all pipeline ranks of a profile as the simulator and the solver take them.
+    """Return all pipeline ranks of a profile for the simulator and the solver.
 
-    Where the profile knows the plain step, a step that keeps all is simulated to take that. Of several stages what is missing
-    comes on top of the step of each, since the host is late in all passes; where the plain step was shorter than what is
-    simulated, the hooks of the measurement delayed some rank, nothing says which, and times stay as they were measured. Where
-    steps under plans were measured too, the host is as late, beside copies and for each group, as those took.
+    If the profile has the plain step, the simulated baseline takes as long. With several stages the difference is added to the
+    step of each, since the host is late in all passes. If the plain step was shorter than the simulated one, the hooks of the
+    measurement delayed an unknown rank, and times stay as measured. Compared steps under plans set the slowdown beside copies
+    and the time of each group.
 
     Args:
-        profile: Of a training.
+        profile: Profile of a training.
         policy: Window and prefetch; None takes the defaults.
-        microbatches: Of a step, where it is to have more or fewer than the measured one.
+        microbatches: Microbatches of a step; None takes those of the measured one.
 
     Raises:
         ConfigError: The profile has the link alone, or the schedule cannot have so many microbatches.
-        PlanError: A step that was compared is of a plan that the layers of the profile cannot do.
+        PlanError: The plan of a compared step does not suit the layers of the profile.
     """
     pipeline = profile.get_rank(0).pipeline
     numbers = range(pipeline.stages)
@@ -47,11 +47,11 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Return what compute takes longer beside copies, as a part, by the steps of a profile that were compared; None without.
+    """Return the slowdown of compute beside copies, as a part, from a profile's compared steps; None without those.
 
     Raises:
         ConfigError: The profile has the link alone.
-        PlanError: A step is of a plan that the layers of the profile cannot do.
+        PlanError: The plan of a step does not suit the layers of the profile.
     """
     # Measured with the default window and prefetch, whatever is planned with.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
@@ -63,7 +63,7 @@ def _make_measured(profile: Profile) -> list[RankModel]:
 
 
 def _find_late_s(profile: Profile, planned: Pipeline) -> float:
-    """Return what comes on top of a planned step of several stages, since the plain step took longer than is simulated."""
+    """Return the seconds that the plain step of several stages takes beyond the simulated one."""
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0
@@ -72,5 +72,5 @@ def _find_late_s(profile: Profile, planned: Pipeline) -> float:
 
 
 def _count_passes(pipeline: Pipeline) -> int:
-    """Return how many forwards come one after the other, those of the stages before among them."""
+    """Return the number of consecutive forwards, those of earlier stages included."""
     return pipeline.microbatches * pipeline.chunks + pipeline.stages - 1

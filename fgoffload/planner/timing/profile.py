@@ -1,7 +1,7 @@
 """Measurements of a training: the link, and each pipeline rank's times and bytes by layer.
 
-`fgoffload profile` writes one, and `--offload-modules auto` makes one in the first step. It is in the words of the simulator
-and the solver: a measured layer is a `LayerModel`, of a kind of its own. `make_rank_model` makes kinds of those that are alike:
+`fgoffload profile` writes one, and `--offload-modules auto` makes one in the first step. It uses the types of the simulator
+and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges layers that are alike:
 
     profile = Profile.load(Path("profile.json"))
     ranks = [make_rank_model(profile, rank=rank.rank) for rank in profile.ranks]
@@ -38,12 +38,11 @@ FORMAT = 3
 """Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
 
 CPU = "CPU"
-"""The name of a device that is the host itself."""
+"""Device name of a CPU."""
 
 DEFAULT_TOLERANCE = 0.1
-"""Part by which backward and what each tag saves of two layers may differ and the layers still be of one kind. Times of one
-layer differ by a few percent from microbatch to microbatch, and the tokens of experts by more than the tolerance only where
-routing is far out of balance."""
+"""Part by which backward times and saved bytes by tag may differ between layers of one kind. Times of one layer differ by a few
+percent between microbatches; tokens of experts differ by more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +50,21 @@ class RankProfile:
     """One pipeline rank in the measured step, with everything kept."""
 
     rank: int
-    """Of the pipeline, from 0."""
+    """Pipeline rank, from 0."""
     pipeline: Pipeline
     """The schedule of the step."""
     chunks: tuple[ChunkModel, ...]
-    """By number; each layer is of a kind of its own. Times are medians over microbatches, bytes the most of any."""
+    """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes maxima."""
     static_bytes: int
-    """Device bytes that were there all the time: weights, gradients, optimizer, buffers."""
+    """Device bytes of weights, gradients, optimizer and buffers."""
     peak_bytes: int | None = None
-    """The most device bytes at any time of the step. None where the device does not count them, as on a CPU."""
+    """Peak device bytes of the step; None if the device does not count them, as a CPU."""
     step_s: float
-    """From the start of the step to the start of the next, or to its end where none came."""
+    """Seconds from the start of the step to the start of the next one, or to its end if it was the last."""
     step_end_s: float = 0.0
-    """Of it, after the last pass: the reduction of gradients and the optimizer."""
+    """Seconds of it after the last pass: gradient reduction and optimizer."""
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. What stays when it is smaller: the minimum size of the training."""
+    """Elements. Smaller storages stay on the device: the minimum size of the training."""
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:
@@ -75,42 +74,41 @@ class RankProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTraining:
-    """Which training it was, so that nobody plans for another from its profile."""
+    """The profiled training, so that nobody plans another one from its profile."""
 
     source: str
-    """Its argument file, as the user named it."""
+    """Argument file, as the user named it."""
     flags: tuple[str, ...]
-    """Megatron's: those of the file, and then those that were typed, which win."""
+    """Megatron's flags: those of the file, then the typed ones, which win."""
     world_size: int
-    """Processes."""
+    """Number of processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A link and, where a model was measured too, its pipeline ranks."""
+    """A measured link and, if a model was measured too, its pipeline ranks."""
 
     device: str
-    """As the driver names it, or `CPU`."""
+    """Device name of the driver, or `CPU`."""
     versions: Mapping[str, str]
-    """Of what took part, by name: torch, megatron-core."""
+    """Versions by package: torch, megatron-core."""
     date: str
-    """When it was measured: `2026-11-22`."""
+    """Date of the measurement: `2026-11-22`."""
     link: LinkProfile
-    """Of one device, with nothing else on it."""
+    """Link of one device, with nothing else on it."""
     ranks: tuple[RankProfile, ...] = ()
-    """By rank of the pipeline; empty where the link alone was measured."""
+    """Pipeline ranks by number; empty if only the link was measured."""
     has_optimizer: bool = True
-    """Whether the steps updated parameters: static bytes then have the optimizer's, and the end of a step its time."""
+    """Whether the steps updated parameters: then static bytes and the end of a step include the optimizer."""
     training: MeasuredTraining | None = None
-    """Of the ranks. None where the link alone was measured, or whoever planned is the one who measured."""
+    """The profiled training; None if only the link was measured, or if the training plans for itself."""
     plain_step_s: float | None = None
-    """Seconds of the same step where nothing is measured in it: the median of a few, of the slowest process. None where nobody
-    knows it."""
+    """Seconds of the plain step, with nothing measured in it: the median of a few, of the slowest process. None if unknown."""
     compared_steps: tuple[ComparedStep, ...] = ()
-    """Steps under plans, which say how late the host is beside copies. Empty where none were run, as on a CPU."""
+    """Steps under plans, which show the slowdown beside copies; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
-        """Refuse a plain step that takes no time.
+        """Refuse a plain step without a duration.
 
         Raises:
             ConfigError: With the value and the fix.
@@ -119,7 +117,7 @@ class Profile:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
-        """Return what pipeline rank `rank` ran.
+        """Return pipeline rank `rank`.
 
         Raises:
             ConfigError: The profile has no such rank.
@@ -139,14 +137,14 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Profile":
-        """Return the profile that `text` holds.
+        """Parse a profile.
 
         Args:
-            text: What `to_json` wrote.
-            source: Where `text` came from, for the error.
+            text: Output of `to_json`.
+            source: Origin of `text`, for the error.
 
         Raises:
-            ConfigError: `text` is no profile of this format, with where in it the fault is.
+            ConfigError: `text` is no profile of this format; names the place of the fault.
         """
         document = parse_json(text, name=source, fix="Give a file that `fgoffload profile --json` wrote.")
         found = document.pop("format", None) if isinstance(document, dict) else None
@@ -164,7 +162,7 @@ class Profile:
         """Return the profile in the file at `path`.
 
         Raises:
-            ConfigError: The file cannot be read, or holds no profile.
+            ConfigError: The file cannot be read or is no profile.
         """
         source = f"profile {path}"
         return cls.from_json(
@@ -192,20 +190,18 @@ def make_rank_model(
     host_budget_bytes: int | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
 ) -> RankModel:
-    """Return pipeline rank `rank` of a profile as the simulator and the solver take it.
+    """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
-    Where the profile knows the plain step and there is one stage, that is what a step that keeps all is simulated to take. Of
-    several stages each waits for the others, and the plain step does not say how long. Steps that were compared are not looked
-    at: `make_rank_models` does.
+    If the profile has the plain step and one stage, the simulated baseline takes as long. Several stages wait for each other,
+    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them.
 
     Args:
-        profile: With that rank.
-        rank: Of the pipeline, from 0.
+        profile: Profile with that rank.
+        rank: Pipeline rank, from 0.
         policy: Window and prefetch; None takes the defaults.
-        microbatches: Of a step, where it is to have more or fewer than the measured one.
-        host_budget_bytes: Of this rank; None for no limit.
-        tolerance: Part by which times and bytes of layers of one kind may differ. 0 leaves each layer a kind of its own, but
-            for those that are equal.
+        microbatches: Microbatches of a step; None takes those of the measured one.
+        host_budget_bytes: Host budget of this rank; None for no limit.
+        tolerance: Part by which times and bytes of layers of one kind may differ. With 0 only equal layers are one kind.
 
     Raises:
         ConfigError: The profile has no such rank, or the schedule cannot have so many microbatches.
@@ -239,17 +235,16 @@ def make_rank_model(
 
 
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
-    """Return for the kind of each of `layers` the model of all that are like it.
+    """Return merged models by the kind of each of `layers`.
 
-    Layers are alike where they have the same stretches, tensors and units, and where backward and what each set of tags saves
-    differ from those of the first of the kind by no more than `tolerance`. Backward is averaged. Of forward each stretch takes
-    what it took where that was least: the host, which has just waited for the routing, launches the experts late, later still
-    while every saved tensor is noted, and that only ever lengthens a stretch. Measured on an H200, six layers that do the same
-    took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. The tensors are those of the layer with the most bytes, since a
-    plan must fit it.
+    Layers are alike if they have the same segments, tensors and units, and if backward times and saved bytes by tags are within
+    `tolerance` of the first of the kind. Backward times are averaged. Forward times are the minimum by segment: a host that has
+    just waited for the routing launches the experts late, later still while hooks note every saved tensor, and that only
+    lengthens a segment. On an H200 six equal layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors are those
+    of the layer with the most bytes, since a plan must fit it.
 
     Args:
-        layers: Each of a kind of its own.
+        layers: Layers, each its own kind.
         tolerance: As a part: 0.1 for 10%.
     """
     groups: list[list[LayerModel]] = []
@@ -263,13 +258,13 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
 
 
 def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
-    """Return one profile for each pipeline rank, from those of its processes: other data, tensor and expert parallel ranks.
+    """Merge the profiles of processes to one for each pipeline rank, over data, tensor and expert parallel ranks.
 
-    Times are averaged, since processes wait for each other, and of bytes the most counts; of layers that differ in what they
-    save the one with the most bytes counts.
+    Times are averaged, since processes wait for each other; bytes are maxima. Of layers with different tensors the one with the
+    most bytes counts.
 
     Args:
-        profiles: In any order of ranks; those of one rank in the same order wherever the result is to be bitwise identical.
+        profiles: In any order of ranks; keep the order within a rank to get bitwise identical results.
     """
     by_rank: dict[int, list[RankProfile]] = {}
     for profile in profiles:
@@ -300,7 +295,7 @@ def _merge_chunks(alike: Sequence[ChunkModel]) -> ChunkModel:
 
 
 def count_tag_bytes(layer: LayerModel) -> dict[str, int]:
-    """Return the bytes that each tag of a layer saves, each counted alone, in the order of forward."""
+    """Return the saved bytes of each tag of a layer, each counted alone, in forward order."""
     tags = dict.fromkeys(tag for tensor in layer.tensors for tag in tensor.tags)
     return {tag: sum(tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags) for tag in tags}
 
@@ -309,13 +304,13 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     if _list_structure(first) != _list_structure(other):
         return False
     pairs: list[tuple[float, float]] = [(first.backward_s, other.backward_s)]
-    # Not tensor by tensor: local experts save one for each of them, and their tokens differ more than those of all together.
+    # Not tensor by tensor: local experts save one tensor each, and their tokens differ more than the sum of all.
     pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
 
 
 def _check_names(layer: LayerModel, source: str) -> None:
-    """Refuse a layer whose units name what it does not have.
+    """Refuse a layer whose units name unknown segments or tensors.
 
     Raises:
         ConfigError: With the name.
@@ -339,7 +334,7 @@ def _keep_untagged(layer: LayerModel) -> LayerModel:
 
 
 def _list_structure(layer: LayerModel) -> object:
-    """Return what two layers must have in common to be of one kind, whatever their times and sizes are."""
+    """Return the structure that layers of one kind share, whatever their times and sizes."""
     segments = [(segment.name, segment.host_wait) for segment in layer.segments]
     tensors = [(tensor.name, tensor.tags, tensor.is_same_in_all_layers) for tensor in _list_tensors(layer)]
     units = [(unit.name, unit.segments, unit.drops, unit.before) for unit in layer.units]
