@@ -51,7 +51,7 @@ class ActivationLedger:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the tensors that autograd saves inside. Engine regions inside still report to the engine's observers."""
+        """Count tensors that autograd saves inside. Engine regions inside work unchanged and report to the engine's ledgers."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()
