@@ -1,6 +1,6 @@
-"""Tags and units of a Megatron layer that CUDA graphs capture.
+"""Tags and recompute units of a Megatron layer that CUDA graphs capture.
 
-Used by plans and by the start-up checks of a training. This file has names only: Megatron decides whether a graph can be
+Plans and the start-up checks of a training use them. This file has names only: Megatron decides whether a graph can be
 captured.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
@@ -14,7 +14,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Kinds of capture: none; Megatron each layer; Transformer Engine each layer; Megatron a whole step."""
+"""Kinds of capture: none; each layer by Megatron; each layer by Transformer Engine; a whole step by Megatron."""
 
 
 class Graphs(NamedTuple):
@@ -23,7 +23,7 @@ class Graphs(NamedTuple):
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
     modules: tuple[str, ...] = ()
-    """Values of `--cuda-graph-modules`, as in 0.19. An empty tuple is the whole layer."""
+    """Values of `--cuda-graph-modules`, as in 0.19. An empty tuple captures the whole layer."""
 
 
 NO_CAPTURE = Graphs()
@@ -44,7 +44,7 @@ _OF_MOE_LAYERS = {
 """Tags and units by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Graphs replay without the layer's forward, so the layer cannot be recomputed."""
+"""Names of the layer as a whole. Graphs replay without the layer's forward, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
@@ -54,7 +54,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
     Args:
         impl: Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
-        modules: Values of `--cuda-graph-modules`, as in 0.19. Empty is the whole layer.
+        modules: Values of `--cuda-graph-modules`, as in 0.19. Empty captures the whole layer.
         is_moe: Whether the layer has experts.
         has_shared_overlap: Whether shared experts overlap the all-to-all.
     """
@@ -68,7 +68,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags of a layer that cannot be offloaded beside its graphs, with reasons.
+    """Return the tags of a layer that cannot be offloaded next to its graphs, with the reasons.
 
     Args:
         impl: As for `find_captured`.
@@ -94,13 +94,13 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
 
 
 def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:
-    # A dense layer that Megatron itself captures is captured as a whole, whichever of its modules is named.
+    # Megatron captures a dense layer as a whole, whichever of its modules is named.
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
     of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
     inside = {name for module in modules for name in of_layer.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # Megatron captures both where one is named, and what is behind the exchange of the experts' outputs.
+        # Megatron captures both if one is named, and the ops after the exchange of the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

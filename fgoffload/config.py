@@ -1,4 +1,4 @@
-"""The options of fine-grained activation offload, checked at construction.
+"""Options of fine-grained activation offload for Megatron-Core, checked at construction.
 
 Fields are named like Megatron's flags, so that errors, flags and fields match. If a flag takes a size as text (`60GiB`), the
 field is in bytes and its name ends with `_bytes`.
@@ -27,18 +27,18 @@ class OffloadConfig:
     Args:
         offload_modules: Tags to offload, as in `--offload-modules core_attn attn_proj`. Empty takes the tags of the plan;
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
-        min_offloaded_tensor_size: Elements. Storages with fewer stay on the GPU.
-        activation_offload_fraction: The part of a chunk's sites to offload, from 0 to 1. The last sites of forward stay on
+        min_offloaded_tensor_size: Elements. Smaller storages stay on the GPU.
+        activation_offload_fraction: Fraction of a chunk's sites to offload, from 0 to 1. The last sites of forward stay on
             the GPU.
-        delay_offload_until_cuda_graph: Offloads a group once the next CUDA graph is launched, when the CPU is idle.
-        delta_offload_bytes_across_pp_ranks: Each pipeline rank offloads this many bytes a step less than the one before it,
-            from the second step on.
+        delay_offload_until_cuda_graph: Offloads a group after the launch of the next CUDA graph, when the CPU is idle.
+        delta_offload_bytes_across_pp_ranks: Bytes per step by which each pipeline rank offloads less than the rank before
+            it, from the second step on.
         offload_plan: A plan file: keep, recompute or offload for every site.
         offload_memory_budget_bytes: GPU memory to plan for, as the allocator counts it. Only for `auto`.
-        offload_host_budget_bytes: Most host memory of this rank; what does not fit stays on the GPU. None takes this rank's
-            share of 60% of the host memory that is free.
-        offload_window_bytes: How many bytes may be in flight to the host before compute waits.
-        offload_prefetch_bytes: How many bytes may be back on the GPU before backward asks for them.
+        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None takes this
+            rank's share of 60% of the free host memory.
+        offload_window_bytes: Bytes that may be in flight to the host before compute waits.
+        offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
         tags: The tags that `offload_modules` may name.
     """
 
@@ -100,11 +100,11 @@ class OffloadConfig:
 
     @property
     def transfer_policy(self) -> TransferPolicy:
-        """The rules of window and prefetch."""
+        """Window and prefetch sizes."""
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Refuse tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+        """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
 
         Args:
             recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
@@ -129,7 +129,7 @@ class OffloadConfig:
                     )
 
     def _check_choice(self) -> None:
-        """Refuse a negative delta, and options that conflict about what is offloaded."""
+        """Reject a negative delta, and options that conflict about what is offloaded."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -143,7 +143,7 @@ class OffloadConfig:
                     raise ConfigError(f"--offload-plan and {other} both choose what is offloaded. Give one of them.")
 
     def _check_auto(self) -> None:
-        """Refuse `auto` without a budget or beside another choice, and a budget without `auto`."""
+        """Reject `auto` without a budget or with another choice, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
             raise ConfigError(f"{flag} {budget_bytes} leaves no device memory. Give a size like 60GiB.")
@@ -205,10 +205,10 @@ class OffloadConfig:
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Refuse a value that is not a sequence of names. A single string would be read letter by letter.
+    """Reject a value that is not a sequence of names. A single string would be read letter by letter.
 
     Raises:
-        ConfigError: With the value and a valid one.
+        ConfigError: The value is not a sequence of names. The message shows a valid one.
     """
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return

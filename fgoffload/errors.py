@@ -1,30 +1,30 @@
-"""The exceptions of fgoffload.
+"""Exceptions of fgoffload.
 
 Every error that a user can cause names the value as typed, the limit, and the fix.
 
     OffloadError
-    ├── ConfigError        a flag or an option cannot be what it is (also a ValueError)
+    ├── ConfigError        a flag or an option has a wrong value (also a ValueError)
     ├── PlanError          a plan does not fit the model
     │   └── BudgetError    no plan fits the budget
     ├── IntegrationError   a framework lacks a symbol, or a selected tag found nothing to do
-    ├── StateError         tensors or calls came in a state in which results could not be right (also a RuntimeError,
-    │                      as what torch raises for a saved tensor that was changed in place)
-    └── InternalError      a fault of fgoffload itself: please report it
+    ├── StateError         tensors or calls are in a state in which results could be wrong (also a RuntimeError, which
+    │                      torch raises for a saved tensor that was changed in place)
+    └── InternalError      a bug in fgoffload: please report it
 """
 
 import re
 
 LONGEST_VALUE = 200
-"""Most characters of a value that an error repeats."""
+"""Maximum characters of a value that an error repeats."""
 
 LONGEST_MESSAGE = 4000
-"""Most characters of a message, since a value may be many short words."""
+"""Maximum characters of a message, since a value may consist of many short words."""
 
 _QUOTED_OR_LONG = re.compile(rf"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S{{{LONGEST_VALUE + 1},}}""")
 
 
 class OffloadError(Exception):
-    """Base of all errors that fgoffload raises on purpose. Long values in messages are cut: see `cut_values`."""
+    """Base of all errors that fgoffload raises on purpose. Long values in messages are cut, see `cut_values`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(cut_values(arg) if isinstance(arg, str) else arg for arg in args))
@@ -62,8 +62,8 @@ class BudgetError(PlanError):
     """No plan fits a memory budget.
 
     Args:
-        why: What does not fit, as a sentence.
-        least_bytes: The smallest budget with a known plan.
+        why: Sentence that says what does not fit.
+        least_bytes: Smallest budget with a known plan, in bytes.
     """
 
     def __init__(self, why: str, least_bytes: int) -> None:
@@ -93,4 +93,4 @@ class StateError(OffloadError, RuntimeError):
 
 
 class InternalError(OffloadError):
-    """A fault of fgoffload itself."""
+    """Bug in fgoffload itself."""

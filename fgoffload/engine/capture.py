@@ -1,10 +1,10 @@
-"""Offload of layers that a CUDA graph captures, through the staging slots.
+"""Offloads layers that a CUDA graph captures, through the staging slots.
 
 [Note: Captured layers]
 The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover
-the whole layer, and regions only set the current tag: an op outside all regions may save a view of a region's tensor and would
-hold its memory. At the end of forward, when the layer's frames are gone, a storage is offloaded if a region saved it and only
-this capture references it. Static inputs and outputs of the graph stay on the device.
+the whole layer, and regions only set the current tag: an op outside of all regions may save a view of a region's tensor, which
+would hold its memory. At the end of forward, when the layer's frames are gone, a storage is offloaded if a region saved it and
+only this capture references it. Static inputs and outputs of the graph stay on the device.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class CapturedHandle:
         """Where the tensor was saved."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd: in a captured backward, at the address that a replay reads."""
+        """Return the tensor for autograd. In a captured backward it lies at the address that a replay reads."""
         return self._part.take(self._view)
 
 
@@ -45,11 +45,11 @@ class Capture:
     """One forward of a layer during capture or warm-up; also its pack hook.
 
     Args:
-        device: Of the engine.
-        staging: Offloads at replays.
-        registry: Knows what stays on the device.
-        rules: Know what is too small.
-        place: The layer and microbatch.
+        device: The engine's device.
+        staging: Offloads the layer at replays.
+        registry: Decides which tensors stay on the device.
+        rules: Minimum sizes.
+        place: Layer and microbatch.
     """
 
     def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
@@ -64,42 +64,42 @@ class Capture:
         """Statistics of the current region's tag; None between regions."""
 
     def __call__(self, tensor: torch.Tensor) -> CapturedHandle | KeptHandle:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
-            return keep_tensor(tensor, self._place)  # a branch of the graph, which nothing here orders
+            return keep_tensor(tensor, self._place)  # a branch of the graph on another stream, which this capture cannot order
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:
             part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
-        part.saved.add(tensor.detach(), view)  # an object of its own: whoever else holds `tensor` is counted apart
+        part.saved.add(tensor.detach(), view)  # a separate object, so that other references to `tensor` can be counted
         if self.stats is not None:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)
 
     def take_back(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
+        """Return the tensor of `handle`. This is the unpack hook."""
         return handle.take()
 
     def __enter__(self) -> "Capture":
-        """Begin to save."""
+        """Install the hooks."""
         push_hooks(self, self.take_back)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, on an exception too."""
+        """Remove the hooks, on an exception too."""
         pop_hooks()
 
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
-        """Offload what regions saved, now that the frames of the forward are gone.
+        """Stage the tensors that regions saved. Call it after the frames of the forward are gone.
 
         Args:
             static: Inputs and outputs of the graph.
 
         Returns:
-            The staged forward for replays; None during warm-up, or if nothing is offloaded.
+            The staged forward for replays. None during warm-up, or if nothing is offloaded.
         """
         keys = {get_key(tensor) for tensor in static}
         parts = [part for part in self._parts.values() if part.stats is not None and self._may_leave(part, keys)]
@@ -123,7 +123,7 @@ class Capture:
 
 
 class CapturedRegion:
-    """A region inside a captured layer: sets the current tag. It has the methods of `Region`."""
+    """Region inside a captured layer, which only sets the current tag. It has the methods of `Region`."""
 
     __slots__ = ("_before", "_capture", "_stats")
 
@@ -140,11 +140,11 @@ class CapturedRegion:
         return self
 
     def __enter__(self) -> None:
-        """Begin to save."""
+        """Set the tag."""
         self._before, self._capture.stats = self._capture.stats, self._stats
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop."""
+        """Restore the tag."""
         self._capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:

@@ -1,17 +1,17 @@
-"""Copies queued directly by the CUDA runtime.
+"""Queues copies directly through the CUDA runtime.
 
 [Note: Copies past torch]
 `Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and
-strides, pinned-memory check, and a switch of the current stream. Here all of that is known: contiguous bytes, pinned memory,
-our own stream. The engine also does what torch would: it keeps both ends alive until an event after the copy.
+strides, pinned-memory check, and a switch of the current stream. Here all of that is known: the bytes are contiguous, the
+memory is pinned, the stream is our own. As torch would, the engine keeps both ends alive until an event after the copy.
 
 PyTorch's stream sanitizer sees copies only in the dispatcher. If it is on, copies go through torch.
 
 [Note: Pieces of a copy]
-A GPU has one copy engine for each direction, and it finishes everything queued on one stream before it turns to another. A
-copy of a few bytes elsewhere, such as FSDP2's pointers or a dispatcher's token counts, would wait for all that is queued here:
-9.5 ms behind 512 MiB. So every second piece goes through a second stream. Between pieces the copy engine turns to what
-waits: 0.05 ms behind pieces of 16 MiB and 0.4 ms behind 32 MiB, at the same rate (measured, H100, PCIe 5).
+A GPU has one copy engine for each direction. It finishes all copies queued on one stream before it serves another stream. A
+small copy on another stream, such as FSDP2's pointers or a dispatcher's token counts, would wait for all copies queued here:
+9.5 ms behind 512 MiB. So copies are cut into pieces, and every second piece goes through a second stream. Between pieces the
+copy engine serves other streams: 0.05 ms behind 16 MiB pieces, 0.4 ms behind 32 MiB, at the same rate (measured, H100, PCIe 5).
 """
 
 import ctypes
@@ -26,26 +26,26 @@ _DEFAULT = 4
 """`cudaMemcpyDefault`: the addresses determine the direction."""
 
 PIECE_BYTES = 16 * MIB
-"""Bytes of a piece. Smaller ones cost the CPU more launches, and lose 2% of the rate at 8 MiB."""
+"""Bytes of a piece. Smaller pieces cost the CPU more launches; 8 MiB pieces lose 2% of the rate."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Relay:
-    """The second stream of a stream. See [Note: Pieces of a copy]."""
+    """Second stream for every other piece of a stream's copies. See [Note: Pieces of a copy]."""
 
     address: int
     stream: torch.Stream
     stream_address: int
     event: torch.Event
     direct_bytes: int = 0
-    """Queued on the first stream since the last piece on the second."""
+    """Bytes queued on the first stream since the last piece on the second."""
 
 
 class CudaCopies:
     """Queues copies on streams of one device. See [Note: Copies past torch].
 
     Args:
-        runtime: The library that torch uses.
+        runtime: The CUDA runtime library that torch uses.
     """
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
@@ -55,15 +55,15 @@ class CudaCopies:
         self._relays: dict[torch.Stream, _Relay] = {}
 
     def queue(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream`, whichever is current, in pieces. The host does not block.
+        """Queue a copy on `stream` in pieces, whichever stream is current. The host does not block.
 
         Args:
-            destination: Contiguous, of the type and size of `source`; pinned or on the device.
-            source: The same.
-            stream: Of the device.
+            destination: Contiguous tensor with the type and size of `source`, pinned or on the device.
+            source: Contiguous tensor, pinned or on the device.
+            stream: Stream of the device.
 
         Raises:
-            torch.cuda.CudaError: CUDA refuses the copy, or says that something before it failed.
+            torch.cuda.CudaError: CUDA rejects the copy, or reports an earlier failure.
         """
         relay = self._relays.get(stream)
         if relay is None:
@@ -90,13 +90,13 @@ class CudaCopies:
 
 
 def find_cuda_copies() -> CudaCopies | None:
-    """Return the copy function, or None if copies must go through torch."""
+    """Return the direct copies, or None if copies must go through torch."""
     if is_sanitizer_on():
         return None
     try:
-        return CudaCopies(ctypes.CDLL(None))  # torch has made the symbols of its libraries known to the whole process
+        return CudaCopies(ctypes.CDLL(None))  # torch exports the symbols of its libraries to the whole process
     except AttributeError:
-        return None  # a torch that was linked with the runtime in it, which then has no name of its own
+        return None  # torch was linked with the runtime statically, so its symbols are not exported
 
 
 def _make_relay(stream: torch.Stream) -> _Relay:
@@ -108,7 +108,7 @@ def _make_relay(stream: torch.Stream) -> _Relay:
 
 
 def _get_address(stream: torch.Stream) -> int:
-    """Return the driver's address of `stream`, which torch gives for streams of CUDA's own class."""
+    """Return the driver's address of `stream`. Only torch's CUDA stream class has it."""
     found = torch.cuda.Stream(  # type: ignore[no-untyped-call]
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )

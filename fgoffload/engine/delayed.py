@@ -1,8 +1,8 @@
-"""A device for tests that runs copies as late as possible.
+"""Test device that runs copies as late as possible.
 
-On the CPU a copy is done when the call returns, so a missing wait would go unnoticed. Here a copy is only queued and runs when
-something waits for it. Until then its destination holds poison, and a source without references is poisoned before it is read.
-So a missing wait gives a wrong result.
+On the CPU a copy is done when the call returns, so a missing wait would go unnoticed. Here a copy is only queued, and runs when
+something waits for it. Until then its destination holds poison. A source without other references is poisoned before it is
+read. So a missing wait gives a wrong result.
 """
 
 import collections
@@ -18,19 +18,19 @@ from fgoffload.engine.identity import get_key
 from fgoffload.engine.torch_internals import count_storage_references
 
 POISON = 0xFF
-"""Bytes of it are a NaN in every floating-point type of 16 bits and more."""
+"""Byte whose repetition is a NaN in every floating-point type of 16 bits and more."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Point:
-    """An event: how many of a stream's operations come before it."""
+    """Event: the number of a stream's operations before it."""
 
     stream: CpuStream
     position: int
 
 
 class DelayedCpuDevice(CpuDevice):
-    """The CPU with copies that run only when something waits for them. Compute is not delayed."""
+    """CPU whose copies run only when something waits for them. Compute is not delayed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class DelayedCpuDevice(CpuDevice):
         self._run_until(event)
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
-        source = source.detach()  # the queue's own reference, so that it can tell when it is the last
+        source = source.detach()  # the queue's own reference, so that it can tell whether it is the last one
 
         def copy() -> None:
             if _count_holders(source) == self._count_of_one_holder:
-                get_bytes(source).fill_(POISON)  # only this queue still holds it: the allocator could have given it to another
+                get_bytes(source).fill_(POISON)  # only this queue holds it: an allocator could have reused the memory
             destination.copy_(source)
 
         self._queues[stream].append(copy)
@@ -81,5 +81,5 @@ class DelayedCpuDevice(CpuDevice):
 
 
 def _count_holders(tensor: torch.Tensor) -> int:
-    """Return how many references there are to the storage of `tensor`; torch's own count, which differs by version."""
+    """Return torch's count of references to the storage of `tensor`, which differs by version."""
     return count_storage_references(get_key(tensor))

@@ -1,12 +1,12 @@
-"""Devices: streams, events, byte copies and memory, behind one interface.
+"""One interface for the streams, events, byte copies and memory of a device.
 
 [Note: Who waits for whom]
 Compute stays on the training's streams. Copies run on two streams of our own, one for each
 direction, so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams
 use is handed over with an event, and the engine names the hazard at each wait.
 
-On the CPU both memories are RAM and copies are synchronous, so an event has passed once it is recorded. The engine's rules
-still hold: it copies to another buffer and drops the source, so a fault gives a wrong gradient.
+On the CPU both memories are RAM and copies are synchronous, so an event has passed once it is recorded. The engine works as on
+a GPU: it copies to another buffer and drops the source, so a bug gives a wrong gradient.
 """
 
 import abc
@@ -32,12 +32,12 @@ from fgoffload.transfer_config import HostMemory
 from fgoffload.units import MIB, format_bytes
 
 Stream: TypeAlias = Any
-"""A queue of device work: `torch.Stream`, or what another device uses for one. Hashable, compared with `==`."""
+"""Queue of device work: `torch.Stream`, or another device's equivalent. Hashable, compared with `==`."""
 Event: TypeAlias = Any
-"""A point in a stream: `RecordedEvent`, or what another device uses for one."""
+"""Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""Bytes of a host copy that are on the device at once while they are compared: little beside an activation."""
+"""Bytes of a host copy that a comparison loads to the device at a time. Small compared with an activation."""
 
 
 class HostSlab:
@@ -45,7 +45,7 @@ class HostSlab:
 
     Args:
         buffer: uint8 `[size_bytes]`, on the CPU.
-        free: Releases the memory once the copies queued so far are done. It must not reference the slab.
+        free: Function that releases the memory once the copies queued so far are done. It must not reference the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class HostSlab:
         self._finalizer.atexit = False  # the driver may be gone by then, and the system frees the memory anyway
 
     def close(self) -> None:
-        """Release the memory; dropping the slab does so too. The host blocks until its copies are done."""
+        """Release the memory, as dropping the slab does. The host blocks until its copies are done."""
         self._finalizer()
 
 
@@ -64,9 +64,9 @@ class Device(abc.ABC):
     type: str
     """Device type, as in `torch.device.type`."""
     d2h_stream: Stream
-    """Copies to the host, first in first out. May overlap compute and the other direction."""
+    """Stream of copies to the host, first in first out. May overlap compute and the other direction."""
     h2d_stream: Stream
-    """Copies to the device, first in first out. May overlap compute and the other direction."""
+    """Stream of copies to the device, first in first out. May overlap compute and the other direction."""
 
     has_blocking_copies = False
     """Whether a copy to the host is done when `copy_bytes` returns."""
@@ -81,11 +81,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream on which the caller's thread queues compute now."""
+        """Return the stream on which the caller's thread queues compute."""
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which `stream` is the current one."""
+        """Return a context in which `stream` is the current stream."""
 
     @abc.abstractmethod
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:
@@ -93,15 +93,15 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:
-        """Make what is queued on `stream` from now on wait for `event`, to prevent `hazard`. The host does not block."""
+        """Make later work on `stream` wait for `event`, to prevent `hazard`. The host does not block."""
 
     def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:
-        """Make what is queued on `stream` from now on wait for what `other` has queued so far. The host does not block."""
+        """Make later work on `stream` wait for all work queued on `other` so far. The host does not block."""
         self.wait_event(stream, self.record_event(other), hazard)
 
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
-        """Return whether `event` has passed, without blocking; false while a graph is captured."""
+        """Return whether `event` has passed, without blocking. False while a graph is captured."""
 
     @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
@@ -120,16 +120,16 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Both tensors must stay alive and unchanged until an event after it.
 
         Args:
-            destination: Contiguous, of the type and size of `source`.
-            source: Contiguous, not bool: a copy of bools need not keep every bit.
-            stream: Inside of `copying_on` for it: to switch costs the host half a copy, and who queues several does it once.
+            destination: Contiguous tensor with the type and size of `source`.
+            source: Contiguous tensor, not bool: a copy of bools need not keep every bit.
+            stream: Call inside of `copying_on` for it. Switching streams costs half the host time of a copy, so switch once for
+                several copies.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
-        """Return whether `on_host` has the bytes of `tensor`, both uint8, when `after` has passed.
+        """Return whether `on_host` has the bytes of `tensor`, both uint8, once `after` has passed.
 
-        They are compared where `tensor` is, a piece at a time. The host blocks until `after`, and until what the current stream
-        has queued is done.
+        Pieces are compared on the device of `tensor`. The host blocks until `after` has passed and the current stream is done.
         """
         if after is not None:
             self.synchronize(after)
@@ -137,7 +137,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context for `copy_bytes` on `stream`: one in which that is the current one, where it has to be."""
+        """Return a context for `copy_bytes` on `stream`. It makes `stream` current if the copies need that."""
         return self.on(stream)
 
     @abc.abstractmethod
@@ -145,8 +145,8 @@ class Device(abc.ABC):
         """Return uint8 `[size_bytes]` of device memory, ordered on the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Return device memory for the contiguous `view`, of its type, size and stride, ordered on the current stream."""
-        # Detached: autograd forbids a backward with grad mode to change what is a view made without it.
+        """Return device memory with the type, size and stride of the contiguous `view`, ordered on the current stream."""
+        # Detached: with grad mode on, autograd forbids backward to change a view that was made without grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
     @abc.abstractmethod
@@ -154,7 +154,7 @@ class Device(abc.ABC):
         """Return host memory of exactly `size_bytes`.
 
         Lifetime:
-            Until the slab is closed or dropped; the memory goes back when the copies that touch it are done.
+            Until the slab is closed or dropped. The memory is released when the copies that use it are done.
 
         Raises:
             StateError: The memory cannot be allocated or pinned.
@@ -163,13 +163,13 @@ class Device(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuStream:
-    """A named stream; on the CPU all work is synchronous."""
+    """Named stream. On the CPU all work is synchronous."""
 
     name: str
 
 
 class CpuDevice(Device):
-    """The CPU, where device memory and host memory are both RAM."""
+    """CPU as a device. Device memory and host memory are both RAM."""
 
     type = "cpu"
     has_blocking_copies = True
@@ -211,19 +211,19 @@ class CpuDevice(Device):
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-"""One instance for all, since it has no state."""
+"""Shared instance, since it has no state."""
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context for allocations that outlive inference mode: what is made inside it cannot be written outside."""
+    """Return a context for allocations that outlive inference mode. Tensors of that mode cannot be written outside of it."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 class AcceleratorDevice(Device):
-    """The accelerator that `torch.accelerator` finds; CUDA first."""
+    """Accelerator that `torch.accelerator` finds, CUDA first."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA names it without a GPU too
+        device = torch.accelerator.current_accelerator(check_available=True)  # else a CUDA build names it without a GPU too
         if device is None:
             raise StateError(
                 "torch finds no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
@@ -239,8 +239,8 @@ class AcceleratorDevice(Device):
         if self.type == "cuda":
             self._get_address = find_raw_stream_getter()
         self._streams: dict[int, Stream] = {}
-        """Streams by the driver's address: streams with equal addresses are one queue."""
-        # The driver synchronizes on copies of pageable memory; torch handles them.
+        """Streams by the driver's address. Streams with equal addresses are one queue."""
+        # The driver synchronizes copies of pageable memory, so torch handles those.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
@@ -248,7 +248,7 @@ class AcceleratorDevice(Device):
     def current_stream(self) -> Stream:  # noqa: D102
         if self._get_address is None:
             return get_stream(self._index)
-        # Each save and each take asks. The driver's address of the stream is a number; to make an object of it takes longer.
+        # This runs for each save and each take. The driver's address is a number, which is faster to get than a stream object.
         address = self._get_address(self._index)
         stream = self._streams.get(address)
         if stream is None:
@@ -268,7 +268,7 @@ class AcceleratorDevice(Device):
         self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.event.query())  # nothing runs that is captured
+        return not self.is_capturing() and bool(event.event.query())  # captured work does not run
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
         event.event.synchronize()
@@ -303,7 +303,7 @@ class AcceleratorDevice(Device):
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
         if self._host_memory is HostMemory.PAGEABLE:
-            # Copies of pageable memory are synchronous: none is in flight.
+            # Copies of pageable memory are synchronous, so none is in flight.
             return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
         if self.type == "cuda":
             return _register_host(size_bytes, self._device)
@@ -311,11 +311,11 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Cycles a second of a multiprocessor, about: 1.98e9 at most on an H100 or H200, and less under load."""
+"""Approximate cycles per second of a multiprocessor. An H100 or H200 has 1.98e9 at most, and fewer under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
-    """Return pinned anonymous memory of the exact size; torch's pinned allocator rounds up to powers of two."""
+    """Return pinned anonymous memory of the exact size. Torch's pinned allocator rounds up to powers of two."""
     buffer = torch.frombuffer(_map_host(size_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
@@ -339,16 +339,16 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 def _map_host(size_bytes: int) -> mmap.mmap:
     """Return anonymous memory, with huge pages if available. Pages are allocated on first touch."""
     try:
-        # Private: what is shared is a file in memory to the kernel, and of huge pages only by a setting of its own.
+        # Private: the kernel treats shared memory as a file, which gets huge pages only by a separate setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StateError(
             f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # data loaders forked later must not keep the memory
+        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not keep the memory
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # no huge pages: small ones work too, but take longer to pin
+        with contextlib.suppress(OSError):  # without huge pages, pinning only takes longer
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -357,7 +357,7 @@ _HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` o
 
 
 def _clear_last_error() -> None:
-    """Let a kernel of ours meet the error that the driver remembers, or the next one of the user's would raise it."""
+    """Consume the error that the driver remembers with a kernel of our own. Otherwise the user's next kernel would raise it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
@@ -373,7 +373,7 @@ def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED
 
     Args:
         device_type: As in `cuda` or `cpu`.
-        host_memory: Kind of an accelerator's host memory; on the CPU all memory is pageable.
+        host_memory: Kind of an accelerator's host memory. On the CPU all memory is pageable.
 
     Raises:
         StateError: There is no such device.

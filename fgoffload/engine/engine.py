@@ -1,8 +1,8 @@
-"""The engine: decides what is offloaded and when, and serves autograd.
+"""Offload engine: decides what is offloaded and when, and serves autograd.
 
-It handles tensors, groups, lanes and a device, and knows no framework. An integration constructs an engine, holds it and opens
-regions; autograd calls it through their hooks. `keep_rules.py` decides which tensors stay on the device,
-`fgoffload.transfer_schedule` when bytes are reloaded, and `transfers.py` copies and orders streams.
+The engine handles tensors, groups, lanes and a device, and knows no framework. An integration constructs and holds an engine
+and opens regions. Autograd calls the engine through the regions' hooks. `keep_rules.py` decides which tensors stay on the
+device. `fgoffload.transfer_schedule` decides when bytes are reloaded. `transfers.py` copies and orders streams.
 """
 
 import contextlib
@@ -50,16 +50,16 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
-    """Offloads and reloads what autograd saves.
+    """Offloads and reloads the tensors that autograd saves.
 
     Args:
-        device: Where the tensors live.
-        policy: Window and prefetch.
-        min_offloaded_numel: Elements. Storages of which fewer are saved stay on the device.
-        min_offloaded_bytes: The same in bytes; both must be reached.
-        keep: The user's filter: a saved tensor for which it returns true stays on the device.
-        host_budget_bytes: Most host memory. Engines of a process with None share one budget.
-        is_timed: Measure copies and waits, with a few more events for each group; `finish_step` waits for them.
+        device: Device of the tensors.
+        policy: Window and prefetch sizes.
+        min_offloaded_numel: Elements. Storages with fewer saved elements stay on the device.
+        min_offloaded_bytes: The same limit in bytes. Offloaded storages reach both.
+        keep: The user's filter. A saved tensor stays on the device if it returns true.
+        host_budget_bytes: Limit of host memory. Engines of a process with None share one budget.
+        is_timed: Measures copies and waits, with a few more events per group. `finish_step` waits for them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OffloadEngine:
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
         self.is_always_too_small = self._rules.is_always_too_small
-        """Whether a tensor stays on the device in any case, so that `save` is not needed."""
+        """Returns whether a tensor stays on the device in any case, so that `save` is not needed."""
         self.arena = HostArena(
             device,
             budget=get_process_budget() if host_budget_bytes is None else HostBudget(host_budget_bytes),
@@ -88,11 +88,11 @@ class OffloadEngine:
         )
         # Backward runs on autograd's own thread, and two models may train on two threads.
         self._lock = threading.RLock()
-        # Before the transfers: a dropped engine releases its host memory, after its copies, before its buffers.
+        # Created before the transfers: a dropped engine then releases its host memory after its copies and before its buffers.
         self.staging = Staging(device, self.arena, self._lock)
-        """Offload of captured graphs."""
+        """Staging slots of captured graphs."""
         self.observers: list[ActivationLedger] = []
-        """Are told of what is saved and taken, and of each device buffer."""
+        """Ledgers that count saves, takes and device buffers."""
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self.registry = SavedRegistry(device, self._transfers, self._rules)
@@ -105,20 +105,20 @@ class OffloadEngine:
         """Whether a graph of a whole step is captured."""
 
     def set_policy(self, policy: TransferPolicy) -> None:
-        """Set window and prefetch from here on."""
+        """Change the window and prefetch sizes."""
         with self._lock:
             self._schedule.policy = policy
 
     # Regions: what an integration calls in forward.
 
     def begin_forward(self, lane: Lane) -> None:
-        """Forward begins in `lane`, which is new. What the next backward needs first may return meanwhile: `pass_order.py`."""
+        """Note that forward begins in the new `lane`. It may reload tensors of the next backward meanwhile: `pass_order.py`."""
         if not is_inert():
             with self._lock:
                 self._reloads.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, whose group joins `lane` at once; None where offload does nothing."""
+        """Return a region for one run of `site`, whose group joins `lane` at once. None if offload does nothing here."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
@@ -136,22 +136,22 @@ class OffloadEngine:
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
         """Return a context whose saves join the group that owns their storage; the rest stay on the device.
 
-        For ops between regions: the rotary embedding keeps query and key, which share a storage with the value that core
-        attention keeps. An unwatched save would hold that storage, and offloading it would free nothing.
+        Use it for ops between regions. For example, the rotary embedding saves query and key, which share a storage with the
+        value that core attention saves. An unwatched save would hold that storage, so offloading it would free nothing.
         """
         return Saving(self, lane, None) if self._may_watch() else contextlib.nullcontext()
 
     def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
-        """Return a context as `watch` does, for a segment whose ops outside of regions share no storage with one.
+        """Return a context as `watch` does, for a segment whose ops outside of regions share no storage with a region.
 
-        It only follows how far backward has come and how much it has released, which costs the host a fraction of `watch`.
+        It only tracks the position of backward and the bytes it has released, at a fraction of the host time of `watch`.
         """
         return Following(self, lane) if self._may_watch() else contextlib.nullcontext()
 
     def _may_watch(self) -> bool:
         if is_inert():
             return False
-        self._prepare()  # no region may run inside, and do so
+        self._prepare()  # here, since perhaps no region inside does it
         return True
 
     def _prepare(self) -> None:
@@ -169,20 +169,20 @@ class OffloadEngine:
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
 
     def pass_backward(self, lane: Lane) -> None:
-        """Backward has passed a segment without offloaded tensors: reload what comes next."""
+        """Reload the next groups, since backward has passed a segment without offloaded tensors."""
         with self._lock:
             self._transfers.poll()
             self._reloads.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
-        """Cancel the offload of the last groups of `lane` that are in flight: its backward comes next.
+        """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next.
 
         Otherwise they would be freed just when backward needs them, and backward would wait for the reload.
 
         Args:
             lane: Lane of the microbatch.
-            window_bytes: How many bytes may stay in flight. Compute waits for the rest, so that the loss, where memory peaks,
-                finds the planned memory however slow copies are and however far the CPU is ahead.
+            window_bytes: Bytes that may stay in flight. Compute waits for the rest. So the loss, where memory peaks, finds the
+                planned memory, however slow copies are and however far the CPU is ahead.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
@@ -203,12 +203,12 @@ class OffloadEngine:
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
-        """Never move the storages of `tensors`, as long as they live.
+        """Exclude the storages of `tensors` from offload, as long as they live.
 
         Args:
-            tensors: On this device.
-            reason: For the statistics: `REFERENCED` for outputs of a captured graph; `RECOMPUTED` for storages that a recompute
-                empties and fills again in place. A copy made between would reload garbage, and their version does not change.
+            tensors: Tensors on this device.
+            reason: Reason for the statistics. `REFERENCED` is for outputs of a captured graph. `RECOMPUTED` is for storages
+                that a recompute empties and refills in place: a copy made in between would be garbage at an unchanged version.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
@@ -217,7 +217,7 @@ class OffloadEngine:
         """Offload `group` now, or with `is_held` at the next `flush`. For streams see `Submission.submit`.
 
         Raises:
-            StateError: The group was ended before, or one of its tensors was changed in place or resized since it was saved.
+            StateError: The group was already ended, or one of its tensors was changed in place or resized after it was saved.
         """
         with self._lock:
             if group.state is not GroupState.SAVING:
@@ -233,7 +233,7 @@ class OffloadEngine:
                 self.submission.submit(group)
 
     def poll(self) -> None:
-        """Release the memory of finished copies. Every end of a group does so too. The host does not block."""
+        """Release the memory of finished copies, as every end of a group does. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -283,7 +283,7 @@ class OffloadEngine:
         Args:
             tensor: The saved tensor.
             lane: Lane of the microbatch.
-            seen: Keys of storages saved in that segment before; their handles keep these keys in use.
+            seen: Keys of storages saved earlier in that segment. Their handles keep these keys in use.
         """
         kept = keep_tensor(tensor, lane.place)
         with self._lock:
@@ -296,7 +296,7 @@ class OffloadEngine:
         return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
 
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
-        """Backward takes a storage of `size_bytes` in a followed segment."""
+        """Note that backward takes a storage of `size_bytes` in a followed segment."""
         with self._lock:
             if lane.away and is_in_backward():
                 self._reloads.execute(self._schedule.let_go(lane, size_bytes))
@@ -307,21 +307,21 @@ class OffloadEngine:
         The first unpacked tensor of a group shows that backward has reached it, unless an end mark did.
 
         Streams:
-            The current stream waits for the copy to the device, where there was one. The host does not block.
+            The current stream waits for the copy to the device, if there is one. The host does not block.
 
         Raises:
-            StateError: The bytes were changed in place, or their storage resized, since they were saved.
+            StateError: The bytes were changed in place, or their storage was resized, after they were saved.
         """
         with self._lock:
             return self._reloads.take(saved, view, lane, group)
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has reached `group` and left the later ones: reload what comes next."""
+        """Reload the next groups, since backward has reached `group` and left the later ones."""
         with self._lock:
             self._reloads.approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has passed the start mark of `group`: release what it no longer needs, reload what comes next."""
+        """Release what backward no longer needs and reload the next groups, since it has passed the start mark of `group`."""
         with self._lock:
             self._reloads.leave(lane, group.position)
             self._reloads.execute(self._schedule.prefetch(lane))
@@ -332,7 +332,7 @@ class OffloadEngine:
     def capture_step(self) -> Iterator[None]:
         """Return a context in which a graph captures a whole step: forward, backward, and all copies of the engine.
 
-        Only the window bounds what is in flight to the host. Call `finish_step` at the end of the capture. The host blocks
+        Only the window limits the bytes in flight to the host. Call `finish_step` at the end of the capture. The host blocks
         until earlier copies are done.
         """
         with self._lock:
@@ -345,14 +345,14 @@ class OffloadEngine:
         finally:
             self._captures_step = False
             with self._lock:
-                self.arena.forget_reads()  # by events of the graph, which nothing outside of it may wait for
+                self.arena.forget_reads()  # they have events of the graph, which nothing outside of it may wait for
 
     # The life of an engine.
 
     def finish_step(self) -> StepStats:
         """Return the statistics since the last call, and reset them.
 
-        Where times are measured, the host blocks until the copies so far are done.
+        If times are measured, the host blocks until the copies so far are done.
         """
         with self._lock:
             if self._captures_step and self.device.is_capturing():
@@ -368,18 +368,18 @@ class OffloadEngine:
             return stats
 
     def read_tags(self) -> dict[str, TagStats]:
-        """Return the statistics of each tag since the last `finish_step`, without a reset."""
+        """Return the statistics of each tag since the last `finish_step`, without resetting them."""
         with self._lock:
             return self._counters.read_tags()
 
     def get_stats(self, tag: str) -> TagStats:
-        """Return the numbers of `tag`, which live as long as the engine."""
+        """Return the statistics of `tag`, which live as long as the engine."""
         with self._lock:
             return self._counters.get_tag(tag)
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Report what the engine saves, and its own device buffers, to `ledger` inside."""
+        """Report saves and the engine's own device buffers to `ledger` inside of the context."""
         self.observers.append(ledger)
         try:
             yield
@@ -389,7 +389,7 @@ class OffloadEngine:
     def close(self) -> None:
         """Release all memory. The host blocks until copies in flight are done.
 
-        Memory that a graph still needs stays on the host, is freed with graph and engine, and never raises here.
+        Memory that a graph still needs stays on the host and is freed with graph and engine. It never raises here.
         """
         with self._lock:
             self.submission.forget_held()

@@ -1,4 +1,4 @@
-"""Groups, and the lanes that order them."""
+"""Groups of saved tensors, and the lanes that order them."""
 
 import weakref
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, 
 
 
 class Group(ScheduledGroup):
-    """Tensors that one run of a site saves for one microbatch, and that move together."""
+    """Tensors that one run of a site saves for one microbatch. They are offloaded and reloaded together."""
 
     __slots__ = (
         "__weakref__",
@@ -34,30 +34,30 @@ class Group(ScheduledGroup):
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         super().__init__(position)
         self.place = place
-        """The site and the microbatch."""
+        """Site and microbatch."""
         self.stats = stats
         """Statistics of the site's tag."""
         self.moved_bytes = 0
         """Bytes offloaded with this group."""
         self.site: Site | None = None
-        """Set where each execution saves the same in the same order, so that one teaches something about the next."""
+        """Site, set if each run saves the same tensors in the same order. Then one run predicts the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
-        """Counts of `count_kept`: by storage, the bytes of each tensor, by its address and size."""
+        """Bytes counted by `count_kept`, by storage key and by address and size of the tensor."""
         self.filtered: set[int] = set()
-        """The lane's filtered storages, by key."""
+        """Keys of the lane's filtered storages."""
         self.saved_tensors = 0
-        """Saved through the engine."""
+        """Number of tensors saved through the engine."""
         self.passed_tensors = 0
-        """Saved past the engine, since they never move. A group is one thread's: for the tag they count when it ends."""
+        """Number of tensors saved past the engine, since they are never offloaded. The tag counts them when the group ends."""
         self.passed_bytes = 0
         """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
-        """The keys of the storages that `pass_small` has counted. Their handles keep these from being used again."""
+        """Keys of the storages that `pass_small` has counted. Their handles keep these keys in use."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     @property
     def is_unused(self) -> bool:
-        """Whether autograd saved nothing in it so far."""
+        """Whether autograd has saved nothing in this group so far."""
         return not (self.saved_tensors or self.passed_tensors)
 
     def add(self, saved: SavedStorage) -> None:
@@ -66,7 +66,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count `tensor`, which stays on the device: each tensor once, each storage at most with its size."""
+        """Count `tensor`, which stays on the device. Each tensor counts once, and a storage counts at most its size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
@@ -78,7 +78,7 @@ class Group(ScheduledGroup):
         self.stats.add_kept(reason, size_bytes)
 
     def pass_small(self, tensor: torch.Tensor) -> None:
-        """Count `tensor`, all of whose storage is too small to leave with this group or another one; a storage once."""
+        """Count `tensor`, whose storage is too small to be offloaded with any group. Each storage counts once."""
         self.passed_tensors += 1
         key = get_key(tensor)
         if key not in self._passed:
@@ -86,7 +86,7 @@ class Group(ScheduledGroup):
             self.passed_bytes += tensor.untyped_storage().nbytes()
 
     def submit_living(self) -> list[SavedStorage]:
-        """Submit the group, and return what it saved and autograd still wants."""
+        """Submit the group, and return its saved storages that autograd still needs."""
         self.submit()
         living = self._list_living()
         self.stats.dropped_storages += len(self._saved) - len(living)
@@ -95,14 +95,14 @@ class Group(ScheduledGroup):
         return living
 
     def spend(self) -> None:
-        """Mark the group as left by backward: autograd alone decides how long its tensors are needed."""
+        """Mark the group as passed by backward. From now on only autograd decides how long its tensors are needed."""
         if self.state is GroupState.SUBMITTED:
             for saved in self._list_living():
                 saved.uses -= 1
         super().spend()
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still wants and that are in one of `states`, in the order of saving."""
+        """Return the saved storages that autograd still needs and that are in one of `states`, in the order of saving."""
         references = self._saved.values()
         return [saved for reference in references if (saved := reference()) is not None and saved.state in states]
 
@@ -111,7 +111,7 @@ class Group(ScheduledGroup):
 
 
 class Lane(ScheduledLane[Group, SavedStorage]):
-    """The groups of one microbatch in one model chunk, in forward order."""
+    """Groups of one microbatch in one model chunk, in forward order."""
 
     __slots__ = ("__weakref__", "_name", "filtered", "place")
 
@@ -119,16 +119,16 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         super().__init__()
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         self.place = Place(None, self._name)
-        """The microbatch, and the chunk where it is not the first."""
+        """Microbatch, and the chunk unless it is the first."""
         self.filtered: set[int] = set()
-        """Keys of storages of which the user's filter kept a tensor. They stay whole, since moving the rest frees nothing."""
+        """Keys of storages with a tensor that the user's filter kept. They stay whole, since moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Append a new group of `site` and return it.
 
         Args:
-            site: What it is a group of.
-            stats: Of the site's tag.
+            site: Site of the group.
+            stats: Statistics of the site's tag.
         """
         group = Group(Place(site, self._name), stats, position=len(self.groups))
         group.filtered = self.filtered
@@ -136,7 +136,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         return group
 
     def list_away(self, group: int) -> list[SavedStorage]:
-        """Return what can be called back of a group and autograd still wants."""
+        """Return the storages of a group to reload, or to cancel the offload of, that autograd still needs."""
         return self.groups[group].list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
 
     def is_offloaded(self, saved: SavedStorage) -> bool:
@@ -144,5 +144,5 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         return saved.state is SavedState.OFFLOADED
 
     def count_bytes(self, away: Iterable[SavedStorage]) -> int:
-        """Return the bytes that go over the link for `away`."""
+        """Return the bytes to copy for `away`."""
         return sum([saved.moved_bytes for saved in away])

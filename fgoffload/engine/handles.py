@@ -1,11 +1,11 @@
-"""Handles, which autograd holds in place of saved tensors and unpacks later.
+"""Handles that autograd holds in place of saved tensors and unpacks later.
 
 [Note: Which tensor is handed back]
-While the bytes are on the device, a saved tensor that requires no gradient is handed back as the very object that was saved,
-with its Python attributes, as plain torch does: autograd may take over as a gradient what nobody else refers to, and it counts
-references to the object. What was reloaded is one object for all who take the same view of it, for the same reason. A saved
-tensor that requires a gradient is held detached, since one with its graph could close a reference cycle; torch puts it into an
-object of its own in any case, see [Note: A gradient that is a saved tensor].
+While the bytes are on the device, the handle of a saved tensor that requires no gradient returns the very object that was
+saved, with its Python attributes, as plain torch does. Autograd may take over an otherwise unreferenced tensor as a gradient,
+and it counts references to the object. For the same reason all who take the same view of a reloaded storage get one object. A
+saved tensor that requires a gradient is held detached, since its graph could close a reference cycle. Torch wraps it in a new
+object in any case, see [Note: A gradient that is a saved tensor].
 """
 
 import sys
@@ -29,10 +29,10 @@ class TakingEngine(Protocol):
     """The interface of an engine that handles use."""
 
     def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor:
-        """Return what `view` saw when it was saved."""
+        """Return the saved tensor of `view`."""
 
     def follow_backward(self, lane: "Lane", size_bytes: int) -> None:
-        """Backward takes a storage of `size_bytes` in a stretch that is followed."""
+        """Note that backward takes a storage of `size_bytes` in a followed segment."""
 
 
 class Handle:
@@ -65,14 +65,14 @@ class Handle:
         self._group = group
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd, its bytes as they were saved."""
+        """Return the tensor for autograd, with the saved bytes."""
         taken = self._engine.take(self._saved, self._view, self._lane, self._group)
         if self._origin is not None:
             origin = self._origin()
             if origin is not None and self._saved.is_on_device:
                 return origin
             if self._attributes and taken is not origin:
-                taken = taken.clone()  # others take the same object without these attributes
+                taken = taken.clone()  # other handles return the same object without these attributes
                 taken.__dict__.update(self._attributes)
         return taken
 
@@ -81,8 +81,8 @@ class WrappedHandle:
     """Handle of a tensor subclass whose inner tensor may be offloaded.
 
     Args:
-        inner: Of the inner tensor.
-        wrap: Makes the subclass again.
+        inner: Handle of the inner tensor.
+        wrap: Function that wraps an inner tensor in the subclass.
     """
 
     __slots__ = ("_inner", "_wrap")
@@ -97,7 +97,7 @@ class WrappedHandle:
         return self._inner.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd, its bytes as they were saved."""
+        """Return the tensor for autograd, with the saved bytes."""
         return self._wrap(self._inner.take())
 
 
@@ -105,10 +105,10 @@ class KeptHandle:
     """Handle of a saved tensor that stays on the device.
 
     Args:
-        tensor: The tensor that autograd unpacks, without a graph.
-        version: Of the tensor.
-        nbytes: Of its storage, which must be as large then; None where the tensor has none, or may get another one.
-        place: Where it was saved.
+        tensor: Tensor that autograd unpacks, without a graph.
+        version: Version of the tensor when it was saved.
+        nbytes: Bytes of its storage, which must not change. None if the tensor has no storage, or may get another one.
+        place: Where the tensor was saved.
     """
 
     __slots__ = ("_nbytes", "_tensor", "_version", "place")
@@ -124,10 +124,10 @@ class KeptHandle:
         """Return the tensor for autograd.
 
         Raises:
-            StateError: It was changed in place, or its storage is not as large as it was.
+            StateError: The tensor was changed in place, or its storage was resized.
         """
         tensor, nbytes = self._tensor, self._nbytes
-        # Checked here for speed, for every weight of every step, and again in `find_change` for the message.
+        # Checked here for speed, since this runs for every weight of every step. `find_change` checks again for the message.
         if get_version(tensor) != self._version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
             raise StateError(
                 find_change(tensor, version=self._version, nbytes=nbytes, place=self.place, act="backward took it")
@@ -139,10 +139,10 @@ class FollowedHandle:
     """Handle of a saved tensor that stays on the device and shows the position of backward.
 
     Args:
-        engine: Is told when backward takes it.
-        kept: Holds the tensor.
-        size_bytes: Of its storage, which no other such handle has.
-        lane: Where it was saved.
+        engine: Engine that is notified when backward takes the tensor.
+        kept: Handle that holds the tensor.
+        size_bytes: Bytes of the tensor's storage. No other such handle counts it.
+        lane: Lane in which the tensor was saved.
     """
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes")
@@ -162,7 +162,7 @@ class FollowedHandle:
         """Return the tensor for autograd.
 
         Raises:
-            StateError: It was changed in place, or its storage is not as large as it was.
+            StateError: The tensor was changed in place, or its storage was resized.
         """
         size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases nothing more
         self._engine.follow_backward(self._lane, size_bytes)
@@ -170,23 +170,23 @@ class FollowedHandle:
 
 
 Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
-"""The result of a pack hook."""
+"""Result of a pack hook."""
 
 
 def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
-    """Return a handle for a tensor of any kind that was saved at `place` and stays on the device.
+    """Return a handle for a tensor of any kind, saved at `place`, that stays on the device.
 
     See [Note: Which tensor is handed back].
     """
     version = get_version(tensor)
     if is_of_leaf(tensor):
-        return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and may be given other data
+        return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and its data may be replaced
     kept = tensor.detach() if tensor.requires_grad else tensor
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):
         return KeptHandle(kept, version, None, place)
     nbytes = tensor.untyped_storage().nbytes()
     if nbytes and tensor.numel() == 0:
-        # An expert without tokens saves an empty slice of all experts' tokens, which would keep that storage alive.
+        # An expert without tokens saves an empty slice of all experts' tokens. The slice would keep that storage alive.
         kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return KeptHandle(kept, get_version(kept), None, place)
     return KeptHandle(kept, version, nbytes, place)
@@ -196,7 +196,7 @@ _LOCAL = "_local_tensor"
 
 
 def find_local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the plain tensor inside a `DTensor`, where `tensor` is one."""
+    """Return the plain tensor inside `tensor` if it is a `DTensor`, else None."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or type(tensor) is not kind or isinstance(tensor, torch.nn.Parameter):
         return None
@@ -205,7 +205,7 @@ def find_local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def wrap_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes a `DTensor` like `tensor` of another local tensor."""
+    """Return a function that wraps another local tensor in a `DTensor` like `tensor`."""
     kind: Any = type(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     others = {name: getattr(tensor, name) for name in names if name != _LOCAL}

@@ -1,27 +1,27 @@
-"""Host memory for offloaded storages: slabs, divided by offset, within a budget.
+"""Allocates host memory for offloaded storages, from slabs within a budget.
 
 [Note: A host block that is still read]
-A block returns to the arena when its last handle dies, possibly while the copy to the
-device that reads it is only queued. So a free range keeps that copy's event, and the next writer waits for it. A copy to the
+A block returns to the arena when its last handle dies. The copy to the device that reads the block may be
+only queued then. So a free range keeps that copy's event, and the next writer waits for it. A copy to the
 host that still writes the range needs no event: those copies run in order on one stream.
 
 [Note: A block of several parts]
 Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous
-block cannot span two slabs. With the varying shapes of mixture-of-experts routing, the rest of each slab would be lost to
-slightly larger blocks: over thousands of steps, a fifth to a half of the reserved memory is never used (simulated). So a block
-that fits into no free range takes several, the largest first, and only the missing bytes are reserved. The price is one copy
-for each part.
+block cannot span two slabs. With the varying shapes of mixture-of-experts routing, slightly larger blocks would not fit into
+the rest of each slab: over thousands of steps, a fifth to a half of the reserved memory is never used (simulated). So a block
+that fits into no free range takes several ranges, the largest first, and only the missing bytes are reserved. The price is one
+copy for each part.
 
 [Note: Returned blocks]
 Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
-copy. So a returned block is cached as it is for the next request of its size. Only without such a block are all cached blocks
-joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps request the same types and
-sizes too.
+copy. So a returned block is cached unchanged for the next request of its size. Only if there is no such block, all cached
+blocks are joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps also request the
+same types and sizes.
 
 [Note: Interrupted arenas]
 Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
-itself to a queue, without Python code that could be skipped. After an exception, the free ranges are rebuilt: everything that
-no living block has.
+itself to a queue, without Python code that could be skipped. After an exception, the free ranges are rebuilt from all memory
+that no living block has.
 """
 
 import bisect
@@ -38,30 +38,30 @@ from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
 MAX_SLAB_BYTES = 256 * MIB
-"""Bytes. Pinning costs 0.34 s per GiB with huge pages and 0.67 without (measured, H100 hosts), so slabs are small enough for
-one step."""
+"""Bytes. Pinning takes 0.34 s per GiB with huge pages and 0.67 s without (measured, H100 hosts), so slabs are small enough
+for one step."""
 
 MIN_SLAB_BYTES = 4 * MIB
-"""Bytes. Smaller slabs are not worth a driver call."""
+"""Bytes. A smaller slab is not worth a driver call."""
 
 GROWTH_FRACTION = 1 / 16
-"""A new slab is this fraction of the reserved memory, within the two sizes above, or the missing bytes if they are more. So
-less than 1/17 of the memory is unused, for any model."""
+"""Size of a new slab as a fraction of the reserved memory, within the two sizes above. It is larger if more bytes are missing.
+So less than 1/17 of the memory is unused, for any model."""
 
 MIN_PART_BYTES = 4 * MIB
-"""Bytes. At 50 GB/s this copy takes 84 us, several times the CPU time to queue it."""
+"""Bytes. At 50 GB/s a copy of this size takes 84 us, several times the CPU time to queue it."""
 
 
 class HostArena:
     """Allocates host blocks by best fit, and joins returned ranges with their neighbours.
 
-    Only the return of blocks is thread-safe; the engine calls the rest under its lock.
+    Only the return of blocks is thread-safe. The engine calls the rest under its lock.
 
     Args:
-        device: Allocates the slabs.
-        budget: Most bytes of all slabs; a plain number for an arena with its own budget.
-        slab_bytes: Most bytes of a slab, unless one block needs more.
-        min_part_bytes: Smallest part of a block, except the last; None never splits blocks.
+        device: Device that allocates the slabs.
+        budget: Limit of bytes of all slabs. A plain number gives the arena its own budget.
+        slab_bytes: Maximum bytes of a slab, unless one block needs more.
+        min_part_bytes: Minimum bytes of a block's part, except the last. None never splits blocks.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class HostArena:
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
         self._lent: dict[int, LentBlock] = {}
-        """The blocks in use, and those in `_returned`, by the id of each."""
+        """Blocks in use and blocks in `_returned`, by id."""
         self._returned: collections.deque[LentBlock] = collections.deque()
-        """The returned blocks."""
+        """Returned blocks that are not cached yet."""
         self._aside: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
         """Cached returned blocks, by size. See [Note: Returned blocks]."""
-        # The free ranges three times: by size for the best fit, by either end to find neighbours.
+        # The same free ranges, indexed by size for the best fit and by either end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], FreeRange] = {}
         self._by_end: dict[tuple[int, int], FreeRange] = {}
@@ -94,17 +94,17 @@ class HostArena:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes: an equal part of the budget for each arena that shares it. One may take more while others take less."""
+        """Bytes of an equal share of the budget for each of its arenas. One arena may take more while others take less."""
         return self._budget.part_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slabs."""
+        """Total bytes of the slabs."""
         return sum(slab.buffer.numel() for slab in self._slabs)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use now, alignment included."""
+        """Bytes in use, alignment included."""
         try:
             self._put_aside()
         except BaseException:
@@ -160,7 +160,7 @@ class HostArena:
         """Rebuild the free ranges after an exception interrupted a change. See [Note: Interrupted arenas]."""
         if self._is_whole():
             return
-        reads = [self._device.record_event(self._device.h2d_stream)]  # whatever was read is read before that
+        reads = [self._device.record_event(self._device.h2d_stream)]  # every earlier read is done before this event
         for books in (self._aside, self._by_size, self._by_start, self._by_end):
             books.clear()
         taken = sorted((part.slab, part.start, part.end) for lent in self._lent.values() for part in lent.place.ranges)
@@ -184,14 +184,14 @@ class HostArena:
         )
 
     def _cut(self, ranges: list[FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield uint8 `[n]` for each of `ranges`, `size_bytes` together: what lies there in the slabs."""
+        """Yield the memory of each of `ranges` as uint8 `[n]`, `size_bytes` in total."""
         for taken in ranges:
             end = min(taken.end, taken.start + size_bytes)
             yield self._slabs[taken.slab].buffer[taken.start : end]
             size_bytes -= end - taken.start
 
     def forget_reads(self) -> None:
-        """Let whoever writes a free range wait for no copy that read it before: all of them are done, or in a graph that is."""
+        """Drop the events of all reads, so that no writer waits for them. All of these copies, or their graphs, are done."""
         self._put_aside()
         for free in self._by_start.values():
             free.reads = []
@@ -209,7 +209,7 @@ class HostArena:
         self._join_aside()
         for free in self._by_start.values():
             for event in free.reads:
-                # The pages go back to the system next: a copy that still reads them would read what is mapped there then.
+                # The pages are unmapped next. A copy that still reads them would read whatever is mapped there later.
                 self._device.synchronize(event)
         for slab in self._slabs:
             slab.close()
@@ -219,9 +219,9 @@ class HostArena:
         self._by_end.clear()
 
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
-        """Return free ranges for a block, and the bytes that do not fit into them.
+        """Return free ranges for a block, and the number of bytes that do not fit into them.
 
-        The smallest range that holds all of it, or else the largest ones, and the smallest that holds the rest.
+        Choose the smallest range that holds the block. Else choose the largest ranges, then the smallest that holds the rest.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)
@@ -240,7 +240,7 @@ class HostArena:
             needed_bytes -= size_bytes
 
     def _take(self, chosen: list[FreeRange], needed_bytes: int) -> list[FreeRange]:
-        """Return the first `needed_bytes` of `chosen`, no longer free."""
+        """Remove the first `needed_bytes` of `chosen` from the free ranges, and return them."""
         for free in chosen:
             free.reads = self._list_unfinished(free.reads)
         taken = []
@@ -255,7 +255,7 @@ class HostArena:
 
     def _grow(self, missing_bytes: int) -> bool:
         if self._device.is_capturing():
-            return False  # the driver locks no memory during a capture
+            return False  # the driver pins no memory during a capture
         reserved_bytes = self.reserved_bytes
         left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
@@ -272,7 +272,7 @@ class HostArena:
     def _put_aside(self) -> None:
         while self._returned:
             lent = self._returned[0]
-            if id(lent) in self._lent:  # else it came back while an exception was on its way
+            if id(lent) in self._lent:  # else an exception interrupted this loop after the block was cached
                 place = lent.place
                 self._aside.setdefault(place.size_bytes, []).append((place, lent.list_reads()))
                 self._used_bytes -= place.used_bytes
@@ -318,5 +318,5 @@ class HostArena:
 
 
 def _unite(reads: Iterable[Sequence[Event]]) -> Sequence[Event]:
-    """Return the events of all of `reads`, each once: ranges that were cut apart have them in common."""
+    """Return the distinct events of `reads`. Parts of a split range share events."""
     return list({id(event): event for events in reads for event in events}.values())

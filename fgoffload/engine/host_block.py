@@ -1,4 +1,4 @@
-"""A block of host memory for one offloaded storage: where it lies in its arena's slabs, and who uses it.
+"""Block of host memory for one offloaded storage: its location in the arena's slabs, and the copies that use it.
 
 The notes cited here are in `host_arena.py`.
 """
@@ -14,12 +14,12 @@ from fgoffload.engine.geometry import get_bytes
 from fgoffload.errors import InternalError
 
 MAX_LOOKS = 8
-"""Cached views of one block. Tensors of one size in bytes have two or three types and shapes in a training."""
+"""Maximum number of cached views of one block. Tensors of one byte size have two or three types and shapes in a training."""
 
 
 @dataclasses.dataclass(slots=True)
 class FreeRange:
-    """A stretch of a slab that no block has."""
+    """Range of a slab that no block uses."""
 
     slab: int
     start: int
@@ -28,28 +28,28 @@ class FreeRange:
 
     @property
     def size_bytes(self) -> int:
-        """The length of the stretch."""
+        """Length in bytes."""
         return self.end - self.start
 
 
 class BlockPlace:
-    """The location of a block."""
+    """Location of a block in the slabs."""
 
     __slots__ = ("last_read", "looks", "parts", "ranges", "size_bytes", "used_bytes")
 
     def __init__(self, size_bytes: int, ranges: Sequence[FreeRange], parts: Sequence[torch.Tensor]) -> None:
         self.last_read: Event | None = None
-        """The event after the last copy to the device that reads this block."""
+        """Event after the last copy to the device that reads this block."""
         self.size_bytes = size_bytes
         self.used_bytes = sum(taken.size_bytes for taken in ranges)
-        """Alignment included."""
+        """Bytes taken from the slabs, alignment included."""
         self.ranges = ranges
         self.parts = tuple(parts)
         self.looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
-        """Contiguous tensors over the only part, by type and size. See [Note: Returned blocks]."""
+        """Contiguous tensors over the block's only part, by type and size. See [Note: Returned blocks]."""
 
     def look(self, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
-        """Return a new one of `looks`."""
+        """Return a new tensor over the block's only part, and cache it in `looks`."""
         if len(self.looks) >= MAX_LOOKS:
             self.looks.clear()
         with as_normal_tensors():
@@ -58,7 +58,7 @@ class BlockPlace:
 
 
 class HostBlock:
-    """Host memory of one offloaded storage. It returns to the arena with its last reference."""
+    """Host memory of one offloaded storage. It returns to the arena when its last reference dies."""
 
     __slots__ = ("__weakref__", "_place", "reads_to_wait_for")
 
@@ -70,7 +70,7 @@ class HostBlock:
 
     @property
     def last_read(self) -> Event | None:
-        """The event after the last copy to the device that reads this block."""
+        """Event after the last copy to the device that reads this block."""
         return self._place.last_read
 
     @last_read.setter
@@ -79,25 +79,25 @@ class HostBlock:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """uint8 `[n]` each, on the host; in order they form the block. See [Note: A block of several parts]."""
+        """Parts of the block in order, each uint8 `[n]` on the host. See [Note: A block of several parts]."""
         return self._place.parts
 
     @property
     def buffer(self) -> torch.Tensor:
-        """uint8 `[size_bytes]`, on the host: the block, if it has one part.
+        """Whole block as uint8 `[size_bytes]` on the host, if it has one part.
 
         Raises:
-            InternalError: It has several parts.
+            InternalError: The block has several parts.
         """
         if len(self.parts) > 1:
             raise InternalError(f"A host block of {len(self.parts)} parts was used as one tensor.")
         return self.parts[0]
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part, and the stretch of `tensor` that goes there or comes from there, of one type and size.
+        """Return each part of the block with the range of `tensor` to copy to or from it, both of one type and size.
 
         Args:
-            tensor: Contiguous, of `size_bytes`, anywhere.
+            tensor: Contiguous tensor of `size_bytes`, on any device.
         """
         place = self._place
         if len(place.parts) == 1:
@@ -109,17 +109,17 @@ class HostBlock:
 
 
 class LentBlock(weakref.ref[HostBlock]):
-    """A block that is in use. When its last reference dies this is appended to the arena's queue.
+    """Weak reference to a block in use. When the block's last reference dies, this is appended to the arena's queue.
 
-    On any thread, in the middle of anything, the arena's own code included. See [Note: Interrupted arenas].
+    That may occur on any thread at any time, even inside the arena's own code. See [Note: Interrupted arenas].
     """
 
     __slots__ = ("place", "reads")
 
     place: BlockPlace
     reads: Sequence[Event]
-    """Reads of the block's earlier use. They still count: nobody has waited for them if the block was never written."""
+    """Events of reads before this use. They still count: nothing has waited for them if the block was never written."""
 
     def list_reads(self) -> Sequence[Event]:
-        """Return the events of the copies that may still read there."""
+        """Return the events of the copies that may still read the block."""
         return self.reads if self.place.last_read is None else (*self.reads, self.place.last_read)

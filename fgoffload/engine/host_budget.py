@@ -1,7 +1,7 @@
-"""The default host budget of a rank.
+"""Computes the default host budget of a rank.
 
-A process lies in a control group, which lies in others, and each of them may have a limit: the tightest counts. A container
-sees only its own part of that tree, mounted at its root, and version 1 and version 2 may be mounted side by side.
+A process is in a tree of control groups. Each group may have a limit, and the tightest limit counts. A container sees only its
+own part of that tree, mounted at its root. Version 1 and version 2 may be mounted side by side.
 """
 
 import os
@@ -15,17 +15,17 @@ from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import GIB
 
 SHARE = HOST_SHARE
-"""The part of the memory that is free at start that all ranks of a node together take at most."""
+"""Maximum fraction of the host memory free at start that all ranks of a node take together."""
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm; the first one set counts. torchrun's is first, since each of its agents may be a
-Slurm task."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. torchrun's is first, since each of its agents
+may be a Slurm task."""
 
 _NO_LIMIT = 1 << 62
 
 
 class Reserving(Protocol):
-    """A user of a host budget: an arena."""
+    """Interface of a host budget's user, such as an arena."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -33,10 +33,10 @@ class Reserving(Protocol):
 
 
 class HostBudget:
-    """A host budget that arenas share.
+    """Host budget that arenas share.
 
     Args:
-        total_bytes: Of all of them.
+        total_bytes: Limit of bytes of all arenas together.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -44,7 +44,7 @@ class HostBudget:
         self._arenas: weakref.WeakSet[Reserving] = weakref.WeakSet()
 
     def add(self, arena: Reserving) -> None:
-        """Let `arena` take from this budget too, as long as it lives."""
+        """Share this budget with `arena` too, as long as it lives."""
         self._arenas.add(arena)
 
     @property
@@ -54,19 +54,19 @@ class HostBudget:
 
     @property
     def part_bytes(self) -> int:
-        """An equal part for each arena."""
+        """Bytes of an equal share for each arena."""
         return self.total_bytes // max(1, len(self._arenas))
 
 
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""Budgets by process id, since a fork is another process. All engines of a process share its memory."""
+"""Budgets by process id, since a fork is another process. All engines of a process share one budget."""
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share; it is measured anew when none of them is left.
+    """Return the budget that all engines of this process share. It is measured again once none of them is left.
 
     Raises:
-        ConfigError: As `get_default_budget_bytes`.
+        ConfigError: As for `get_default_budget_bytes`.
     """
     process = os.getpid()
     budget = _process_budgets.get(process)
@@ -76,15 +76,15 @@ def get_process_budget() -> HostBudget:
 
 
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
-    """Return this rank's share of the host memory that is free now, the limits of its control groups counted in.
+    """Return this rank's share of the free host memory, within the limits of its control groups.
 
-    A process counts as alone on its node where none of `RANKS_PER_NODE_VARIABLES` is set.
+    A process counts as alone on its node if none of `RANKS_PER_NODE_VARIABLES` is set.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: Folder of `proc` and `sys`.
 
     Raises:
-        ConfigError: One of the variables is no number of ranks.
+        ConfigError: One of the variables is not a number of ranks.
     """
     free_bytes = min(_read_available_bytes(root), _read_cgroup_free_bytes(root))
     return int(free_bytes * SHARE / _read_ranks_per_node())
@@ -107,7 +107,7 @@ def _read_available_bytes(root: Path) -> int:
     for name, kib in _read_table(root / "proc/meminfo"):
         if name == "MemAvailable:":
             return kib * 1024
-    return 16 * GIB  # no procfs, so not Linux: a budget that every training host has
+    return 16 * GIB  # no procfs, so not Linux: an amount that every training host has
 
 
 def _read_cgroup_free_bytes(root: Path) -> int:
@@ -117,7 +117,7 @@ def _read_cgroup_free_bytes(root: Path) -> int:
         group = groups.get(kind)
         if group is None:
             continue
-        # Below the mount lies what is below the mount's own root; a group outside of it is hidden, and the mount stands for it.
+        # The mount shows the groups below its own root. A group outside of that root is hidden, so the mount stands for it.
         inside = group.relative_to(mounted_root) if group.is_relative_to(mounted_root) else Path()
         own = root / mount.relative_to("/") / inside
         for folder in (own, *own.parents[: len(inside.parts)]):
@@ -126,9 +126,9 @@ def _read_cgroup_free_bytes(root: Path) -> int:
 
 
 def _read_free_bytes(folder: Path, kind: str) -> int:
-    """Return what one control group may still take.
+    """Return the bytes that one control group may still take.
 
-    Cached files that were not read lately count as free: the kernel drops them first, and data loaders fill a group with them.
+    Cached files that were not read lately count as free. The kernel drops them first, and data loaders fill a group with them.
     """
     if kind == "cgroup2":
         # Above `high` the kernel throttles the group to reclaim memory, and pinned memory cannot be reclaimed.
@@ -142,7 +142,7 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
 
 
 def _read_own_groups(root: Path) -> dict[str, Path]:
-    """Return the control group of this process for each kind of mount: `cgroup2`, and `cgroup` for version 1."""
+    """Return the control group of this process by kind of mount: `cgroup2`, and `cgroup` for version 1."""
     groups = {}
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -154,9 +154,9 @@ def _read_own_groups(root: Path) -> dict[str, Path]:
 
 
 def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield the kind of each mount of control groups, which group is mounted there, and where.
+    """Yield kind, mounted group and mount point of each mount of control groups.
 
-    Where version 1 mounts each controller by itself, those of the others have no files that tell of memory.
+    If version 1 mounts each controller separately, only the memory controller's mount has memory files.
     """
     for line in _read_lines(root / "proc/self/mountinfo"):
         # 35 31 0:32 /group /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
@@ -168,7 +168,7 @@ def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name and the first number of each line that has both."""
+    """Yield name and first number of each line that has both."""
     for line in _read_lines(path):
         words = line.split()
         if len(words) > 1 and words[1].isdigit():
@@ -176,7 +176,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _read_numbers(path: Path) -> list[int]:
-    """Return the number in a file; none where it says `max`, or is not there."""
+    """Return the number in a file, or nothing if the file says `max` or is missing."""
     return [int(text) for text in _read_lines(path) if text.isdigit()]
 
 
@@ -184,4 +184,4 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:
-        return []  # not Linux, or a control group that does not tell
+        return []  # not Linux, or a control group without this file

@@ -1,4 +1,4 @@
-"""Identity, version and lifetime of a tensor's bytes, for which torch has only private names."""
+"""Reads identity, version and lifetime of a tensor's bytes, for which torch has only private names."""
 
 from typing import NamedTuple
 
@@ -8,94 +8,94 @@ from fgoffload.engine.torch_internals import count_storage_references, find_refe
 
 
 def get_version(tensor: torch.Tensor) -> int:
-    """Return how often the bytes of `tensor` were changed in place, as autograd counts; views count together.
+    """Return how often the bytes of `tensor` were changed in place, by autograd's count. Views share one count.
 
-    Tensors made in inference mode are not counted, and autograd never saves them: 0.
+    Tensors made in inference mode have no count, and autograd never saves them. For them return 0.
     """
-    try:  # to ask first whether it was would cost each save and each take, for what hardly ever comes
+    try:  # an `is_inference` check first would slow each save and each take, for a rare case
         return tensor._version  # noqa: SLF001 - the only name
     except RuntimeError:
         return 0
 
 
 def get_key(tensor: torch.Tensor) -> int:
-    """Return the address that names the storage of `tensor`, for as long as the storage or a `StorageRef` to it lives."""
+    """Return the address of the storage of `tensor`. It is unique as long as the storage or a `StorageRef` to it lives."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the only name
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor` lie as they are, by strides, in a storage of its own kind."""
+    """Return whether the elements of `tensor` lie unchanged and strided in a plain storage."""
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    # Conjugated and negated tensors are read with a change of sign; a zero tensor has no memory at all.
+    # Conjugated and negated tensors are read with a change of sign. A zero tensor has no memory.
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())  # noqa: SLF001 - the only name
 
 
 def is_without_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a plain tensor over a storage of no bytes, as the bias that a linear does not have."""
+    """Return whether `tensor` is a plain tensor over an empty storage, such as the missing bias of a linear."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0
 
 
 def is_piece(tensor: torch.Tensor) -> bool:
-    """Return whether the storage of `tensor` is made of memory that it did not allocate, and that others may have pieces of.
+    """Return whether the storage of `tensor` is a piece of an allocation that other storages may share.
 
-    Transformer Engine allocates the quantized inputs of all experts and their scales at once, and makes a storage of each: the
-    memory of all is there until the last of them goes. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
+    Transformer Engine allocates the quantized inputs and scales of all experts at once, and makes a storage of each. The memory
+    is freed only with the last of them. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
     """
     return not tensor.untyped_storage().resizable()
 
 
 def is_of_leaf(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is, or looks at, a leaf that gets a gradient: a parameter, or an input from outside of the graph.
+    """Return whether `tensor` is, or is a view of, a leaf that gets a gradient: a parameter, or an input of the graph.
 
-    The tensor alone does not tell: a view that a custom function makes in its forward, where grad mode is off, says of itself
-    that it is such a leaf, whatever it looks at. Transformer Engine saves such views, one for each expert.
+    The tensor's own `is_leaf` is not enough. A custom function runs its forward without grad mode, and a view made there is a
+    leaf that requires a gradient, whatever its base is. Transformer Engine saves such views, one for each expert.
     """
     base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
     return base.is_leaf and base.requires_grad
 
 
 class Contents(NamedTuple):
-    """Identifies the bytes of a storage at one moment: equal values of one storage mean unchanged bytes.
+    """Identifies the bytes of a storage at one moment. Equal values of one storage mean unchanged bytes.
 
-    Except for writes that torch does not count: through `tensor.data`, or from outside torch.
+    Torch does not count writes through `tensor.data` or from outside of torch.
     """
 
     version: int
-    """How often they were changed in place."""
+    """Number of changes in place."""
     address: int
-    """Where they lie. Who empties a storage and fills it again gets other memory, mostly."""
+    """Address of the bytes. A storage that is emptied and refilled usually gets other memory."""
     nbytes: int
 
 
 def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
-    """Return the key of the storage of `tensor`, as `get_key` does, and what names its bytes now."""
+    """Return the key of the storage of `tensor`, as `get_key` does, and the identity of its current bytes."""
     storage = tensor.untyped_storage()
     return storage._cdata, Contents(get_version(tensor), storage.data_ptr(), storage.nbytes())  # noqa: SLF001 - the only name
 
 
 def count_tensors(tensor: torch.Tensor) -> int:
-    """Return how many tensors look at the storage of `tensor`, itself included; those that autograd keeps count too."""
+    """Return the number of tensors on the storage of `tensor`, itself and those that autograd saved included."""
     storage = tensor.untyped_storage()
-    return count_storage_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference of its own
+    return count_storage_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference too
 
 
 class StorageRef:
-    """A weak reference to a storage that reserves its address but not its memory.
+    """Weak reference to a storage that reserves its address but not its memory.
 
-    As torch's `StorageWeakRef`, which takes twice the steps; there is one for each saved storage.
+    Torch's `StorageWeakRef` does the same in twice the steps, and each saved storage needs one.
     """
 
     __slots__ = ("_free", "key")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._free = free_weak_ref  # when the interpreter ends, this module may go before the last reference does
+        self._free = free_weak_ref  # at interpreter exit, this module may be gone before the last reference
         self.key: int = make_weak_ref(tensor.untyped_storage())
-        """Key that `get_key` returns for tensors of the storage."""
+        """Result of `get_key` for tensors of the storage."""
 
     @property
     def is_freed(self) -> bool:
-        """Whether nothing holds the storage any more."""
+        """Whether nothing references the storage any more."""
         return bool(is_expired(self.key))
 
     def __del__(self) -> None:
@@ -103,11 +103,11 @@ class StorageRef:
             self._free(self.key)
 
     def find_storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None where it is freed."""
+        """Return the storage, or None if it is freed."""
         storage: torch.UntypedStorage | None = find_referenced(self.key)
         return storage
 
     def find_nbytes(self) -> int | None:
-        """Return the bytes of the storage now, or None where it is freed."""
+        """Return the current bytes of the storage, or None if it is freed."""
         storage = self.find_storage()
         return None if storage is None else storage.nbytes()

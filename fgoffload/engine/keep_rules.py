@@ -1,4 +1,4 @@
-"""Which saved tensors stay on the device because of their kind or size."""
+"""Decides which saved tensors stay on the device because of their kind or size."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ from fgoffload.engine.stats import KeptReason
 
 
 class KeepRules:
-    """The user's limits, and the kinds of tensors that cannot be copied faithfully.
+    """Keeps tensors below the user's limits, and tensors that cannot be copied faithfully.
 
     Args:
         device: Device of offloaded tensors.
-        min_offloaded_numel: Elements. What all saves of a storage cover together stays when it is smaller.
-        min_offloaded_bytes: The same in bytes; both must be reached.
-        keep: The user's filter: a saved tensor for which it returns true stays.
+        min_offloaded_numel: Elements. Storages with fewer saved elements stay on the device.
+        min_offloaded_bytes: The same limit in bytes. Offloaded storages reach both.
+        keep: The user's filter. A saved tensor stays on the device if it returns true.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KeepRules:
         self._min_offloaded_numel = min_offloaded_numel
         self._min_offloaded_bytes = min_offloaded_bytes
         self._large_numel = max(min_offloaded_numel, min_offloaded_bytes)
-        """Elements. A tensor of so many reaches both minimum sizes, whatever its type."""
+        """Elements. A tensor with this many reaches both minimum sizes, whatever its type."""
         self._keep = keep
 
     def find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
@@ -49,27 +49,27 @@ class KeepRules:
         return KeptReason.EMPTY if tensor.numel() == 0 else None
 
     def is_filtered(self, tensor: torch.Tensor) -> bool:
-        """Return whether the user's filter says that `tensor` stays."""
+        """Return whether the user's filter keeps `tensor` on the device."""
         return self._keep is not None and bool(self._keep(tensor))
 
     def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays because all of its storage is smaller than what leaves, whatever else is saved of it.
+        """Return whether `tensor` stays because its whole storage is below the minimum size, whatever else is saved of it.
 
-        Not asked of parameters, which stay anyway, nor where a filter wants to see each tensor.
+        Return false for parameters, which stay anyway, and if a filter must see each tensor.
         """
-        # What is large by itself is asked no further: `save` finds out what it is, and it is most of what is saved.
+        # Large tensors need no further check here: `save` classifies them, and they are most of the saved tensors.
         if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
             return False
         if not has_bytes(tensor) or tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
             return False
-        # As if an element were a byte: another save of the storage may be of a narrower type, and both have to go one way.
+        # As if an element were one byte: another save of the storage may have a narrower type, and both must be treated alike.
         nbytes = tensor.untyped_storage().nbytes()
         return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
 
     def is_too_small(self, saved: SavedStorage) -> bool:
-        """Return whether a storage stays on the device because all saved bytes together are too few."""
+        """Return whether a storage stays on the device because its saved bytes are below the minimum size."""
         covered_bytes = saved.covered_bytes
         if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
             return False
-        # A piece that stayed would keep the whole allocation alive, so offloading the others would free nothing.
+        # A piece on the device would keep the whole allocation alive, so offloading the others would free nothing.
         return not is_piece(saved.get_any_alias())

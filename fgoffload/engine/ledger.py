@@ -1,7 +1,7 @@
-"""An independent count of the device bytes that autograd keeps alive.
+"""Counts the device bytes that autograd keeps alive, independently of the engine.
 
-The ledger counts each storage once and checks in torch whether it is alive, independently of the engine. It costs about a
-microsecond for each living storage and saved tensor, so a measured step cannot be timed.
+The ledger counts each storage once and asks torch whether it is alive. It costs about a microsecond for each living storage
+and saved tensor, so the time of a measured step means nothing.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from fgoffload.engine.identity import StorageRef, get_key
 
 
 class LedgerSample(NamedTuple):
-    """The bytes alive at one moment."""
+    """Bytes alive at one moment."""
 
     position: int
-    """Tensors that autograd has saved and taken back so far: the same moment of the same step in every run, and no time."""
+    """Number of tensors that autograd has saved and taken back so far. It is the same in every run, unlike a time."""
     resident_bytes: int
     place: str
-    """Where the step was: what was saved last, as in `layers.3.core_attn mb=2`, or taken, as in `backward of layers.3.core_attn
+    """Place of the last save, as in `layers.3.core_attn mb=2`, or of the last take, as in `backward of layers.3.core_attn
     mb=2`. Empty outside of the engine's watch."""
 
 
 class ActivationLedger:
-    """Bytes of every live storage that autograd saved or the engine reloaded.
+    """Counts the bytes of every living storage that autograd saved or the engine reloaded.
 
     Args:
-        parameters: Their storages are not activations and are not counted.
+        parameters: Parameters, whose storages are not activations and are not counted.
     """
 
     def __init__(self, *, parameters: Iterable[torch.Tensor]) -> None:
@@ -37,7 +37,7 @@ class ActivationLedger:
         self._position = 0
         self._place: object = ""
         self.samples: list[LedgerSample] = []
-        """One for each tensor saved or taken back and each buffer of the engine, in order."""
+        """Samples in order, one for each saved tensor, taken tensor and buffer of the engine."""
 
     @property
     def peak_bytes(self) -> int:
@@ -46,30 +46,30 @@ class ActivationLedger:
         return 0 if peak is None else peak.resident_bytes
 
     def find_peak(self) -> LedgerSample | None:
-        """Return the first sample with the most bytes alive, which says where in the step that is; None before the first."""
+        """Return the first sample with the peak bytes, which says where in the step the peak is. None before the first."""
         return max(self.samples, key=lambda sample: sample.resident_bytes, default=None)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what autograd saves inside. Engine regions inside work as without it, and report to the engine's observers."""
+        """Count tensors that autograd saves inside. Engine regions inside work unchanged and report to the engine's ledgers."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()
 
     def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
-        """Autograd has saved `tensor` at `place`, whose text is for people."""
+        """Count `tensor`, which autograd has saved at `place`. The text of `place` is for people."""
         self._position += 1
         self._place = place
         self.observe(tensor)
 
     def count_take(self, *, place: object = "") -> None:
-        """Autograd has taken a tensor back that was saved at `place`."""
+        """Take a sample after autograd has taken back a tensor that was saved at `place`."""
         self._position += 1
         self.reach_backward(place=place)
         self.sample()
 
     def reach_backward(self, *, place: object) -> None:
-        """Backward has come to `place`."""
+        """Note that backward has reached `place`."""
         self._place = f"backward of {place}" if str(place) else ""
 
     def observe(self, tensor: torch.Tensor) -> None:
@@ -81,10 +81,10 @@ class ActivationLedger:
         self.sample()
 
     def sample(self) -> None:
-        """Note how many bytes are alive now."""
+        """Record the bytes that are alive now."""
         resident_bytes = 0
         for key, reference in tuple(self._alive.items()):
-            # The bytes are asked for each time: a recompute empties a storage that lives on.
+            # The size is read each time, since a recompute empties storages that stay alive.
             size_bytes = reference.find_nbytes()
             if size_bytes is None:
                 del self._alive[key]
@@ -98,13 +98,13 @@ class ActivationLedger:
 
 
 class LedgerHook:
-    """The pack hook of a ledger, known to the engine by its type."""
+    """Pack hook of a ledger. The engine recognizes it by its type."""
 
     def __init__(self, ledger: ActivationLedger) -> None:
         self.ledger = ledger
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count `tensor` and leave it as it is, but for its graph: see [Note: What owns what]."""
+        """Count `tensor` and return it detached from its graph. See [Note: What owns what]."""
         detached = tensor.detach()
         self.ledger.count_save(detached)
         return detached

@@ -1,7 +1,7 @@
-"""Which backward comes next: learned from the step before, since pipeline schedules repeat.
+"""Predicts the next backward from the step before, since pipeline schedules repeat.
 
-A step ends where a forward begins and no lane waits for its backward: each began it, or its graph was dropped. A wrong guess
-costs time and nothing else, see [Note: Prefetch across passes] in `fgoffload.transfer_schedule`.
+A step ends when a forward begins and no lane waits for its backward: each backward has begun, or its graph was dropped. A wrong
+prediction only costs time, see [Note: Prefetch across passes] in `fgoffload.transfer_schedule`.
 """
 
 import weakref
@@ -10,30 +10,30 @@ from typing import NamedTuple
 from fgoffload.engine.group import Lane
 
 MOST_FORWARDS = 1 << 16
-"""Most remembered forwards of a step: a graph that somebody keeps would let a step never end. Large steps have thousands."""
+"""Maximum number of remembered forwards of a step. A retained graph would make a step endless. Large steps have thousands."""
 
 
 class _Pass(NamedTuple):
     is_backward: bool
     number: int
-    """Number of the lane, by the forwards of the step before it."""
+    """Number of the lane, which is the number of forwards before it in the step."""
 
 
 class PassOrder:
-    """The passes of this step so far, and what came after each in the step before."""
+    """Records the passes of this step, and predicts the next backward from the step before."""
 
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """Lane whose backward came after each pass of the step before, at once or after one forward."""
+        """Number of the lane whose backward followed each pass of the step before, at once or after one forward."""
         self._numbers: weakref.WeakKeyDictionary[Lane, int] = weakref.WeakKeyDictionary()
-        """Numbers of lanes that wait for their backward."""
+        """Numbers of the lanes that wait for their backward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
-        """The same, by number."""
+        """The same lanes, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward comes right behind the forward of `lane`; None where none does, or nobody knows."""
+        """Return the lane whose backward directly follows the forward of `lane`. None if none does or it is unknown."""
         if not self._numbers or self._forwards >= MOST_FORWARDS:
             self._learn()
         number = self._numbers[lane] = self._forwards
@@ -42,9 +42,9 @@ class PassOrder:
         return self._note(_Pass(is_backward=False, number=number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward comes behind that of `lane`, perhaps after one forward; None as above."""
+        """Return the lane whose backward follows that of `lane`, perhaps after one forward. None as above."""
         number = self._numbers.pop(lane, None)
-        if number is None:  # another backward of a graph that was kept
+        if number is None:  # another backward of a retained graph
             return None
         self._lanes.pop(number, None)
         return self._note(_Pass(is_backward=True, number=number))
@@ -55,7 +55,7 @@ class PassOrder:
         return None if number is None else self._lanes.get(number)
 
     def _learn(self) -> None:
-        """A step is over: remember what came after each of its passes."""
+        """Remember the backward that followed each pass of the step that ended."""
         passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
         self._numbers.clear()
         self._lanes.clear()

@@ -1,10 +1,10 @@
-"""Where in a step something was saved, for errors, logs and profiler ranges."""
+"""Names the place in a step where something was saved, for errors, logs and profiler ranges."""
 
 from fgoffload.plan import Site
 
 
 class Place:
-    """A site, or none between the sites, and a microbatch. The text is made when somebody reads it, which is seldom."""
+    """Site, or None between sites, and microbatch. The text is made only when it is read, which is rare."""
 
     __slots__ = ("_lane", "site")
 

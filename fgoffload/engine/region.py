@@ -1,19 +1,19 @@
 """Regions of forward whose saves form a group, and the marks that show the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached it. Where that is late, a mark shows it
+The first unpacked tensor of a site shows that backward has reached it. If that is too late, a mark shows it
 earlier: a hook on the gradient of the site's output. A hook on the gradient of a lane's first input shows that backward has
-left the lane. A mark adds nothing to the graph. An identity autograd function in its place would change results: where the
-site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too, the gradients of
-the site would be summed first and the residual's added then, and floating-point sums depend on their order. The end mark is a
-call of its own, since some groups may only move after their region: the input of a norm is the residual too, and is used again
-after attention.
+left the lane. A mark adds nothing to the graph. An identity autograd function instead of a mark would change results. Suppose
+the site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too. The site's
+gradients would be summed before the residual's is added, and floating-point sums depend on their order. The end mark is a
+separate call, since some groups may be offloaded only after their region: the input of a norm is also the residual, which is
+used again after attention.
 
 [Note: When a region is inert]
-A region does nothing without grad mode; during a backward, where a recompute runs forward code again and its tensors are wanted
+A region does nothing without grad mode; during a backward, where a recompute runs forward code and needs its tensors
 at once; while `torch.jit` traces; inside a `torch.func` transform, and wherever else hooks are forbidden; and below hooks that
 are not the engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
-checkpoint would take its tensors away from it, save them after all, and so undo the checkpoint.
+checkpoint would take the tensors from it and save them, and so undo the checkpoint.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from fgoffload.plan import Site
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a node of a backward now."""
+    """Return whether this thread runs a node of a backward."""
     return get_graph_task() != -1
 
 
@@ -55,7 +55,7 @@ def is_inert() -> bool:
 
 
 def is_engine_hook(pack: Any) -> bool:
-    """Return whether a pack hook is the engine's own."""
+    """Return whether the pack hook `pack` belongs to the engine."""
     return isinstance(pack, (Saving, LedgerHook, Capture))
 
 
@@ -65,34 +65,34 @@ class SavingEngine(Protocol):
     observers: list[ActivationLedger]
 
     def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays whatever else is saved of its storage."""
+        """Return whether `tensor` stays on the device, whatever else is saved of its storage."""
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Packed:
-        """Return the handle for a tensor that autograd saves in `group`, or in a watched stretch where it is None."""
+        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if None."""
 
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed:
-        """Return the handle for a tensor that autograd saves in a stretch that is only followed."""
+        """Return the handle for a tensor that autograd saves in a segment that is only followed."""
 
     def begin_forward(self, lane: Lane) -> None:
-        """Forward begins in `lane`, which is new."""
+        """Note that forward begins in the new `lane`."""
 
     def open_group(self, site: Site, lane: Lane) -> Group:
         """Return a new group of `lane`."""
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Let `group` leave: now, or with `is_held` at the next `flush`."""
+        """Offload `group` now, or with `is_held` at the next `flush`."""
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has come to `group`, and has left what came after it."""
+        """Note that backward has reached `group` and left the later ones."""
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
-        """Backward has passed the start mark of `group`."""
+        """Note that backward has passed the start mark of `group`."""
 
 
 class Saving:
-    """A segment of forward whose saves go to a group, or to none if a layer is only watched.
+    """Segment of forward whose saves go to a group, or to none if a layer is only watched.
 
-    It is the pack hook of that stretch too. May be entered again after it was left.
+    It is also the pack hook of that segment. It may be entered again after it was left.
     """
 
     __slots__ = ("_engine", "group", "lane")
@@ -105,16 +105,16 @@ class Saving:
     def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle that autograd unpacks later."""
         engine, lane, group = self._engine, self.lane, self.group
-        # What never moves costs as little as it can: a linear of many experts saves a few dozen weights, and as many biases
-        # that it does not have, while the device waits for the host.
+        # Tensors that are never offloaded must cost little host time: a linear of many experts saves a few dozen weights, and
+        # as many missing biases, while the device waits for the host.
         held: torch.Tensor | None = None
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter:
                 held = tensor if tensor.is_leaf else tensor.detach()
             elif tensor.numel() == 0 and is_without_bytes(tensor):
-                held = tensor if tensor.is_leaf else tensor.detach()  # to detach takes the host as long as all else here
+                held = tensor if tensor.is_leaf else tensor.detach()  # `detach` takes the host as long as the rest here
             elif engine.is_always_too_small(tensor):
-                # A router saves a handful of them, and a rotary embedding its tables.
+                # A router saves a few such tensors, and a rotary embedding saves its tables.
                 if group is None:
                     return keep_tensor(tensor, lane.place)
                 group.pass_small(tensor)
@@ -127,23 +127,23 @@ class Saving:
         return KeptHandle(held, tensor._version, None, group.place)  # noqa: SLF001 - the only name
 
     def take_back(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`: the unpack hook."""
+        """Return the tensor of `handle`. This is the unpack hook."""
         tensor = handle.take()
         for ledger in self._engine.observers:
             ledger.count_take(place=handle.place)
         return tensor
 
     def __enter__(self) -> None:
-        """Begin to save, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
+        """Install the hooks, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
         push_hooks(self, self.take_back)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, also on an exception: leftover hooks would affect whatever the process does next."""
+        """Remove the hooks, on an exception too. Leftover hooks would affect later code of the process."""
         pop_hooks()
 
 
 class Following(Saving):
-    """A segment of forward that only shows the position of backward: see `OffloadEngine.follow`."""
+    """Segment of forward that only shows the position of backward. See `OffloadEngine.follow`."""
 
     __slots__ = ("_seen",)
 
@@ -152,7 +152,7 @@ class Following(Saving):
         self._seen: set[int] = set()
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         engine = self._engine
         if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
             return super().__call__(tensor)
@@ -160,7 +160,7 @@ class Following(Saving):
 
 
 class Region(Saving):
-    """One run of a site: `enter` marks its input, `saving` is its context, `end` marks its output."""
+    """One run of a site. `enter` marks its input, `saving` is its context, and `end` marks its output."""
 
     __slots__ = ()
 
@@ -169,25 +169,25 @@ class Region(Saving):
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
 
-        Only the first site of a lane needs one: backward has left any other site when it reaches the one before.
+        Only the first site of a lane needs it: backward has left any other site when it reaches the site before.
         """
         mark_start(self._engine, self.lane, self.group, tensor)
 
     def saving(self) -> Saving:
         """Return the context whose saves go to the group."""
-        return self  # one object for both, since there are as many as regions
+        return self  # no second object for each region
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Offload the group, and put the end mark on `tensor`.
 
         Args:
-            tensor: An output of the site, or of something after it that no longer needs what the group saved. None puts no
-                mark, which costs the host less: then the first tensor that backward takes tells that it is here. A mark is
-                earlier where much of a site saves nothing at its end, and nothing was brought back ahead.
-            is_held: Hold the group until `OffloadEngine.flush`.
+            tensor: Output of the site, or of a later op that no longer needs the group's tensors. None sets no mark, which
+                costs the host less: the first tensor that backward takes then shows its position. A mark is earlier if the
+                last ops of a site save nothing, and nothing was prefetched.
+            is_held: Whether to hold the group until `OffloadEngine.flush`.
 
         Raises:
-            StateError: The region was ended before, or a tensor that it saved was changed in place or resized since.
+            StateError: The region was already ended, or one of its saved tensors was changed in place or resized.
         """
         engine, lane, group = self._engine, self.lane, self.group
         engine.end(lane, group, is_held=is_held)
@@ -196,13 +196,13 @@ class Region(Saving):
 
 
 def mark_start(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
-    """Put the start mark of `group` on `tensor`, the input of its site, where the lane needs one: see `Region.enter`."""
+    """Put the start mark of `group` on `tensor`, the input of its site, if the lane needs one. See `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
 
 def mark_end(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
-    """Put the end mark of `group` on `tensor`, an output of its site or of something behind it."""
+    """Put the end mark of `group` on `tensor`, an output of its site or of a later op."""
     add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 
 

@@ -26,11 +26,11 @@ class Reloads:
     """Reloads what the schedule decides, and releases what backward no longer needs. Called under the engine's lock.
 
     Args:
-        device: Of the engine.
-        transfers: Move the bytes.
-        schedule: Decides.
-        registry: Is told of reloaded storages.
-        observers: Are told where backward is.
+        device: The engine's device.
+        transfers: Copies in both directions.
+        schedule: Decides what is reloaded, and when.
+        registry: Notes each reloaded storage.
+        observers: Ledgers that note the position of backward.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Reloads:
         self._order = PassOrder()
 
     def begin_forward(self, lane: Lane) -> None:
-        """Forward begins in `lane`: what the backward behind it wants first may return as groups leave."""
+        """Note that forward begins in `lane`. The first groups of the next backward may be reloaded as groups are offloaded."""
         self._drop_untaken(self._schedule.announce(self._order.begin_forward(lane), during=None))
 
     def _begin_backward(self, lane: Lane) -> None:
@@ -57,14 +57,14 @@ class Reloads:
         self._schedule.announce(self._order.begin_backward(lane), during=lane)
 
     def _drop_untaken(self, groups: Iterable[Group]) -> None:
-        """Drop what was brought back for a backward that does not come next, but for what another one has taken."""
+        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has taken them."""
         for group in groups:
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.reload is not None and not saved.reload.taken_on:
                     self._transfers.drop_reloaded(saved)
 
     def approach(self, lane: Lane, group: Group) -> None:
-        """Backward has reached `group` and left the later ones: reload what comes next."""
+        """Reload the next groups, since backward has reached `group` and left the later ones."""
         for ledger in self._observers:
             ledger.reach_backward(place=group.place)
         if lane is not self._schedule.current:
@@ -73,7 +73,7 @@ class Reloads:
         self.execute(self._schedule.reach(lane, group))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return the saved tensor of `view`, reloaded where it was offloaded. See `OffloadEngine.take`."""
+        """Return the saved tensor of `view`, reloaded if it was offloaded. See `OffloadEngine.take`."""
         if saved.fault is not None:
             raise StateError(saved.fault)
         if group is None:
@@ -84,10 +84,10 @@ class Reloads:
         elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
-            # While the copy to the host is queued the storage is still there; who frees it waits for that copy.
+            # While the copy to the host is queued, the storage is still there. It is freed only after a wait for that copy.
             saved.check_unchanged("backward took it", view)
             if saved.state is SavedState.OFFLOADING:
-                saved.streams.add(self._device.current_stream())  # one that reads it now, and need not have saved it
+                saved.streams.add(self._device.current_stream())  # this stream reads it, and perhaps did not save it
             return saved.get_alias(view)
         if saved.state is SavedState.OFFLOADED:
             saved.stats.prefetch_misses += 1
@@ -95,16 +95,16 @@ class Reloads:
         return self._transfers.take(saved, view)
 
     def leave(self, lane: Lane, position: int) -> None:
-        """Backward has left the groups from `position` on: drop what it no longer needs."""
+        """Drop the tensors that backward no longer needs, since it has left the groups from `position` on."""
         for group in lane.leave(position):
-            # What a kept graph still wants goes back to being on the host only, once no group before this one wants it too.
+            # Tensors that a retained graph still needs stay on the host only, once no earlier group needs them.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self._transfers.drop_reloaded(saved)
         self._transfers.poll()
 
     def execute(self, decisions: Iterable[CallBack[Group, SavedStorage]]) -> None:
-        """Cancel the offload of what is still on the device, and reload the rest."""
+        """Cancel the offload of storages that are still on the device, and reload the others."""
         for decision in decisions:
             for saved in decision.cancelled:
                 saved.stats.recalled_bytes += saved.moved_bytes
@@ -119,7 +119,7 @@ class Reloads:
                 self.reload({saved: group.place for saved, group in away.items()})
 
     def reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Bring back `away`, which is on the host only, in this order, each for the group at its place."""
+        """Reload the storages `away`, which are on the host only, in this order, each with the place of its group."""
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
             self._registry.note_reload(saved)

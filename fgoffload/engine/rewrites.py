@@ -1,12 +1,12 @@
 """Detects storages that a kernel overwrote between two saves.
 
 [Note: Writes that torch does not count]
-Autograd notices a write to a saved tensor by its version. A Triton kernel, a collective, or NumPy writes without counting one,
-and plain torch then gives backward whatever the memory holds. A storage whose copy to the host has begun, and that is saved
-again at the same version, may have been written in between: Liger's cross entropy puts the gradient of the logits over the
-logits and saves them. So the first re-saves at each pair of places are compared with what was copied. Where they differ, the
-storage is taken as it is now, for all who saved it, there and from then on; where they agree, it moves once for all, and
-nothing is compared any more. A storage that is not saved again after the write comes back as it was when it was copied.
+Autograd notices a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
+the version, and plain torch then gives backward whatever the memory holds. So a storage that is saved again at the same version
+after its copy to the host has begun may have been written in between. For example, Liger's cross entropy overwrites the logits
+with their gradient and saves them. The first re-saves at each pair of places are therefore compared with the copied bytes. If
+they differ, all saves of the storage get its current bytes, now and at later re-saves of this pair. If they agree, one copy
+serves all saves, and nothing is compared any more. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import torch
@@ -19,15 +19,15 @@ from fgoffload.engine.transfers import Transfers
 from fgoffload.plan import Site
 
 COMPARISONS = 8
-"""Number of compared re-saves for a pair of places. A comparison blocks the host and reads the tensor over the link."""
+"""Number of re-saves to compare for a pair of places. A comparison blocks the host and reads the tensor over the link."""
 
 
 class Rewrites:
-    """Remembers which pairs of places write in between.
+    """Remembers between which pairs of places a storage is overwritten.
 
     Args:
-        device: Where the copies were queued.
-        transfers: Has what was reloaded.
+        device: Device of the copies.
+        transfers: Owner of reloaded buffers.
     """
 
     def __init__(self, device: Device, transfers: Transfers) -> None:
@@ -37,21 +37,21 @@ class Rewrites:
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
 
     def follow(self, saved: SavedStorage, tensor: torch.Tensor, place: Place) -> None:
-        """Take the bytes of `saved` from its storage again where they may have been written over since they were copied.
+        """Return `saved` to its storage's current bytes if they may have been overwritten after the copy.
 
         Args:
-            saved: Offloaded, or in flight.
-            tensor: On its storage, saved at `place`.
-            place: Where it is saved again.
+            saved: Saved storage, offloaded or in flight.
+            tensor: Tensor on that storage, saved at `place`.
+            place: Place of the re-save.
 
         Streams:
-            The first times for a pair of places the host blocks until the copy to the host, and what the current stream has
-            queued, is done.
+            For the first re-saves at a pair of places, the host blocks until the copy to the host and the work queued on the
+            current stream are done.
         """
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._counts.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture have compared
+            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture did the comparisons
                 self._counts[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)
@@ -65,7 +65,7 @@ class Rewrites:
             return True  # nothing was copied, as in an estimate
         stretch = get_stretch(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
-            # Padding between the views is whatever lay there: it is taken from the copy.
+            # The padding between the views has arbitrary bytes, so it is taken from the copy.
             if saved.d2h_done is not None:
                 self._device.synchronize(saved.d2h_done)
             dense = torch.cat(saved.block.parts).to(tensor.device)

@@ -1,16 +1,16 @@
-"""A saved storage: where its bytes are, and in which form they are copied.
+"""Saved storage: where its bytes are, and in which form they are copied.
 
 [Note: What owns what]
-Autograd's graph owns handles (`handles.py`); a handle owns its saved storage; a saved storage owns its host block and its
-device buffer. Groups and lanes know saved storages only weakly once they have been submitted. So whatever drops the graph, a
-backward, an exception or the end of a scope, gives everything back, in any order, and nothing is reset between steps. No tensor
-kept here has a `grad_fn`, which would close a cycle through the graph, and memory would wait for Python's collector.
+Autograd's graph owns handles (`handles.py`). A handle owns its saved storage. A saved storage owns its host block and its
+device buffer. Groups and lanes reference submitted storages only weakly. So a dropped graph frees everything, in any order,
+whether a backward, an exception or the end of a scope drops it. Nothing is reset between steps. No tensor kept here has a
+`grad_fn`, which would close a cycle through the graph: memory would then wait for Python's garbage collector.
 
 [Note: In which form bytes move]
-What moves is a stretch of the storage, from the first byte that a save reaches to the last. Nearly always one saved tensor is
-all of it, without gaps: then it moves as that tensor is, type and size, and comes back as one, so that nothing has to be looked
-at in another way on the way. Else the stretch moves as bytes; so do bools, since a copy may make a 1 of any other byte that is
-not 0. Where the saves cover less than half of the stretch, they are gathered, and that moves.
+The engine copies a range of the storage, from the first byte that a save reaches to the last. Nearly always one saved tensor
+is the whole range, without gaps. Then the range is copied with that tensor's type and size and reloaded as such a tensor, so
+no other view of it is needed. Otherwise the range is copied as bytes. So are bools, since a copy may turn any other nonzero
+byte into a 1. If the saves cover less than half of the range, they are gathered, and the packed bytes are copied.
 """
 
 from collections import deque
@@ -37,40 +37,40 @@ _ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 
 
 class Reload:
-    """A device buffer and the streams that use it."""
+    """Device buffer of a reloaded storage, and the streams that use it."""
 
     __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version", "views")
 
     def __init__(self, buffer: torch.Tensor, filled: Event, owner: Stream, *, is_dense: bool) -> None:
         self.buffer = buffer
-        """uint8 `[n]`: holds the bytes once `filled` has passed."""
+        """Buffer, uint8 `[n]`. It holds the bytes once `filled` has passed."""
         self.filled = filled
         self.owner = owner
-        """The compute stream that the allocator gave the buffer to."""
+        """Compute stream that the allocator gave the buffer to."""
         self.is_dense = is_dense
-        """Whether the bytes are gathered views, packed, and not yet each in its place."""
+        """Whether the bytes are packed views that are not yet scattered to their offsets."""
         self.taken_on: set[Stream] = set()
-        """The compute streams that wait for `filled`, and may read the buffer since."""
+        """Compute streams that wait for `filled` and may read the buffer after it."""
         self.version: int | None = None
-        """Version of the buffer when the first tensor was taken from it; None before."""
+        """Version of the buffer when the first tensor was taken from it. None before."""
         self.views: dict[View, torch.Tensor] = {}
-        """Tensors that were taken, by view: one object each. See [Note: Which tensor is handed back]."""
+        """Taken tensors by view, one object each. See [Note: Which tensor is handed back]."""
 
     @property
     def is_ordered(self) -> bool:
-        """Return whether the buffer may be dropped as it is: only its own stream used it."""
+        """Return whether the buffer may be dropped without a wait, since only its own stream used it."""
         return self.taken_on == {self.owner}
 
 
 class Leftovers(Protocol):
-    """Takes what a saved storage leaves behind, from any thread: whoever runs next clears it up."""
+    """Receives the remains of a saved storage, from any thread. The next caller of the engine cleans them up."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
 
 
 class SavedStorage:
-    """One version of a storage's bytes, shared by all saved tensors on it."""
+    """Bytes of a storage at one version, shared by all saved tensors on it."""
 
     __slots__ = (
         "__weakref__",
@@ -108,85 +108,85 @@ class SavedStorage:
     ) -> None:
         self._leftovers = leftovers
         self._aliases: dict[View, torch.Tensor] = {}
-        """Saved tensors by view, while the storage is there."""
+        """Saved tensors by view, while the storage is on the device."""
         self._bases: dict[View, int] = {}
         """Id of each saved tensor or of its base, by view."""
         self._copied_views: tuple[View, ...] = ()
-        """The views, once it is not."""
+        """Saved views, once the storage is no longer on the device."""
         self.place = place
-        """Where it was saved first."""
+        """Place of the first save."""
         self.stats = stats
-        """Statistics of the tag that it was offloaded with; before that, of the tag that saved it first."""
+        """Statistics of the tag that offloaded the storage. Before that, of the tag that saved it first."""
         self.itemsize = tensor.element_size()
-        """Bytes of an element of the first save, by which the minimum size counts."""
+        """Bytes of an element of the first save, used for the minimum number of elements."""
         self.state = SavedState.RESIDENT
         self.contents = contents
-        """Identity of its bytes when it was saved."""
+        """Identity of the bytes when they were saved."""
         self.storage = StorageRef(tensor)
         self.start = contents.nbytes
         self.end = 0
-        """The stretch `[start, end)` of the storage that all saved views lie in, in bytes."""
+        """End of the range `[start, end)` of the storage that all saved views lie in, in bytes."""
         self.covered_bytes = 0
-        """Upper bound of the bytes under all distinct views; overlapping views count twice."""
+        """Upper bound of the bytes under all distinct views. Overlapping views count twice."""
         self.gathered: tuple[View, ...] = ()
-        """The views whose bytes leave, where that is less than half of the stretch; none where the whole stretch leaves."""
+        """Views to pack, if they are less than half of the range. Empty if the whole range is copied."""
         self.whole: View | None = None
-        """The view that is the whole stretch, where one is and it leaves as such. See [Note: In which form bytes move]."""
+        """View that is the whole range, if the range is copied as this view. See [Note: In which form bytes move]."""
         self.moved_bytes = 0
-        """Bytes that go over the link, each way, from when it leaves."""
+        """Bytes to copy in each direction, set when the storage is offloaded."""
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
         self.lane = place
-        """Place of the lane in which it was saved first."""
+        """Place of the lane of the first save."""
         self.owner = owner
-        """The compute stream that saved it first, whose memory it comes back to."""
+        """Compute stream of the first save. The storage is reloaded to this stream's memory."""
         self.streams: set[Stream] = {owner}
-        """The compute streams on which its tensors were saved."""
+        """Compute streams on which the storage's tensors were saved."""
         self.has_left = False
-        """Whether a copy to the host was ever made."""
+        """Whether a copy to the host was ever queued."""
         self.spot: Spot | None = None
-        """Where in its region it was saved first, if in one."""
+        """Spot of the first save in its region, or None outside of regions."""
         self.is_let_go = False
-        """Whether its lane counts it as released by backward."""
+        """Whether the lane counts the storage as released by backward."""
         self.uses = 0
-        """The groups that list it and that backward has not left."""
+        """Number of groups that list the storage and that backward has not left."""
         self.fault: str | None = None
-        """Why the bytes are lost, if so. Raised only when they are needed."""
+        """Reason why the bytes are lost, or None. It is raised only when they are needed."""
 
     @property
     def views(self) -> Collection[View]:
-        """The saved views, each once, in order."""
+        """Distinct saved views, in order."""
         return self._aliases.keys() or self._copied_views
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the storage itself still has the bytes."""
+        """Whether the original storage still has the bytes."""
         return self.state in _ON_DEVICE
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stretch that all views lie in."""
+        """Bytes of the range that all views lie in."""
         return self.end - self.start
 
     def holds(self, view: View) -> bool:
-        """Return whether `view` can be served from what was, or will be, copied."""
+        """Return whether the copied bytes, or the bytes to copy, contain `view`."""
         if self.state is SavedState.RESIDENT:
             return True
-        # Not whatever lies in the stretch that was copied: what lies between the saved views may count its changes apart, as
-        # the chunks of `unsafe_chunk` do, and may have been changed since.
+        # A view inside of the copied range is not enough. Bytes between the saved views may have another version counter, as
+        # the chunks of `unsafe_chunk` do, and may have changed after the copy.
         return view in self.views or (not self.gathered and any(saved.covers(view) for saved in self.views))
 
     def is_ordered_on(self, stream: Stream) -> bool:
-        """Return whether a save on `stream` may rely on this: its source is still here, or `stream` saved it before.
+        """Return whether a save on `stream` may share this storage: it is still on the device, or `stream` saved it before.
 
-        A source that has left and that something else still holds is ordered, when it goes, behind the streams that saved it
-        then, and behind no other.
+        The source of an offloaded storage may still be referenced elsewhere. When it is freed, it is ordered only behind the
+        streams that had saved it before the offload.
         """
         return self.state in _ON_DEVICE or stream in self.streams
 
     def add(self, tensor: torch.Tensor, view: View) -> None:
-        """Remember that autograd saved `tensor`, which looks at this storage through `view`."""
+        """Remember that autograd saved `tensor`, which is `view` of this storage."""
         if self.state not in _ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach() if tensor.requires_grad else tensor
@@ -198,26 +198,26 @@ class SavedStorage:
         self.covered_bytes += view.covered_bytes
 
     def counts_changes_of(self, tensor: torch.Tensor, view: View) -> bool:
-        """Return whether what was saved as `view` tells of changes of `tensor`, which looks at the same bytes."""
+        """Return whether the tensor saved as `view` shares a version counter with `tensor`, which has the same bytes."""
         alias = self._aliases.get(view)
         return alias is None or self._bases[view] == _find_base(tensor) or share_counter(alias, tensor)
 
     def get_alias(self, view: View) -> torch.Tensor:
-        """Return the tensor that was saved as `view`, while its storage is still there."""
+        """Return the tensor that was saved as `view`, while its storage is on the device."""
         return self._aliases[view]
 
     def get_any_alias(self) -> torch.Tensor:
-        """Return one of the saved tensors, while their storage is still there."""
+        """Return one of the saved tensors, while their storage is on the device."""
         return next(iter(self._aliases.values()))
 
     def get_stretch(self) -> torch.Tensor:
-        """Return what moves, where that is not gathered, while the storage is still there."""
+        """Return the range to copy, if it is not gathered, while the storage is on the device."""
         if self.whole is not None:
             return self._aliases[self.whole]
         return get_stretch(self.get_any_alias(), start=self.start, end=self.end)
 
     def choose_form(self) -> None:
-        """Decide in which form the bytes move, if they do. See [Note: In which form bytes move]."""
+        """Decide in which form the bytes are copied. See [Note: In which form bytes move]."""
         size_bytes = self.end - self.start
         self.gathered, self.whole, self.moved_bytes = (), None, size_bytes
         if 2 * self.covered_bytes < size_bytes:
@@ -225,7 +225,7 @@ class SavedStorage:
             if self.gathered:
                 self.moved_bytes = get_gathered_bytes(self.gathered)
                 return
-        for view in self._aliases:  # from the first save on
+        for view in self._aliases:  # in the order of saving
             if view.is_contiguous and view.start == self.start and view.end == self.end and view.dtype is not torch.bool:
                 self.whole = view
                 break
@@ -234,51 +234,51 @@ class SavedStorage:
         """Describe how the bytes changed since autograd saved them, or return None.
 
         Args:
-            act: What is about to happen to the bytes.
-            view: Of the saved tensor in question; None asks for all.
+            act: Next use of the bytes, for the message.
+            view: View of the saved tensor to check. None checks all.
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
-            # Checked here for speed, for every tensor of every step, and again in `find_change` for the message.
+            # Checked here for speed, since this runs for every tensor of every step. `find_change` repeats it for the message.
             if get_version(alias) != version or alias.untyped_storage().nbytes() != nbytes:
                 return find_change(alias, version=version, nbytes=nbytes, place=self.place, act=act)
         return None
 
     def check_unchanged(self, act: str, view: View | None = None) -> None:
-        """Refuse bytes that changed since autograd saved them.
+        """Reject bytes that changed since autograd saved them.
 
         Args:
-            act: What is about to happen to the bytes.
-            view: Of the saved tensor in question; None asks for all.
+            act: Next use of the bytes, for the message.
+            view: View of the saved tensor to check. None checks all.
 
         Raises:
-            StateError: A saved tensor was changed in place, or its storage was resized, since it was saved.
+            StateError: A saved tensor was changed in place, or its storage was resized, after it was saved.
         """
         change = self.find_change(act, view)
         if change is not None:
             raise StateError(change)
 
     def leave(self, block: HostBlock, d2h_done: Event) -> None:
-        """Take note that the copy to `block` is queued, and done at `d2h_done`."""
+        """Note that the copy to `block` is queued, and that it is done at `d2h_done`."""
         self.block = block
         self.d2h_done = d2h_done
         self.has_left = True
         self.state = SavedState.OFFLOADING
         if self.gathered:
-            # The gathered bytes are a copy in the order of the compute streams: the storage itself may go at once.
+            # The gathered bytes are a copy in the order of the compute streams, so the storage may be released at once.
             self.state = SavedState.OFFLOADED
             self.drop_aliases()
 
     def recall(self) -> None:
-        """Stay after all: backward wants the bytes before their copy to the host is done, and they are still here.
+        """Cancel the offload, since backward needs the bytes before their copy to the host is done.
 
-        The host block goes back at once; whoever gets it next writes it on the stream that still writes it now.
+        The host block is released at once. Its next user writes it on the stream that still writes it now.
         """
         self.state = SavedState.RESIDENT
         self.block = self.d2h_done = None
 
     def return_to(self, tensor: torch.Tensor) -> None:
-        """Take the bytes from the storage again, on which `tensor` lies: what was copied is no longer what they are."""
+        """Use the storage of `tensor` again, since the copied bytes are out of date."""
         if self._copied_views:
             detached = tensor.detach()
             bytes_now = detached.as_strided((self.contents.nbytes // detached.itemsize,), (1,), 0)
@@ -287,14 +287,14 @@ class SavedStorage:
         self.recall()
 
     def drop_aliases(self) -> None:
-        """Release the device memory: from here on the host block has the bytes."""
+        """Release the device memory. From now on the host block has the bytes."""
         self._copied_views = tuple(self._aliases)
         self._aliases.clear()
 
     def __del__(self) -> None:
         if not hasattr(self, "has_left"):
-            return  # an interrupt came while it was made
-        # Any thread may run this at any time: only atomic appends are safe. The next caller does the rest.
+            return  # an interrupt occurred during construction
+        # Any thread may run this at any time, so only atomic appends are safe. The engine's next caller does the rest.
         if self.reload is not None and not self.reload.is_ordered:
             self._leftovers.abandoned.append(self.reload)
         self._leftovers.dropped.append((self.storage, self.has_left))
@@ -309,11 +309,11 @@ def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place
     """Describe how the bytes of `tensor` changed since autograd saved it, or return None.
 
     Args:
-        tensor: What was saved.
-        version: Of its bytes then.
-        nbytes: Of its storage then; None does not ask.
-        place: Where it was saved.
-        act: What is about to happen to the bytes.
+        tensor: Saved tensor.
+        version: Version of its bytes when it was saved.
+        nbytes: Bytes of its storage when it was saved. None skips this check.
+        place: Place of the save.
+        act: Next use of the bytes, for the message.
     """
     found_version = get_version(tensor)
     if found_version != version:

@@ -1,7 +1,7 @@
-"""Finds the saved storage of each saved tensor, or the reason why it stays on the device.
+"""Finds the saved storage of each saved tensor, or the reason why the tensor stays on the device.
 
-A storage is offloaded once, however many saves and groups share it. Its address names it: a saved storage keeps that address
-from being used again. Another version of the bytes, or bytes outside of what was offloaded, are a saved storage of their own.
+A storage is offloaded once, however many saves and groups share it. It is identified by its address, which a saved storage
+keeps in use. Another version of the bytes, or bytes outside of the offloaded range, are a separate saved storage.
 """
 
 import weakref
@@ -24,12 +24,12 @@ from fgoffload.transfer_schedule import SavedState
 
 
 class SavedRegistry:
-    """The saved storages of an engine. Called under the engine's lock.
+    """Saved storages of an engine. Called under the engine's lock.
 
     Args:
-        device: Of the engine.
-        transfers: Copies, and reports storages that autograd dropped.
-        rules: Kinds of tensors that stay on the device.
+        device: The engine's device.
+        transfers: Copies storages, and lists the storages that autograd dropped.
+        rules: Kinds and sizes of tensors that stay on the device.
     """
 
     def __init__(self, device: Device, transfers: Transfers, rules: KeepRules) -> None:
@@ -48,7 +48,7 @@ class SavedRegistry:
         return self._staying.find_reason(key) is not None
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. In a `lane` the user's filter is asked once for each storage."""
+        """Return why `tensor` stays on the device, or None. A storage that the filter kept in `lane` is not asked again."""
         reason = self._rules.find_kind_to_keep(tensor)
         if reason is None:
             key = get_key(tensor)
@@ -60,7 +60,7 @@ class SavedRegistry:
         return reason
 
     def join(self, tensor: torch.Tensor, view: View, *, lane: Lane, group: Group | None) -> SavedStorage | KeptReason:
-        """Return the saved storage that `tensor` is one more save of, perhaps a new one, or why it stays on the device."""
+        """Return the saved storage that `tensor` belongs to, an existing or a new one, or why it stays on the device."""
         key, contents = identify(tensor)
         reference = self._saved.get(key)
         saved = None if reference is None else reference()
@@ -69,8 +69,8 @@ class SavedRegistry:
         ):
             saved = None
         if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
-            # A table or a buffer, which lives on. Some ops change such ones without counting it, as batch norm does with its
-            # running statistics: a copy from before must not serve, and moving it again would free nothing.
+            # A table or a buffer, which stays alive. Some ops change these at the same version, as batch norm does with its
+            # running statistics. So an earlier copy must not be used, and offloading it again would free nothing.
             self._staying.add(saved.storage, KeptReason.REFERENCED)
             return KeptReason.REFERENCED
         spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
@@ -95,7 +95,7 @@ class SavedRegistry:
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Forget storages that autograd dropped. Those that outlive it are referenced elsewhere, and stay from now on."""
+        """Forget storages that autograd dropped. Those still alive are referenced elsewhere, so they stay from now on."""
         dropped = self._transfers.dropped
         while dropped:
             storage, has_left = dropped.popleft()
@@ -110,7 +110,7 @@ class SavedRegistry:
             self._staying.add_suspects(are_copies_done=self._transfers.in_flight_bytes == 0)
 
     def note_reload(self, saved: SavedStorage) -> None:
-        """Remember a storage, and where it was saved, if something else referenced it while it was on the host."""
+        """Remember a storage and its spot if something else referenced it while it was on the host."""
         is_held = not saved.storage.is_freed
         if saved.spot is not None:
             self._referenced_spots.note(saved.spot, is_held=is_held)
@@ -119,7 +119,7 @@ class SavedRegistry:
             self._staying.add(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
-        """Let the storages of `tensors` stay for `reason`, as long as they live."""
+        """Keep the storages of `tensors` on the device for `reason`, as long as they live."""
         for tensor in tensors:
             if self._staying.find_reason(get_key(tensor)) is not reason:
                 self._staying.add(StorageRef(tensor), reason)

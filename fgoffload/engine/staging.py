@@ -1,18 +1,18 @@
-"""Offload for captured graphs: staged on the device during a replay, copied between replays.
+"""Offloads tensors of captured graphs, which are staged on the device during a replay and copied between replays.
 
 [Note: Staging]
-A CUDA graph replays its kernels on the addresses that it was captured with, and no Python runs. So a captured forward ends with
-copies of what its regions saved into a staging slot, in the order of its own stream. The memory of the saved tensors returns to
-the pool of the graphs at once. After the replay the engine copies the slot to the host. Before the backward is replayed, it
-fills the slot that this backward was captured to read. A graph holds no copy over the link, no event and no second stream, so
-any version of CUDA can capture it, and host memory is taken only while bytes lie there.
+A CUDA graph replays its kernels on the addresses that it was captured with, and no Python runs. So a captured forward ends by
+copying its regions' saved tensors into a staging slot, in the order of its own stream. The memory of the saved tensors returns
+to the pool of the graphs at once. After the replay the engine copies the slot to the host. Before the backward is replayed, the
+engine fills the slot that this backward was captured to read. A graph has no copy over the link, no event and no second stream,
+so any version of CUDA can capture it. Host memory is used only while it has bytes.
 
-All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and each
-backward takes the slot that was taken least recently: while one graph runs, the slot of the one before it is copied to the
-host, or that of the backward behind it is filled. A backward that finds its forward's slot untaken reads it in place, so that
-the last forwards before a backward copy nothing.
+All graphs share a ring of slots. Graphs are captured in the order in which a step replays them. Each forward and each backward
+takes the least recently taken slot. So while one graph runs, the slot of the graph before it is copied to the host, or the
+slot of the next backward is filled. If no other pass took the forward's slot, the backward reads it in place, so the last
+forwards before a backward copy nothing.
 
-Replays in another order stay correct: taking a slot first offloads its bytes, if needed.
+Replays in another order stay correct, since taking a slot first offloads its bytes if needed.
 """
 
 import collections
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class StagingSlot:
-    """Device memory at a fixed address that passes share in turn.
+    """Device memory at a fixed address that passes use one after another.
 
     Args:
         buffer: uint8 `[size_bytes]` on the device.
@@ -49,33 +49,33 @@ class StagingSlot:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.captured_for: CapturedForward | None = None
-        """Whose bytes lie in it at this point of the capture."""
+        """Forward whose bytes are in the slot at this point of the capture."""
         self.holder: CapturedForward | None = None
-        """Whose bytes lie in it now."""
+        """Forward whose bytes are in the slot now."""
         self.last_use: Event | None = None
-        """Passes when the slot may be written."""
+        """Event after which the slot may be written."""
 
 
 class StagedPart:
-    """One storage of a captured forward, or one that stays on the device."""
+    """Storage of a captured forward, either staged or kept on the device."""
 
     __slots__ = ("_views", "forward", "saved", "start", "stats")
 
     def __init__(self, saved: SavedStorage) -> None:
         self.saved = saved
         self.stats: TagStats | None = None
-        """Statistics of its region's tag; None between regions."""
+        """Statistics of the region's tag. None between regions."""
         self.forward: CapturedForward | None = None
-        """Where it was staged; None where it stays."""
+        """Forward that staged the storage. None if it stays on the device."""
         self.start = 0
-        """Location of its bytes in a slot."""
+        """Offset of the storage in a slot, in bytes."""
         self._views: dict[View, torch.Tensor] = {}
 
     def take(self, view: View) -> torch.Tensor:
-        """Return what `view` saw when it was saved.
+        """Return the saved tensor of `view`.
 
         Raises:
-            StateError: It stayed on the device and was changed in place since.
+            StateError: The storage stayed on the device and was changed in place.
         """
         if self.forward is None:
             self.saved.check_unchanged("backward took it", view)
@@ -88,16 +88,16 @@ class StagedPart:
 
 
 class ForwardState(enum.Enum):
-    """Where the bytes of the last replay of a captured forward are."""
+    """Location of the bytes of the last replay of a captured forward."""
 
     SPENT = enum.auto()  # nowhere: its backward has run, or it never ran
     STAGED = enum.auto()  # in the slot that the forward wrote
-    OFFLOADED = enum.auto()  # on the host, or on their way there
-    RELOADED = enum.auto()  # on their way to the slot that the backward reads, or there
+    OFFLOADED = enum.auto()  # on the host, or in flight to it
+    RELOADED = enum.auto()  # in the slot that the backward reads, or in flight to it
 
 
 class _Turn:
-    """One pass in the order of the capture."""
+    """Pass in the order of the capture."""
 
     __slots__ = ("forward", "is_backward", "next")
 
@@ -108,7 +108,7 @@ class _Turn:
 
 
 class CapturedForward:
-    """A captured forward of a layer for one microbatch, and the backward that was captured with it."""
+    """Captured forward of a layer for one microbatch, and the backward that was captured with it."""
 
     __slots__ = (
         "_staging", "block", "d2h_done", "filled", "h2d_done", "read_slot",
@@ -118,33 +118,33 @@ class CapturedForward:
     def __init__(self, staging: "Staging", slot: StagingSlot, size_bytes: int, tags: Sequence[tuple[TagStats, int]]) -> None:
         self._staging = staging
         self.slot = slot
-        """Written by the forward."""
+        """Slot that the forward writes."""
         self.read_slot: StagingSlot | None = None
-        """Read by the backward; None before that is captured."""
+        """Slot that the backward reads. None before the backward is captured."""
         self.reads_in_place = False
-        """Whether the backward reads what the forward wrote where it is: nothing takes the slot in between."""
+        """Whether the backward reads the forward's slot in place, since no pass takes the slot in between."""
         self.size_bytes = size_bytes
         self.tags = tags
-        """The numbers of each tag that saved a part, and its bytes."""
+        """Statistics of each tag that saved a part, and the bytes of the tag."""
         self.state = ForwardState.SPENT
         self.block: HostBlock | None = None
         self.d2h_done: Event | None = None
         self.filled: Event | None = None
-        """Passes when the slot of the backward has the bytes; None where the forward has left them there."""
+        """Event after which the backward's slot has the bytes. None if the forward wrote them there."""
         self.turns: list[_Turn] = []
 
     def find_read_slot(self) -> StagingSlot:
-        """Return the slot that the backward reads. Its capture asks first."""
+        """Return the slot that the backward reads. The capture of the backward is the first caller."""
         return self._staging.find_read_slot(self)
 
 
 class Staging:
-    """The ring of slots and their copies. See [Note: Staging].
+    """Ring of slots and their copies. See [Note: Staging].
 
     Args:
-        device: Where graphs run.
-        arena: Where their bytes go.
-        lock: Of the engine.
+        device: Device of the graphs.
+        arena: Host memory for their bytes.
+        lock: The engine's lock.
     """
 
     def __init__(self, device: Device, arena: HostArena, lock: threading.RLock) -> None:
@@ -165,7 +165,7 @@ class Staging:
     # While graphs are captured.
 
     def reserve(self, size_bytes: int) -> None:
-        """Make slots of at least `size_bytes`, before a capture begins. Graphs that were captured keep those that they use."""
+        """Allocate slots of at least `size_bytes` before a capture begins. Captured graphs keep the slots that they use."""
         with self._lock:
             if not self._ring or self._ring[0].buffer.numel() < size_bytes:
                 self._ring = collections.deque(
@@ -173,10 +173,10 @@ class Staging:
                 )
 
     def stage(self, parts: Sequence[StagedPart]) -> CapturedForward | None:
-        """Capture copies of `parts` into a slot, as many as fit, and release their storages. None where none does.
+        """Capture copies of as many `parts` as fit into a slot, and release their storages. Return None if none fits.
 
         Streams:
-            Queued on the current stream, which must be the one that saved them.
+            Queued on the current stream, which must be the stream that saved them.
         """
         with self._lock:
             fitting, size_bytes = [], 0
@@ -204,7 +204,7 @@ class Staging:
             return forward
 
     def find_read_slot(self, forward: CapturedForward) -> StagingSlot:
-        """Return the slot that the backward of `forward` reads: the same in each replay."""
+        """Return the slot that the backward of `forward` reads. It is the same in each replay."""
         with self._lock:
             if forward.read_slot is None:
                 if forward.slot.captured_for is forward:
@@ -256,7 +256,7 @@ class Staging:
         return result
 
     def enter_backward(self, forward: CapturedForward) -> None:
-        """The backward of `forward` is replayed next: let its slot have what it reads.
+        """Fill the slot that the backward of `forward` reads, since it is replayed next.
 
         Streams:
             The current stream, on which the graph is replayed, waits for the copy. The host does not block.
@@ -264,7 +264,7 @@ class Staging:
         with self._lock:
             slot = forward.read_slot
             if slot is None:
-                return  # nothing of what was staged is read
+                return  # the backward reads no staged part
             wanted = [forward] if forward.state is ForwardState.OFFLOADED else []
             for stats, _ in forward.tags:
                 stats.prefetch_misses += len(wanted)
@@ -273,7 +273,7 @@ class Staging:
                 self._device.wait_event(self._device.current_stream(), forward.filled, Hazard.SLOT_UNFILLED)
 
     def leave_backward(self, forward: CapturedForward) -> None:
-        """The backward of `forward` has been replayed on the current stream."""
+        """Release the slot of `forward`, whose backward has been replayed on the current stream."""
         with self._lock:
             slot = forward.read_slot or forward.slot
             forward.state, forward.block, forward.filled = ForwardState.SPENT, None, None
@@ -282,13 +282,13 @@ class Staging:
                 slot.last_use = self._device.record_event(self._device.current_stream())
 
     def _claim(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Let the current stream write `slot` for `forward`."""
+        """Make `slot` writable for `forward` on the current stream."""
         self._evict(slot, forward)
         if slot.last_use is not None:
             self._device.wait_event(self._device.current_stream(), slot.last_use, Hazard.SLOT_STILL_USED)
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Take `slot` from its current owner."""
+        """Take `slot` from its current holder."""
         holder, slot.holder = slot.holder, None
         if holder is None or holder is forward:
             return
@@ -318,13 +318,13 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, turn: _Turn) -> list[CapturedForward]:
-        """Return what the backward behind `turn` reads, if one is there, and what it reads is on the host."""
-        behind = turn.next  # of the other slot: two passes in a row never take the same one
+        """Return the forward of the backward after `turn`, if that backward exists and its bytes are on the host."""
+        behind = turn.next  # it has another slot: two consecutive passes never take the same one
         is_wanted = behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED
         return [behind.forward] if behind is not None and is_wanted else []
 
     def _reload(self, forwards: Sequence[CapturedForward]) -> None:
-        """Fill the slots of the backwards of `forwards`, which are on the host."""
+        """Fill the slots that the backwards of `forwards` read. Their bytes are on the host."""
         device, h2d = self._device, self._device.h2d_stream
         for forward in forwards:
             slot, block = forward.read_slot, forward.block

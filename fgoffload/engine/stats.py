@@ -1,4 +1,4 @@
-"""Statistics of a step: what each tag offloaded, kept and waited for."""
+"""Statistics of a step: bytes that each tag offloaded and kept, and its waits."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class KeptReason(enum.Enum):
-    """Why a saved tensor stays on the device."""
+    """Reason why a saved tensor stays on the device."""
 
     PARAMETER = "a parameter or a view of one"
     MARKED = "marked to stay"
@@ -28,7 +28,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """Measured times of a tag, by the GPU's clock."""
+    """Kind of a tag's measured time, by the GPU's clock."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"
@@ -37,33 +37,33 @@ class TimeKind(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class TagStats:
-    """One tag in one step, on this rank."""
+    """Statistics of one tag in one step, on this rank."""
 
     groups: int = 0
-    """How often the tag's sites ran."""
+    """Number of runs of the tag's sites."""
     saved_tensors: int = 0
-    """Tensors that autograd saved inside."""
+    """Number of tensors that autograd saved in the tag's regions."""
     d2h_bytes: int = 0
     """Bytes offloaded."""
     h2d_bytes: int = 0
     """Bytes reloaded."""
     shared_bytes: int = 0
-    """Bytes that another group, which saved the same storage, had offloaded already."""
+    """Bytes that another group had already offloaded, since it saved the same storage."""
     recalled_bytes: int = 0
-    """Bytes whose offload backward cancelled, since they were still on the GPU when it asked for them."""
+    """Bytes whose offload backward cancelled, since they were still on the GPU when it needed them."""
     held_elsewhere_bytes: int = 0
     """Bytes whose offload freed nothing, since something else still referenced their storage."""
     prefetch_misses: int = 0
-    """Storages that were reloaded only when backward had already reached their group."""
+    """Number of storages that were reloaded only after backward had reached their group."""
     dropped_storages: int = 0
-    """Storages that autograd had dropped before their group was offloaded."""
+    """Number of storages that autograd had dropped before their group was offloaded."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes that stayed on the GPU, by the value of their `KeptReason`. Parameters do not count."""
+    """Bytes that stayed on the GPU, by the value of their `KeptReason`, without parameters."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
-    """Seconds of copies and waits by the GPU's clock; empty unless they are measured."""
+    """Seconds of copies and waits by the GPU's clock. Empty unless they are measured."""
 
     def add_kept(self, reason: KeptReason, size_bytes: int) -> None:
-        """Count `size_bytes` that stay for `reason`."""
+        """Count `size_bytes` that stay on the device for `reason`."""
         self.kept_bytes[reason.value] = self.kept_bytes.get(reason.value, 0) + size_bytes
 
     def add_seconds(self, kind: TimeKind, seconds: float) -> None:
@@ -73,36 +73,36 @@ class TagStats:
 
 @dataclasses.dataclass(slots=True)
 class StepStats:
-    """One step, on this rank. `rich.print` shows it as a table."""
+    """Statistics of one step, on this rank. `rich.print` shows them as a table."""
 
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
     """Statistics by tag, in order of first use."""
     window_waits: int = 0
-    """How often compute waited because more bytes than the window were in flight to the host."""
+    """Number of times that compute waited because more bytes than the window were in flight to the host."""
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0
     """Peak host bytes in use since the engine was created."""
     host_reserved_bytes: int = 0
-    """Host bytes taken from the system, at the end of the step."""
+    """Host bytes reserved from the system at the end of the step."""
 
     @property
     def d2h_bytes(self) -> int:
-        """Bytes offloaded, all tags."""
+        """Bytes offloaded by all tags."""
         return sum(tag.d2h_bytes for tag in self.tags.values())
 
     @property
     def h2d_bytes(self) -> int:
-        """Bytes reloaded, all tags."""
+        """Bytes reloaded by all tags."""
         return sum(tag.h2d_bytes for tag in self.tags.values())
 
     @property
     def prefetch_misses(self) -> int:
-        """Storages that were reloaded only when backward had already reached their group, all tags."""
+        """Number of storages of all tags that were reloaded only after backward had reached their group."""
         return sum(tag.prefetch_misses for tag in self.tags.values())
 
     def __rich__(self) -> "Table":
-        """Return the statistics as a table, a row for each tag."""
+        """Return a table with one row per tag."""
         from rich.table import Table
 
         table = Table(
@@ -130,14 +130,14 @@ class StepStats:
 
 
 class Counters:
-    """Statistics of the current step. Its objects live as long as the engine, so groups may hold them."""
+    """Statistics of the current step. The objects live as long as the engine, so groups may hold them."""
 
     def __init__(self) -> None:
         self._tags: dict[str, TagStats] = {}
         self.window_waits = 0
 
     def get_tag(self, tag: str) -> TagStats:
-        """Return the statistics of `tag`, new ones if needed."""
+        """Return the statistics of `tag`, which are created on first use."""
         stats = self._tags.get(tag)
         if stats is None:
             stats = self._tags[tag] = TagStats()

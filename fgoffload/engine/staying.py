@@ -1,4 +1,4 @@
-"""Storages that always stay on the device: marked, or referenced by something else than autograd."""
+"""Remembers storages that always stay on the device, since they are marked or referenced outside of autograd."""
 
 from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.stats import KeptReason
@@ -6,12 +6,12 @@ from fgoffload.plan import Site
 
 
 class StayingStorages:
-    """Storages that are never moved, identified by address without a reference."""
+    """Storages that are never offloaded, identified by address without a strong reference."""
 
     def __init__(self) -> None:
         self._reasons: dict[int, tuple[StorageRef, KeptReason]] = {}
         self._limit = 1024
-        """Entries at which the freed ones are dropped."""
+        """Number of entries above which freed ones are dropped."""
         self._outlived: list[StorageRef] = []
         """Offloaded storages that autograd has dropped but that are still alive."""
 
@@ -21,7 +21,7 @@ class StayingStorages:
         return None if entry is None else entry[1]
 
     def add(self, storage: StorageRef, reason: KeptReason) -> None:
-        """Let `storage` stay for `reason` from now on."""
+        """Keep `storage` on the device for `reason` from now on."""
         if storage.is_freed:
             return
         self._reasons[storage.key] = (storage, reason)
@@ -30,21 +30,21 @@ class StayingStorages:
             self._limit = max(1024, 2 * len(self._reasons))
 
     def suspect(self, storage: StorageRef) -> None:
-        """Take note that `storage` left, that autograd no longer wants it, and that it is alive."""
+        """Note that `storage` was offloaded and dropped by autograd, but is still alive."""
         self._outlived.append(storage)
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `add_suspects` has something to look at."""
+        """Whether there are suspects to check in `add_suspects`."""
         return bool(self._outlived)
 
     def add_suspects(self, *, are_copies_done: bool) -> None:
-        """Let those suspects stay that are still alive.
+        """Keep suspects that are still alive on the device from now on.
 
-        Whatever holds one, a buffer or a table that all layers share, will hold it the next time too.
+        Whatever references one, such as a buffer or a table that all layers share, will reference it the next time too.
 
         Args:
-            are_copies_done: Whether no copy to the host is under way. One that is may be what holds a suspect.
+            are_copies_done: Whether no copy to the host is in flight. A copy in flight may itself reference a suspect.
         """
         self._outlived = [storage for storage in self._outlived if not storage.is_freed]
         if are_copies_done:
@@ -54,26 +54,26 @@ class StayingStorages:
 
 
 Spot = tuple[Site, int, int]
-"""Where a storage is saved: the site, the saves of the region before this one, and the bytes of the storage."""
+"""Position of a save: the site, the number of earlier saves in the region, and the bytes of the storage."""
 
 
 class ReferencedSpots:
-    """Spots whose storages something else holds each time, though each time it is another storage.
+    """Spots whose storages are referenced elsewhere each time, although each step has a new storage.
 
-    A quantized linear saves tensors that its own state holds too, new ones in each step: by the storage nothing is learned.
+    A quantized linear, for example, saves tensors that its own state references too. They are new storages in each step.
     """
 
     ENOUGH = 2
-    """Storages in a row that were held when they came back: one alone may be a value that somebody looked at."""
+    """Number of consecutive storages still referenced elsewhere at their reload. A single one may be an inspected value."""
     PAUSE = 64
-    """Saves that stay before one leaves again, to see whether it is held still."""
+    """Number of saves to keep before one is offloaded again, to check whether it is still referenced elsewhere."""
 
     def __init__(self) -> None:
         self._held: dict[Spot, int] = {}
-        """How many storages in a row were held, and how many stayed since."""
+        """Number of consecutive storages that were referenced elsewhere, plus those kept since."""
 
     def stays(self, spot: Spot) -> bool:
-        """Return whether the storage that is saved at `spot` now stays."""
+        """Return whether to keep the storage that is saved at `spot` on the device."""
         count = self._held.get(spot, 0)
         if count < self.ENOUGH:
             return False
@@ -84,7 +84,7 @@ class ReferencedSpots:
         return True
 
     def note(self, spot: Spot, *, is_held: bool) -> None:
-        """A storage that was saved at `spot` has come back, and was held by something else all the while, or was not."""
+        """Note whether a storage saved at `spot` was still referenced elsewhere when it was reloaded."""
         if is_held:
             self._held[spot] = self._held.get(spot, 0) + 1
         else:

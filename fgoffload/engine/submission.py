@@ -1,4 +1,4 @@
-"""Submits groups: finds host memory for what they saved, starts the copies, and lets compute wait as the policy says."""
+"""Submits groups: finds host memory for their saved storages, starts the copies, and makes compute wait by the policy."""
 
 import logging
 import weakref
@@ -22,13 +22,13 @@ class Submission:
     """Offloads ended groups, at once or when the host has synchronized. Called under the engine's lock.
 
     Args:
-        device: Of the engine.
-        transfers: Copies.
-        schedule: Says when compute waits.
-        reloads: Reloads what another pass wants next, behind each group.
-        rules: Keep small storages on the device.
+        device: The engine's device.
+        transfers: Copies in both directions.
+        schedule: Decides when compute waits.
+        reloads: Reloads the next tensors of another pass, after each group.
+        rules: Minimum sizes of offloaded storages.
         arena: Host memory.
-        counters: Count the waits.
+        counters: Statistics of waits.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Submission:
         arena: HostArena,
         counters: Counters,
     ) -> None:
-        # Before the transfers: see `OffloadEngine.arena`.
+        # Assigned before the transfers, see `OffloadEngine.arena`.
         self._arena = arena
         self._device = device
         self._transfers = transfers
@@ -50,19 +50,19 @@ class Submission:
         self._reloads = reloads
         self._rules = rules
         self._counters = counters
-        # Weakly: groups of a forward that raised, or whose graph was dropped, are nobody's any more.
+        # Weak references, since the forward of a group may have raised, or its graph may have been dropped.
         self._held: list[weakref.ref[Group]] = []
         self.most_in_flight: int | None = None
-        """How many groups of each tag may be in flight to the host before compute waits, besides the window; None for any."""
+        """Limit, besides the window, of groups per tag in flight to the host before compute waits. None for no limit."""
         self.most_groups = 0
-        """Most groups of any microbatch so far, for logs. In the first one the number is unknown."""
+        """Maximum number of groups of a microbatch so far, for logs. It is unknown during the first one."""
 
     def hold(self, group: Group) -> None:
-        """Keep `group` until the next `flush`."""
+        """Hold `group` until the next `flush`."""
         self._held.append(weakref.ref(group))
 
     def forget_held(self) -> None:
-        """Let the held groups stay on the device."""
+        """Keep the held groups on the device."""
         self._held.clear()
 
     def flush(self) -> None:
@@ -76,10 +76,10 @@ class Submission:
         """Start the copies of `group` to the host.
 
         Streams:
-            Queues copies on the device-to-host stream, after what the compute streams have queued. Where too much is in flight
-            the compute streams wait for the oldest copies. The host does not block.
+            Queues copies on the device-to-host stream, after the work queued on the compute streams. If too many bytes are in
+            flight, the compute streams wait for the oldest copies. The host does not block.
         """
-        self._transfers.poll()  # before copies that cannot be done yet: a query costs as much as a wait
+        self._transfers.poll()  # before the new copies, which cannot be done yet: a query costs as much as a wait
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
@@ -102,21 +102,21 @@ class Submission:
         self._reloads.execute(self._schedule.look_ahead())
 
     def _must_wait(self, stats: TagStats) -> bool:
-        """Return whether compute must wait for the oldest copy to the host, behind a group of the tag of `stats`."""
+        """Return whether compute must wait for the oldest copy to the host, after a group of the tag of `stats`."""
         if self._schedule.policy.must_wait(in_flight_bytes=self._transfers.in_flight_bytes):
             return True
         return self.most_in_flight is not None and self._transfers.count_in_flight(stats) > self.most_in_flight
 
     def _find_block(self, saved: SavedStorage, group: Group) -> HostBlock | None:
-        """Return host memory for `saved`, or None where it stays, or was offloaded with another group."""
+        """Return host memory for `saved`, or None if it stays on the device or was offloaded with another group."""
         stats = group.stats
         if saved.state is not SavedState.RESIDENT:
             stats.shared_bytes += saved.size_bytes
             return None
         if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
-            return None  # perhaps no backward wants it; one that does is told
-        if saved.storage.key in group.filtered:  # since it was saved
+            return None  # no error yet: only a backward that takes it raises
+        if saved.storage.key in group.filtered:  # filtered after it was saved
             for view in saved.views:
                 group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
             return None

@@ -15,22 +15,22 @@ class _Span(NamedTuple):
 
 
 class StopWatch:
-    """Puts a timed event before and behind each stretch: two more for each, so an engine has it only where it was asked to."""
+    """Measures spans of streams with two timed events each. That costs extra events, so an engine has it only on request."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._spans: collections.deque[_Span] = collections.deque()
 
     def start(self, stream: Stream) -> Event:
-        """Begin a stretch of `stream`."""
+        """Begin a span of `stream`."""
         return self._device.record_event(stream, is_timed=True)
 
     def stop(self, start: Event, stream: Stream, stats: TagStats, kind: TimeKind) -> None:
-        """End the stretch of `stream` that began at `start`; its seconds are for `stats`."""
+        """End the span of `stream` that began at `start`. Its seconds are added to `stats`."""
         self._spans.append(_Span(start, self._device.record_event(stream, is_timed=True), stats, kind))
 
     def collect(self) -> None:
-        """Hand out the seconds measured so far. The host blocks until their copies and waits are done."""
+        """Add the seconds measured so far to their statistics. The host blocks until the copies and waits are done."""
         while self._spans:
             span = self._spans.popleft()
             self._device.synchronize(span.end)

@@ -1,4 +1,4 @@
-"""Copies to the host and back, and the stream ordering that they need.
+"""Copies tensors to the host and back, and orders the streams that use them.
 
 Every wait names the hazard that it prevents; the notes in `hazards.py` explain them.
 """
@@ -28,7 +28,7 @@ from fgoffload.transfer_schedule import SavedState
 
 
 class _InFlight(NamedTuple):
-    """The copies to the host of one group, and what must live, and who must wait, until they are done."""
+    """Copies of one group to the host, with the tensors that must live and the streams that must wait until they are done."""
 
     saved: Sequence["weakref.ref[SavedStorage]"]
     sources: Sequence[torch.Tensor]
@@ -42,13 +42,13 @@ class _InFlight(NamedTuple):
 
 
 class Transfers:
-    """The copies in flight in both directions on one device.
+    """Copies in flight in both directions on one device.
 
     Args:
-        device: Where the tensors live.
-        arena: Where they go.
-        observers: Are told of each device buffer that is made here.
-        watch: Measures copies and waits, or None.
+        device: Device of the tensors.
+        arena: Host memory for offloaded tensors.
+        observers: Ledgers that count each device buffer that is allocated here.
+        watch: Measures copies and waits. None measures nothing.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Transfers:
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Unneeded device buffers that other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
-        """Storages whose saves autograd no longer wants, and whether they had left."""
+        """Storages that autograd dropped, and whether they had been offloaded."""
         self._used: set[Stream] = set()
         """Streams on which copies were queued since the last `join`."""
         self._filling: list[torch.Tensor] = []
-        """Buffers between the start of their copy and its event. What an exception leaves here is kept until `close`."""
+        """Buffers between the start of their copy and its event. After an exception they are kept until `close`."""
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes in flight to the host.
 
-        No count of its own: an interrupt between a change of the queue and one of the count would leave a wrong one for good.
+        It is derived from the queue: an interrupt between changes of the queue and a counter would leave the counter wrong.
         """
         queue = self._in_flight
         return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
@@ -81,12 +81,12 @@ class Transfers:
         """Start the copies of one group to the host, and return their bytes.
 
         Args:
-            leaving: Each with its block.
-            place: Of the group, for profilers.
-            stats: Of the group's tag.
+            leaving: Storages to offload, each with its host block.
+            place: Place of the group, for profilers.
+            stats: Statistics of the group's tag.
 
         Streams:
-            Queued on the device-to-host stream, after what the streams that saved have queued so far. See [Note: Ordering of a
+            Queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note: Ordering of a
             copy to the host]. The host does not block.
 
         Lifetime:
@@ -102,7 +102,7 @@ class Transfers:
             self._join(streams, Hazard.GATHER_UNWRITTEN)
         sources = [self._gather(saved) if saved.gathered else saved.get_stretch() for saved, _ in leaving]
         if gathers:
-            # What was gathered goes before its copy is done, and its memory may be another stream's than the one that gathered.
+            # A gathered source is freed before its copy is done, and its memory may belong to another stream than this one.
             self._join(streams, Hazard.SOURCE_STILL_USED)
         for stream in streams:
             device.wait_stream(d2h, stream, Hazard.SOURCE_UNWRITTEN)
@@ -122,7 +122,7 @@ class Transfers:
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
         references = [weakref.ref(saved) for saved, _ in leaving]
-        # First: an interrupt after it finds what is in flight, and one before it finds storages that have not left.
+        # Queued first: after an interrupt, either the copies are in flight or the storages still count as on the device.
         end_bytes = size_bytes + (self._in_flight[-1].end_bytes if self._in_flight else 0)
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, end_bytes, stats))
         for saved, block in leaving:
@@ -130,12 +130,12 @@ class Transfers:
         return size_bytes
 
     def poll(self) -> None:
-        """Release what no copy uses any more, without a wait."""
+        """Release memory that no copy uses any more, without a wait."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
             self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
             self._order(self.abandoned[0])
-            self.abandoned.popleft()  # only now: what raises before must not drop a buffer that is still touched
+            self.abandoned.popleft()  # only now: an exception above must not drop a buffer that is still used
 
     def count_in_flight(self, stats: TagStats) -> int:
         """Return how many groups of the tag of `stats` are in flight to the host."""
@@ -151,7 +151,7 @@ class Transfers:
         current = self._device.current_stream()
         watch = self._watch
         start = None if watch is None else watch.start(current)
-        # The current stream too: it is what has run ahead of the link.
+        # The current stream too, since it has run ahead of the link.
         for stream in {current} | _unite_streams(entry, _list_living(entry)):
             self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         if watch is not None:
@@ -162,13 +162,13 @@ class Transfers:
         """Start the copies to the device of `away`, which are on the host only.
 
         Args:
-            away: In the order in which they come back, each with the place of the group that it comes back for, for profilers.
+            away: Storages in the order of their reload, each with the place of the group that needs it, for profilers.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
 
         Lifetime:
-            The device buffers live as long as autograd wants them, or until `drop_reloaded`.
+            The device buffers live as long as autograd needs them, or until `drop_reloaded`.
         """
         device, h2d = self._device, self._device.h2d_stream
         current = device.current_stream()
@@ -186,13 +186,13 @@ class Transfers:
                     self._fill(saved, buffer)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
-        """Return what `view` saw of the reloaded `saved`.
+        """Return the saved tensor of `view` from the reloaded `saved`.
 
         Streams:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: Somebody who took it before changed it in place.
+            StateError: An earlier user of the buffer changed it in place.
         """
         reload = saved.reload
         if reload is None:
@@ -213,14 +213,14 @@ class Transfers:
         elif reload.version != version:
             raise StateError(_say_changed(saved))
         if view is saved.whole or view == saved.whole:
-            return reload.buffer  # the usual case: the buffer was made for it
+            return reload.buffer  # the usual case: the buffer has this view's type and size
         tensor = reload.views.get(view)
         if tensor is None:
             tensor = reload.views[view] = rebuild(view, reload.buffer, buffer_start=saved.start)
         return tensor
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
-        """Release the device buffer of `saved`; the host block still has the bytes.
+        """Release the device buffer of `saved`. The host block still has the bytes.
 
         Streams:
             The buffer's stream waits for all its users. The host does not block.
@@ -229,11 +229,11 @@ class Transfers:
         if reload is not None:
             saved.state = SavedState.OFFLOADED
             if reload.version is not None and reload.version != get_version(reload.buffer):
-                saved.fault = _say_changed(saved)  # the host block keeps the saved bytes, which torch would not return either
+                saved.fault = _say_changed(saved)  # the host block has the bytes before the change, and torch would raise too
             self._order(reload)
 
     def join(self) -> None:
-        """End the copies of a captured graph inside the graph, and release what they use.
+        """End the copies of a captured graph inside the graph, and release their memory.
 
         Streams:
             The current stream waits for all copies queued since `forget_streams`. The host does not block.
@@ -261,19 +261,19 @@ class Transfers:
             self._filling.clear()
 
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
-        """Let go of the sources of `entry`, the oldest, whose copies are done, or are waited for.
+        """Release the sources of `entry`, whose copies are done or are waited for.
 
         Args:
-            entry: The oldest of those in flight.
-            is_done: Whether the host has seen its copies done. No stream needs to wait for them any more then: whatever the
-                host queues from now on comes later anyway.
+            entry: Oldest entry in flight.
+            is_done: Whether the host knows that the copies are done. Then no stream needs to wait for them: all work that the
+                host queues from now on runs later anyway.
         """
         living = _list_living(entry)
         self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
-        self._in_flight.popleft()  # only now: it may be all that holds a source that is still read, and a wait may raise
+        self._in_flight.popleft()  # only now: a wait above may raise, and the entry may hold the last reference to a source
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
-                continue  # it was called back since, and has perhaps left again
+                continue  # its offload was cancelled since, and perhaps it was offloaded again
             if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
                 saved.drop_aliases()
@@ -289,7 +289,7 @@ class Transfers:
                     device.copy_bytes(destination=part, source=stretch, stream=d2h)
 
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
-        """Start the copy of `saved` into `buffer`. The host-to-device stream is current."""
+        """Start the copy of `saved` into `buffer`. The host-to-device stream must be current."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
@@ -309,13 +309,13 @@ class Transfers:
         self._filling.pop()
 
     def _gather(self, saved: SavedStorage) -> torch.Tensor:
-        """Return uint8 `[n]` on the device: the views of `saved` that leave, packed."""
+        """Return the packed views of `saved` to offload, as uint8 `[n]` on the device."""
         dense = self._allocate(saved.moved_bytes)
         gather(saved.gathered, saved.get_any_alias(), dense)
         return dense
 
     def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
-        """Return a buffer in which the gathered views lie where they lay in their storage."""
+        """Return a buffer with the gathered views at their offsets in the saved storage."""
         stretch = self._allocate(saved.size_bytes)
         scatter(saved.gathered, dense.buffer, stretch, stretch_start=saved.start)
         placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False)
@@ -324,10 +324,10 @@ class Transfers:
         return placed
 
     def _allocate_for(self, saved: SavedStorage, current: Stream) -> torch.Tensor:
-        """Return a buffer of the stream that saved `saved`, on which autograd runs backward too.
+        """Return a buffer on the stream that saved `saved`, on which autograd also runs backward.
 
         Autograd may return the unpacked tensor as a gradient, which the engine cannot track. If another stream owned the
-        buffer, nothing would order its memory after the readers of that gradient.
+        buffer, nothing would order the reuse of its memory after the readers of that gradient.
         """
         if saved.owner == current:
             return self._allocate(saved.moved_bytes, saved.whole)
@@ -335,7 +335,7 @@ class Transfers:
             return self._allocate(saved.moved_bytes, saved.whole)
 
     def _allocate(self, size_bytes: int, whole: View | None = None) -> torch.Tensor:
-        """Return a device buffer: for the view `whole` if there is one, or else uint8 `[size_bytes]`."""
+        """Return a device buffer like the view `whole`, or uint8 `[size_bytes]` if None."""
         with as_normal_tensors():
             buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
         for ledger in self._observers:
@@ -343,7 +343,7 @@ class Transfers:
         return buffer
 
     def _join(self, streams: Set[Stream], hazard: Hazard) -> None:
-        """Make each of `streams` wait for what the others have queued so far."""
+        """Make each of `streams` wait for all work queued on the others so far."""
         if len(streams) > 1:
             events = {stream: self._device.record_event(stream) for stream in streams}
             for stream in streams:
@@ -360,20 +360,20 @@ class Transfers:
 
 
 def _list_living(entry: _InFlight) -> list[SavedStorage]:
-    """Return what of `entry` autograd still wants."""
+    """Return the storages of `entry` that autograd still needs."""
     return [saved for reference in entry.saved if (saved := reference()) is not None]
 
 
 def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stream]:
-    """Return the compute streams that used the sources of `entry`, before it left and since.
+    """Return the compute streams that used the sources of `entry`, before and after the start of the copies.
 
     Args:
-        entry: In flight.
-        living: What of it autograd still wants.
+        entry: Copies in flight.
+        living: Storages of `entry` that autograd still needs.
     """
     streams = entry.streams
     for saved in living:
-        if saved.streams != streams:  # nearly always one stream has all
+        if saved.streams != streams:  # nearly always equal, since one stream does all
             streams = streams | saved.streams
     return streams
 
