@@ -1,27 +1,26 @@
-"""Makes the layers of a profile take what the plain step took: the same training with nothing measured in it.
+"""Calibrates the layers of a profile by the plain step, in which nothing is measured.
 
 [Note: What the host adds]
-A profile times forward while hooks run, and of layers that are alike the least of each stretch counts. So a simulated step can
-be shorter than the plain one, where the host launches forward too late without hooks too, or longer, where the hooks delayed
-all layers. Either is the host's, and forward's: the host waits for the routing of each layer of experts and begins anew from
-there, while backward waits for nothing and is launched ahead of the device. What was too much is taken off the parts of forward
-in which they can have been delayed.
+A profile times forward while hooks run, and takes the minimum of each segment over layers that are alike. So a simulated step
+can be shorter than the plain one, if the host launches forward late without hooks too, or longer, if the hooks delayed all
+layers. Both concern forward: the host waits for the routing of each layer of experts and continues from there, while backward
+waits for nothing and is launched ahead of the device. Excess time is taken off the segments of forward that hooks can have
+delayed.
 
-What is missing comes on top of the step, and not of forward. The host is late in some steps, here and there, and in others it
-is not: a peak of many steps is one of forward at the device's pace, in which copies are furthest behind. Measured on an H200,
-where the plain step took 27 ms of 554 more: with these in forward four peaks are predicted 2.1% to 3.6% too low, and without
-within 0.8%.
+Missing time is added to the step, not to forward. The host is late in some steps only: the peak over many steps is that of a
+forward at the device's pace, with copies furthest behind. On an H200 the plain step took 27 ms of 554 more: with these in
+forward four peaks are predicted 2.1% to 3.6% too low, without within 0.8%.
 
 [Note: What a device without pauses adds]
-Where no layer lets the host wait it is far ahead, and what is missing is the device's own: a profile stalls it before each
-stretch of forward, and a device at its power limit is faster after a pause. So all of a microbatch takes longer alike, what
-runs again too. Measured on an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms under measurement and 1372
-plain, where an H200 took 1352 and 1364; another H100 ran plain steps of it at its power limit. Where layers let the host wait
-devices are at that limit too, but a profile does not tell the two apart: it counts as the host's.
+Without waits in layers the host is far ahead, and missing time is the device's: a profile stalls it before each segment of
+forward, and a device at its power limit is faster after a pause. So all of a microbatch takes longer by one factor, recompute
+included. On an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms under measurement and 1372
+plain, where an H200 took 1352 and 1364; another H100 ran plain steps of it at its power limit. Devices whose layers
+wait for the host are at that limit too, but a profile cannot tell the two apart and counts it as the host's.
 
-A recompute keeps the time that was measured of forward. It is launched from backward, beside autograd, and what two trainings
-took on one H200 says so: predicted 692 ms where 688 were measured, and 713 with the forward of the plain step; of one that is
-bound by launches, 1161 ms where 1109 were measured, and 971 with the forward of the plain step.
+A recompute keeps the measured forward time. It is launched from backward, beside autograd, and two trainings on one H200
+confirm it: 692 ms predicted and 688 measured, 713 with the forward of the plain step; and for a launch-bound one 1161 ms
+predicted and 1109 measured, 971 with the forward of the plain step.
 """
 
 import dataclasses
@@ -32,27 +31,27 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
 
 LEAST_FORWARD_PART = 1 / 3
-"""Of a stretch's backward: what a device needs for its forward at least, unless less was measured. Hooks hardly lengthen
-backward. That of a matrix product takes twice as long as its forward, that of fused attention 2.5 to 2.7 times (0.57 and 1.54
-ms on an H200)."""
+"""Least device time of a segment's forward, as a part of its backward, unless less was measured. Hooks hardly lengthen
+backward. The backward of a matrix product takes twice as long as its forward, that of fused attention 2.5 to 2.7 times (0.57
+and 1.54 ms on an H200)."""
 
 
 class Calibrated(NamedTuple):
-    """Chunks of a rank, and what a microbatch takes longer than they do."""
+    """Chunks of a rank, and the extra seconds of a microbatch."""
 
     chunks: list[ChunkModel]
-    """With forward passes at the device's pace."""
+    """Chunks with forward passes at the device's pace."""
     late_s: float
-    """Seconds of a microbatch in which the device waits for a late host."""
+    """Seconds of a microbatch in which the device waits for launches."""
 
 
 def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrated:
-    """Return `chunks` with forward passes, and seconds beside them, with which a microbatch takes `microbatch_s`.
+    """Return `chunks` with forward passes and extra seconds such that a microbatch takes `microbatch_s`.
 
-    Forward is not made shorter than what the device needs for it, so that a microbatch can still take longer.
+    Forward keeps at least the device's time, so a microbatch can still take longer.
 
     Args:
-        chunks: All of a rank that waits for no other.
+        chunks: All chunks of a rank that waits for no other.
         microbatch_s: Seconds of one microbatch through all of them, forward and backward.
     """
     layers = [layer.model for chunk in chunks for layer in chunk.layers]
@@ -97,7 +96,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
 
 
 def _take_off(layer: LayerModel, part: float) -> LayerModel:
-    """Return `layer` without that part of what each stretch's forward has to spare."""
+    """Return `layer` with each segment's forward shortened by `part` of its spare seconds."""
     segments = (
         dataclasses.replace(segment, forward_host_s=segment.forward_host_s - part * _find_spare_s(segment))
         for segment in layer.segments
@@ -106,5 +105,5 @@ def _take_off(layer: LayerModel, part: float) -> LayerModel:
 
 
 def _find_spare_s(segment: Segment) -> float:
-    """Return the seconds of a stretch's forward that may be the host's."""
+    """Return the seconds of a segment's forward that may be late launches."""
     return max(0.0, segment.forward_pass_s - LEAST_FORWARD_PART * segment.backward_s)

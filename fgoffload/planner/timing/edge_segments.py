@@ -25,8 +25,8 @@ _NO_BYTES = ExtraBytes()
 
 _LOSS_BYTES = 10 * FP32
 _LOSS_GRADIENT_BYTES = 3 * FP32 + BF16
-"""Of each logit that the loss reads and writes, without `--cross-entropy-loss-fusion`: forward makes fp32 of it, finds the
-largest, takes that off, and the exponential, the sum and the quotient; backward scales, and makes bf16 of it. Source:
+"""Bytes that the loss reads and writes for each logit without `--cross-entropy-loss-fusion`: forward converts to fp32, finds
+the maximum, subtracts it, and computes exponential, sum and quotient; backward scales and converts to bf16. Source:
 `VocabParallelCrossEntropy` of megatron/core/tensor_parallel/cross_entropy.py, megatron-core 0.16.1."""
 
 _LOSS_KERNELS = 15
@@ -37,18 +37,18 @@ class EdgeShape:
     """Shapes of embedding and output layer on one rank."""
 
     tokens: int
-    """Of a microbatch, on all ranks that share the vocabulary together."""
+    """Tokens of a microbatch, on all ranks together that share the vocabulary."""
     hidden_size: int
-    """Channels between layers."""
+    """Hidden size."""
     vocab_size: int
-    """Rows of the embedding over all ranks, padded as Megatron pads them."""
+    """Rows of the embedding over all ranks, padded as in Megatron."""
     tensor_parallel_size: int = 1
     """Ranks that share the vocabulary."""
     has_sequence_parallel: bool = True
-    """They share the sequence behind the embedding and before the output layer."""
+    """Whether those ranks share the sequence between embedding and output layer."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model has.
+        """Refuse impossible sizes.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -63,12 +63,12 @@ class EdgeShape:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a tensor of hidden states, as a rank has it between embedding and output layer."""
+        """Bytes of a rank's hidden states between embedding and output layer."""
         return self.gathered_bytes // (self.tensor_parallel_size if self.has_sequence_parallel else 1)
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the same, of all tokens."""
+        """Bytes of the hidden states of all tokens."""
         return BF16 * self.tokens * self.hidden_size
 
 
@@ -80,17 +80,17 @@ def make_first_segments(
     network: Network = DEFAULT_NETWORK,
     extra: ExtraBytes = _NO_BYTES,
 ) -> tuple[Segment, ...]:
-    """Return what runs before the first layer: the embedding.
+    """Return the segment before the first layer: the embedding.
 
     Args:
-        edge: Its sizes.
-        hardware: What it runs on.
-        efficiency: What kernels reach of the device's peaks.
-        network: Between ranks.
-        extra: Its temporaries.
+        edge: Sizes.
+        hardware: Device of the rank.
+        efficiency: Efficiency of kernels.
+        network: Rates between ranks.
+        extra: Temporary bytes.
 
     Raises:
-        ConfigError: Of the device something is not known that the times need.
+        ConfigError: The device lacks a figure that times need.
     """
     rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
@@ -98,7 +98,7 @@ def make_first_segments(
     # Each rank looks up the rows that it has. They are summed and scattered, and the gradient is gathered; where ranks do not
     # share the sequence they are summed, and all have the gradient.
     summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
-    # Rows are read and written. Backward clears a gradient of all weights, adds rows to it, and adds it to the sum in fp32.
+    # Forward reads and writes rows. Backward clears a gradient of all weights, adds rows, and adds it to the fp32 sum.
     forward = PassWork(works=(make_moves(2 * rows, kernels=3),), traffic=summed)
     added = make_moves(weights * (2 * BF16 + 2 * FP32) + 3 * rows, kernels=5)
     work = SegmentWork(name="embedding", forward=forward, backward=PassWork(works=(added,), traffic=gather))
@@ -115,18 +115,18 @@ def make_last_segments(
     execution: Execution = DEFAULT_EXECUTION,
     extra: ExtraBytes = _NO_BYTES,
 ) -> tuple[Segment, ...]:
-    """Return what runs behind the last layer: the final norm, the output layer and the loss.
+    """Return the segments after the last layer: final norm, output layer and loss.
 
     Args:
-        edge: Their sizes.
-        hardware: What they run on.
-        efficiency: What kernels reach of the device's peaks.
-        network: Between ranks.
-        execution: How gradients of weights are added.
-        extra: Temporaries of output layer and loss: logits, and what the loss makes of them.
+        edge: Sizes.
+        hardware: Device of the rank.
+        efficiency: Efficiency of kernels.
+        network: Rates between ranks.
+        execution: Accumulation of weight gradients.
+        extra: Temporary bytes of output layer and loss: logits and tensors made of them.
 
     Raises:
-        ConfigError: Of the device something is not known that the times need.
+        ConfigError: The device lacks a figure that times need.
     """
     hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
     linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
@@ -146,13 +146,13 @@ def make_last_segments(
         backward=PassWork(works=(gradient, *linear.list_backward(execution)), beside=2 * ring),
     )
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
-    # The norm's input and output; in backward a gradient of each.
+    # Input and output of the norm; backward has a gradient of each.
     extras = {"final_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden), "output_layer": extra}
     return clock.time_segments((norm, output), extras)
 
 
 def _list_ring_pass(edge: EdgeShape) -> tuple[Traffic, ...]:
-    """Return an all-gather or a reduce-scatter of hidden states; an all-reduce is both. None with one rank."""
+    """Return an all-gather or reduce-scatter of hidden states, or both for an all-reduce; None with one rank."""
     ranks = edge.tensor_parallel_size
     if ranks == 1:
         return ()

@@ -3,9 +3,8 @@
     >>> get_hardware("h100").name
     'H100 80GB SXM'
 
-Rates are peaks, dense, from the maker; what a model reaches of them is less. None stands for what is not public. A device that
-is not in the table, or one that was measured, comes from a file: `Hardware.load(path)`; docs/reference/hardware.md has
-an example.
+Rates are dense peaks from the maker; models reach less. None means not public. Another device, or one that was measured, comes
+from a file: `Hardware.load(path)`; docs/reference/hardware.md has an example.
 """
 
 import dataclasses
@@ -26,19 +25,20 @@ from fgoffload.units import parse_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Between the memory of one device and that of its host, for large copies. Rates are decimal: 50 GB/s is 50e9."""
+    """Link between the memories of one device and its host, for large copies. Rates are decimal: 50 GB/s is 50e9."""
 
     d2h_bytes_per_s: float | None = None
-    """Bytes a second to the host, with nothing the other way."""
+    """Bytes a second to the host alone."""
     h2d_bytes_per_s: float | None = None
-    """Bytes a second to the device, with nothing the other way."""
+    """Bytes a second to the device alone."""
     duplex_bytes_per_s: float | None = None
-    """Bytes a second each way while both run."""
+    """Bytes a second of each direction while both run."""
     is_measured: bool = False
-    """Copies ran at these rates. Else they are the maker's, which copies do not reach: an H100's 64 GB/s gave 47 to 55."""
+    """Whether copies were measured at these rates. Else they are the maker's, which copies do not reach: of an H100's 64 GB/s
+    they reached 47 to 55."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no rate.
+        """Refuse impossible rates.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -57,49 +57,48 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device, its link to the host, and the node that it is in."""
+    """One device, its link to the host, and its node."""
 
     name: str
-    """For people."""
+    """Name in tables."""
     device_memory_bytes: int
-    """Of the device, as its maker names it, in binary units: "80 GB" is 80 GiB. What the driver keeps is not taken off: torch
+    """Device memory as its maker names it, in binary units: "80 GB" is 80 GiB. The driver's share is not subtracted: torch
     sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64."""
     device_memory_bytes_per_s: float | None = None
     """Bandwidth of that memory, bytes a second."""
     memory_efficiency: float | None = None
-    """The part of that bandwidth that the kernels of a step reach, above 0 and at most 1, where it was measured. None is what
-    others are taken to reach (`Efficiency.memory`)."""
+    """Measured part of that bandwidth that the kernels of a step reach, above 0 and at most 1. None takes
+    `Efficiency.memory`."""
     compute_efficiency: float = 1.0
     """Efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)."""
     bf16_flop_per_s: float | None = None
-    """Dense floating-point operations a second in bf16, and in fp16, which has the same rate on all devices of the table."""
+    """Dense floating-point operations a second in bf16; fp16 has the same rate on all devices of the table."""
     fp8_flop_per_s: float | None = None
-    """Dense, in fp8. None on devices without fp8, too."""
+    """Dense operations a second in fp8; None also on devices without fp8."""
     tf32_flop_per_s: float | None = None
-    """Dense, of matrix products of fp32 tensors in tf32."""
+    """Dense operations a second of fp32 matrix products in tf32."""
     link: Link = dataclasses.field(default_factory=Link)
-    """To the host."""
+    """Link to the host."""
     nvlink_bytes_per_s: float | None = None
-    """Bytes a second that a device sends to all others of its domain together, one way: over NVLink, or AMD's Infinity Fabric.
-    None where there is no such thing, or where it is not public: then devices of a node are taken to send over PCIe, at the
-    slower way of `link`."""
+    """Bytes a second from a device to all others of its domain together, one way: over NVLink, or AMD's Infinity Fabric. None
+    if there is none or it is not public: then devices of a node send over PCIe, at the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
-    """To one other device, where they are wired in pairs and not through a switch: a group of n reaches n - 1 times this. None
-    is all of `nvlink_bytes_per_s`."""
+    """Bytes a second to one other device, if devices are wired in pairs without a switch: a group of n reaches n - 1 times
+    this. None takes all of `nvlink_bytes_per_s`."""
     nvlink_gpus: int | None = None
-    """Devices of such a domain. None is those of a node."""
+    """Devices of a domain; None takes those of a node."""
     network_bytes_per_s: float | None = None
-    """Bytes a second of a device's share of its node's network cards, one way, in the maker's own system. None where each
-    server has its own: then 50 GB/s are taken, which is a card of 400 Gbit/s for each device."""
+    """Bytes a second of a device's share of its node's network cards, one way, in the maker's own system. None if
+    servers differ: then 50 GB/s are taken, a card of 400 Gbit/s for each device."""
     host_memory_bytes_per_node: int | None = None
-    """Of the maker's own system, all devices of the node together. None where each server has its own."""
+    """Host memory of a node of the maker's own system; None if servers differ."""
     gpus_per_node: int
     """Devices that share the host's memory."""
     source: str
-    """Where the figures come from."""
+    """Sources of the figures."""
 
     def __post_init__(self) -> None:
-        """Refuse what no device has.
+        """Refuse impossible figures.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -123,16 +122,16 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Hardware":
-        """Return the hardware that `text` holds.
+        """Parse hardware.
 
         Args:
             text: A JSON object with the fields of this class. Memory is bytes or a size like "80GiB"; `link` is an object with
-                the fields of `Link`. A field that may be None can be null or left out. `"base": "gb200"` takes what the object
-                leaves out from that device of the table; a `link` replaces all of its link.
-            source: Where `text` came from, for the error.
+                the fields of `Link`. A field that may be None can be null or missing. `"base": "gb200"` takes missing fields
+                from that device of the table; a `link` replaces all of its link.
+            source: Origin of `text`, for the error.
 
         Raises:
-            ConfigError: `text` is not JSON, or a field is unknown, missing or not what it must be.
+            ConfigError: `text` is not JSON, or a field is unknown, missing or invalid.
         """
         document = parse_json(text, name=source, fix="Give an object with the fields of Hardware.")
         try:
@@ -145,14 +144,14 @@ class Hardware:
         """Return the hardware in the file at `path`.
 
         Raises:
-            ConfigError: The file cannot be read, or holds no hardware.
+            ConfigError: The file cannot be read or has no hardware.
         """
         source = f"hardware file {path}"
         return cls.from_json(read_text_file(path, name=source, fix="Give the path of a JSON file."), source=source)
 
 
 def get_hardware(name: str) -> Hardware:
-    """Return the hardware of the table that `name` means: `h100`, `H100 80GB SXM` or, as its driver says, `NVIDIA H200`.
+    """Return the hardware of the table by any of its names: `h100`, `H100 80GB SXM` or the driver's, `NVIDIA H200`.
 
     Case, spaces and dashes do not matter.
 
@@ -171,17 +170,17 @@ def get_hardware(name: str) -> Hardware:
 
 
 def _find_nearest(name: str, known: Collection[str]) -> str | None:
-    """Return the name that `name` is like, or a part of, as `910b` is, or has as a part; None where there is none."""
+    """Return the known name that is similar to `name`, contains it, as for `910b`, or is a part of it; None without one."""
     similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     parts = (one for one in known if len(name) >= _SHORTEST_PART and (name in one or one in name))
     return next(itertools.chain(similar, parts), None)
 
 
 def check_for_times(hardware: Hardware) -> None:
-    """Refuse a device of which something is not known that the times of every plan need: bandwidth, operations and the link.
+    """Refuse a device that lacks a figure that every plan needs: bandwidth, operations and the link.
 
     Raises:
-        ConfigError: With all that is missing, and how to give it; or `hardware` is the name of one.
+        ConfigError: With all missing figures and how to give them; or `hardware` is only a name.
     """
     if not isinstance(hardware, Hardware):
         raise ConfigError(
@@ -213,7 +212,7 @@ _RATES = (
 )
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
 _SHORTEST_PART = 3
-"""Characters from which a part of a name says which device is meant."""
+"""Characters from which a part of a name identifies a device."""
 
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
@@ -252,7 +251,7 @@ def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> 
 
 
 def _fill_from_base(document: Any, source: str) -> Any:
-    """Return `document` with the fields of the device that its `base` names, where it has one."""
+    """Return `document` with the missing fields of the device that its `base` names, if it has one."""
     if not isinstance(document, dict) or "base" not in document:
         return document
     name = document["base"]
@@ -262,9 +261,9 @@ def _fill_from_base(document: Any, source: str) -> Any:
     own = {key: value for key, value in document.items() if key != "base"}
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     if "device_memory_bytes_per_s" in own:
-        fields["memory_efficiency"] = None  # it was measured of the other bandwidth
+        fields["memory_efficiency"] = None  # measured with the other bandwidth
     if isinstance(own.get("link"), dict):
-        # The rate of both ways at once is one of the link that was measured: with another rate it is another.
+        # The duplex rate belongs to the measured link: with other rates it is unknown.
         own["link"] = {**dataclasses.asdict(base.link), "duplex_bytes_per_s": None, **own["link"]}
     return {**fields, "source": f"{base.source} {', '.join(own) or 'nothing'}: {source}.", **own}
 
@@ -274,7 +273,7 @@ def _strip(name: str) -> str:
 
 
 def _load_table() -> None:
-    """Read the devices of the package; a device's `base` stands above it."""
+    """Read the devices of the package. A device's `base` comes before it in the file."""
     table = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for key, fields in json.loads(table).items():
         driver_name = fields.pop("driver", key)
@@ -283,7 +282,7 @@ def _load_table() -> None:
 
 
 HARDWARE: dict[str, Hardware] = {}
-"""By the name that people type: what hardware.json has."""
+"""Devices of hardware.json, by the name that users type."""
 _NAMES: dict[str, str] = {}
-"""Keys of `HARDWARE` by all that people and drivers call devices, stripped. A PCIe card of the same chip is another device."""
+"""Keys of `HARDWARE` by all names of users and drivers, stripped. A PCIe card of the same chip is another device."""
 _load_table()

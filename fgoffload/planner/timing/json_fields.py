@@ -1,7 +1,7 @@
 """Frozen dataclasses of numbers to JSON and back, by the types of their fields.
 
-What may stand in a field: numbers, text, booleans, enums by their value, other such dataclasses, tuples of any of these,
-mappings from text, and None where the type allows it.
+Allowed fields: numbers, text, booleans, enums by value, other such dataclasses, tuples of these, mappings from text, and None
+if the type allows it.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from fgoffload.planner.checks import FASTEST_PER_S
 T = TypeVar("T")
 
 LONGEST_S = 1e6
-"""Seconds of anything that is measured: eleven days, which no step takes. The solver cannot count with what is far longer."""
+"""Most seconds of a measured time: eleven days. The solver cannot handle far longer times."""
 
 MOST_BYTES = 1e15
-"""Of anything on one device or its host: a petabyte, hundreds of times what a node has."""
+"""Most bytes of a field: a petabyte, hundreds of times a node's memory."""
 
 _MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES, "_part": 1.0}
-"""By the end of a field's name, which is its unit, the most that it can be."""
+"""Largest values by unit, the end of a field's name."""
 
 
 def to_json_value(value: Any) -> Any:
-    """Return `value` in what JSON has: objects, lists, text, numbers and null."""
+    """Return `value` as JSON types: objects, lists, text, numbers and null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -43,15 +43,15 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Return the `kind` that `value` describes.
+    """Build a `kind` from `value`.
 
     Args:
         kind: A dataclass.
-        value: As `to_json_value` returns it. A field with a default may be left out.
-        source: Where `value` came from, for errors.
+        value: Output of `to_json_value`. Fields with a default may be missing.
+        source: Origin of `value`, for errors.
 
     Raises:
-        ConfigError: A field is missing, unknown or not of its type, with where it stands.
+        ConfigError: A field is missing, unknown or of a wrong type; names its place.
     """
     try:
         return _read_object(kind, value, "")
@@ -60,7 +60,7 @@ def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
 
 
 def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Return the `kind` that stands at `where`: `ranks[0].chunks[1]`, or nothing for the whole document."""
+    """Build the `kind` at `where`: `ranks[0].chunks[1]`, or empty for the whole document."""
     place = where or "the document"
     if not isinstance(value, dict):
         raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
@@ -108,7 +108,7 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {_shorten(value)}. Give one of: {', '.join(map(str, values))}.")
         return kind(value)
     if kind is float:
-        # By type: JSON's true is an int in Python. Compared before it is converted: one of hundreds of digits is no float.
+        # By type: JSON's true is an int in Python. Compared before conversion: an int of hundreds of digits is no float.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number from 0.")
         _check_most(value, where)

@@ -1,4 +1,4 @@
-"""How long the stretches of a layer take: from a shape and a device to the model that simulator and solver work with.
+"""Times of a layer's segments: from a shape and a device to the model that simulator and solver use.
 
     >>> from fgoffload.planner.timing.hardware import get_hardware
     >>> from fgoffload.planner.model.layer_shape import LayerShape
@@ -18,9 +18,9 @@
     >>> round(layer.forward_s * 1e3)
     3
 
-A kernel takes the time of its operations or of its bytes, whichever is longer, at the share of the device's peak that its kind
-reaches (`Efficiency`), and a little to start. Where the kernels of a layer are done before the host has launched them all, the
-host's time counts instead. `replace_times` puts measured times in place of these.
+A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
+plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead. `replace_times`
+puts measured times in place of these.
 """
 
 import dataclasses
@@ -58,14 +58,14 @@ DEFAULT_NETWORK = Network()
 DEFAULT_EXECUTION = Execution()
 
 GRAPH_LAUNCHES = 3
-"""Kernels that the host launches in the time that it takes for the graph of a layer one way: 30 us with the default of
+"""Cost of launching the graph of a layer's forward or backward, in kernel launches: 30 us with the default of
 `Efficiency.host_s_per_launch`. Assumed."""
 
 HIDING_PART = 0.9
-"""Of the compute of a layer, what can run beside the exchange of another microbatch's tokens. Assumed."""
+"""Part of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Stretches that are no tag, and the tag that is captured where all of them is."""
+"""Segments without a tag, and the tag whose capture includes them."""
 
 
 def make_layer_model(
@@ -78,19 +78,19 @@ def make_layer_model(
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
-    """Return a layer with the times, the bytes and the units that such a shape has on such a device.
+    """Return the layer of a shape on a device: times, bytes and units.
 
     Args:
-        shape: Of the layer, as one rank runs it.
-        hardware: What it runs on.
-        kind: For people: `dense`, `moe`, `mtp`.
-        efficiency: What kernels reach of the device's peaks.
-        network: Between ranks, where it was measured.
-        execution: How the layer is run, beside its shape.
-        graphs: What is captured. The host launches a graph where it would launch the kernels of a captured module.
+        shape: Shape of the layer on one rank.
+        hardware: Device of the rank.
+        kind: Name in tables: `dense`, `moe`, `mtp`.
+        efficiency: Efficiency of kernels.
+        network: Measured rates between ranks.
+        execution: Execution of the layer, beside its shape.
+        graphs: Captured modules: the host launches one graph instead of their kernels.
 
     Raises:
-        ConfigError: Of the device something is not known that the times need.
+        ConfigError: The device lacks a figure that times need.
     """
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     works = list_layer_work(shape, execution)
@@ -101,7 +101,7 @@ def make_layer_model(
     launches = tuple(_count_launches(works, side, graphs, captured) for side in ("forward", "backward"))
     segments = clock.time_segments(works, extras, launches=launches)
     if experts is not None:
-        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the number of tokens of each expert
+        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the token counts of the experts
         if experts.has_shared_overlap:
             segments = _hide_shared_experts(segments, works, clock)
         if execution.has_expert_overlap:
@@ -114,14 +114,14 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return what the host launches for each stretch, `forward` or `backward`: a graph counts for the first that it holds."""
+    """Return the launches of each segment, `forward` or `backward`: a graph counts for its first segment."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
         if _CAPTURED_WITH.get(work.name, work.name) in captured:
             counts.append(0)
         elif work.name == "dispatch" and "moe_preprocess" in graphs.modules:
-            counts.append(one.kernels - max(part.kernels for part in one.works))  # all but the permutation
+            counts.append(one.kernels - max(part.kernels for part in one.works))  # all except the permutation
         else:
             counts.append(one.kernels)
     if 0 in counts:
@@ -135,7 +135,7 @@ def _lengthen(unit: UnitModel, segments: Sequence[Segment], *, by: float) -> Uni
 
 
 def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION) -> tuple[SegmentWork, ...]:
-    """Return what each stretch of a layer does, in the order of forward."""
+    """Return the work of each segment of a layer, in forward order."""
     works = (*list_attention_work(shape, execution), *list_mlp_work(shape, execution))
     if not shape.has_mtp_projection:
         return works
@@ -146,15 +146,15 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
 def replace_times(
     layer: LayerModel, *, forward_s: Mapping[str, float] | None = None, backward_s: Mapping[str, float] | None = None
 ) -> LayerModel:
-    """Return `layer` with times that were measured.
+    """Return `layer` with measured times.
 
     Args:
-        layer: To start from.
-        forward_s: Seconds of forward, by the name of a stretch. Others keep theirs.
-        backward_s: The same of backward, with nothing run again.
+        layer: The layer.
+        forward_s: Forward seconds by segment name. Other segments keep theirs.
+        backward_s: Backward seconds by segment name, without recompute.
 
     Raises:
-        ConfigError: The layer has no such stretch, or a time is below 0 or not finite.
+        ConfigError: The layer has no such segment, or a time is negative or not finite.
     """
     forward_s, backward_s = forward_s or {}, backward_s or {}
     _check_times("forward_s", forward_s, layer)
@@ -184,21 +184,21 @@ def _check_times(field: str, times: Mapping[str, float], layer: LayerModel) -> N
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """Says how long work takes on a device."""
+    """Times of work on a device."""
 
     hardware: Hardware
-    """The device, with the rates that the work needs."""
+    """The device."""
     efficiency: Efficiency = DEFAULT_EFFICIENCY
     """Efficiency of kernels."""
     network: Network = DEFAULT_NETWORK
-    """Between ranks, where it was measured."""
+    """Measured rates between ranks; None takes the hardware's."""
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return bytes a second that memory-bound kernels read and write together.
+        """Return the bytes a second that memory-bound kernels read and write.
 
         Raises:
-            ConfigError: The device's bandwidth is not known.
+            ConfigError: The device's bandwidth is unknown.
         """
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
         return self._get_rate("device_memory_bytes_per_s") * part
@@ -210,15 +210,15 @@ class Clock:
         *,
         launches: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the stretches with their times, each pass at least as long as the host needs to launch it.
+        """Return the segments with their times; each pass takes at least the host's launch time.
 
         Args:
-            works: What they do.
-            extras: Their temporaries, by name.
-            launches: What the host launches for each of them in forward, and in backward. None for one launch a kernel.
+            works: Work of each segment.
+            extras: Temporary bytes, by name.
+            launches: Launches of each segment in forward and in backward. None counts one launch a kernel.
 
         Raises:
-            ConfigError: A rate of the device is not known.
+            ConfigError: A rate of the device is unknown.
         """
         passes = [work.forward for work in works], [work.backward for work in works]
         forward, backward = (
@@ -237,10 +237,10 @@ class Clock:
         )
 
     def time_work(self, work: Work) -> float:
-        """Return the seconds of kernels: of their operations or of their bytes, and of starting them.
+        """Return the seconds of kernels: the longer of operations and bytes, plus their starts.
 
         Raises:
-            ConfigError: A rate of the device is not known.
+            ConfigError: A rate of the device is unknown.
         """
         rate = self.memory_bytes_per_s
         strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
@@ -252,7 +252,7 @@ class Clock:
         return seconds + work.kernels * self.efficiency.kernel_start_s
 
     def _find_part(self, work: Work) -> float:
-        """Return which part of the device's rate the kernels of `work` reach."""
+        """Return the efficiency of the kernels of `work`."""
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
         if work.expert_rows is not None:
             part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)
@@ -260,7 +260,7 @@ class Clock:
         return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:
-        """Return the seconds of collectives. What stays in the domain of NVLink and what leaves it go at the same time."""
+        """Return the seconds of collectives. Traffic within and out of the NVLink domain overlaps."""
         rates = make_network_rates(self.hardware, self.network, self.efficiency)
         domain, network = rates.domain_ranks, rates.network_bytes_per_s
         part = self.efficiency.all_to_all if traffic.pattern is Pattern.ALL_TO_ALL else 1.0
@@ -274,17 +274,17 @@ class Clock:
             each = traffic.sent_bytes / (traffic.ranks - 1)
             far_bytes = each * (traffic.ranks - near)
             if traffic.pattern is Pattern.NODES:
-                # A token crosses once to each node that it goes to, and its copies go on over NVLink.
+                # A token crosses the network once for each target node, and is copied there over NVLink.
                 nodes = round(traffic.ranks / near)
                 far_bytes = each * traffic.ranks / traffic.copies * traffic.count_nodes(nodes) * (1 - 1 / nodes)
             seconds = max(each * (near - 1) / (rates.get_nvlink_rate(near) * part), far_bytes / (network * part))
         return seconds + traffic.calls * self.efficiency.collective_start_s
 
     def time_pass(self, one: PassWork) -> float:
-        """Return the seconds of one way through a stretch, however long the host takes.
+        """Return the device seconds of a segment's forward or backward.
 
         Raises:
-            ConfigError: A rate of the device is not known.
+            ConfigError: A rate of the device is unknown.
         """
         computing = sum(map(self.time_work, one.works))
         beside = sum(map(self.time_traffic, one.beside))
@@ -292,8 +292,8 @@ class Clock:
 
     def _time_passes(self, passes: Sequence[PassWork], kernels: Sequence[int]) -> list[float]:
         times = [self.time_pass(one) for one in passes]
-        # The host runs ahead from stretch to stretch, so it is late, if at all, for the layer as a whole. What it is late falls
-        # on stretches by what they launch.
+        # The host runs ahead between segments, so it is late for the whole layer or not at all. The delay is shared out by
+        # launches.
         late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))
         return [time_s + late_s * count / sum(kernels) for time_s, count in zip(times, kernels, strict=True)]
 
@@ -308,7 +308,7 @@ class Clock:
 
 
 def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the exchange of tokens that the compute of another microbatch's layer hides."""
+    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
     ways = {
         work.name: [sum(map(clock.time_traffic, side.traffic)) for side in (work.forward, work.backward)]
         for work in works
@@ -326,7 +326,7 @@ def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], cl
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the part of the shared experts that runs while tokens are on their way."""
+    """Return `segments` without the part of the shared experts that the token exchange hides."""
     on_way = [work for work in works if work.name in ("dispatch", "moe_combine")]
     forward_s = sum(clock.time_traffic(one) for work in on_way for one in work.forward.traffic)
     backward_s = sum(clock.time_traffic(one) for work in on_way for one in work.backward.traffic)
@@ -344,11 +344,11 @@ def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float)
 
 
 def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, SegmentWork]:
-    """Return what multi-token prediction does before and behind its layer: two norms and a projection, and a norm."""
+    """Return the work of multi-token prediction around its layer: two norms and a projection before, a norm after."""
     sizes = LayerSizes(shape)
     linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
     norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)
-    # The projection's output, which ranks share by channels, is gathered and scattered by tokens.
+    # The projection's output, sharded by channels, is gathered and scattered by tokens.
     gather = (*list_input_traffic(shape, 2 * shape.hidden_size)[0], *list_output_traffic(shape, shape.hidden_size)[0])
     first = SegmentWork(
         name="mtp_projection",
