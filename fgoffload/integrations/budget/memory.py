@@ -86,7 +86,7 @@ class LedgerMeter(PeakMeter):
         return static_bytes + self._ledger.peak_bytes
 
     def left_out(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
-        return contextlib.nullcontext()  # the hooks of a trial hide its saves from the ledger
+        return contextlib.nullcontext()  # a trial has its own hooks
 
 
 def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:

@@ -78,7 +78,7 @@ def estimate_savings(
     *,
     device: DeviceChoice = None,
 ) -> SavingsEstimate:
-    """Estimate the memory that offload would save, by running `forward` once without host memory.
+    """Estimate the memory that offload would save, by running `forward` once without copies to the host or host memory.
 
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
