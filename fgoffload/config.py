@@ -58,7 +58,7 @@ class OffloadConfig:
         """Check every field.
 
         Raises:
-            ConfigError: With the flag, the value, the limit and the fix.
+            ConfigError: A field is wrong. The message has the flag, the value, the limit and the fix.
         """
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:

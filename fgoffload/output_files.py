@@ -1,4 +1,4 @@
-"""Writes files atomically: a full disk or an interrupt leaves the old file as it was."""
+"""Writes files atomically, so that a full disk or an interrupt leaves the old file unchanged."""
 
 import contextlib
 import errno
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LONGEST_SUFFIX = 20
-"""Most characters of a suffix that a writer may check, such as `.json.gz`."""
+"""Maximum characters of a suffix that a writer may check, such as `.json.gz`."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, whose file replaces the one at `path` when the body ends.
+    """Yield a temporary path. Its file replaces the file at `path` when the body ends.
 
         with replacing(path) as partial:
             figure.savefig(partial)
 
-    It is in the same folder and has the same suffix. A `path` that is not a regular file, such as `/dev/stdout`, is written
-    directly. For a link, its target is replaced.
+    The temporary path has the same folder and suffix. A `path` that is not a regular file, such as `/dev/stdout`, is written
+    directly. If `path` is a link, its target is replaced.
 
     Raises:
-        OSError: The file cannot be written or replaced. Then, or if the body raises, the old file stays.
+        OSError: The file cannot be written or replaced. In this case, or if the body raises, the old file stays.
     """
     target = Path(os.path.realpath(path))
     mode = _find_mode(target)
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Only the end of the name, which may have the maximal length.
+    # Only the end of the name, since the name may already have the maximum length.
     partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-_LONGEST_SUFFIX:]}")
     try:
         yield partial
@@ -48,17 +48,17 @@ def write_file(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to the file at `path`, atomically.
 
     Raises:
-        OSError: It cannot be written; the old file stays.
+        OSError: The file cannot be written. The old file stays.
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
-    """Check that `path` is writable, by writing an empty file beside it.
+    """Check that `path` is writable, by writing an empty file next to it.
 
     Raises:
-        OSError: It is not.
+        OSError: `path` is not writable.
     """
     with contextlib.suppress(_OnlyCheckingError), replacing(path) as partial:
         with partial.open("ab"):
@@ -78,6 +78,6 @@ def _find_mode(path: Path) -> int | None:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Flush the file at `path` to disk. Some file systems report only now that they are full."""
+    """Flush the file at `path` to disk. Some file systems report a full disk only then."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

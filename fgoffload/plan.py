@@ -1,6 +1,6 @@
-"""Plans: keep, recompute or offload for each site of a rank.
+"""Plans, which keep, recompute or offload each site of a rank.
 
-Planner and engine meet here: the planner writes a plan, the engine reads it, and neither imports the other.
+The planner writes a plan and the engine reads it. Neither imports the other.
 """
 
 import contextlib
@@ -15,34 +15,34 @@ from fgoffload.errors import PlanError
 from fgoffload.text_files import parse_json, read_text_file
 
 FORMAT = 1
-"""Version of the JSON that `OffloadPlan.to_json` writes. Raise it when an older reader would misread a newer file."""
+"""Version of the JSON that `OffloadPlan.to_json` writes. Raise it if older readers would misread newer files."""
 
 
 TOKENS = "tokens"
 """Key of `made_for`: tokens of a microbatch, sequence length times sequences."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches of a step on each data-parallel rank. Present only if more microbatches would raise the
-number in flight."""
+"""Key of `made_for`: microbatches of a step on each data-parallel rank. It is present only if more microbatches would raise
+the number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes of a parameter and of activations between layers, 2 for bf16 and fp16, 4 for fp32."""
+"""Key of `made_for`: bytes per element of parameters and of activations between layers, 2 for bf16 and fp16, 4 for fp32."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, and its value without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Keys that may be smaller in a training: then memory is smaller too."""
+"""Keys whose value may be smaller in a training, since memory is then smaller too."""
 
 _LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 
 
 class Action(enum.Enum):
-    """The treatment of a site.
+    """Treatment of a site.
 
-    Offload moves what the module saves. Recompute reruns the module in backward, so that its output need not be saved. A site
-    can have both: a recomputed norm whose input is offloaded.
+    Offload moves the module's saved tensors to the host. Recompute reruns the module in backward, so that its output need not
+    be saved. A site can have both, such as a recomputed norm whose input is offloaded.
     """
 
     KEEP = "keep"  # saved tensors stay on the device
@@ -51,10 +51,10 @@ class Action(enum.Enum):
     RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module is recomputed in backward; its input is offloaded
 
     __hash__ = object.__hash__
-    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
+    """Identity hash, since members are singletons. The hash of `Enum` is in Python and several times slower."""
 
     def __init__(self, value: str) -> None:
-        # Computed once: planning reads these a million times, and looking up other members is as slow as a call.
+        # Computed once, since planning reads these a million times, and looking up other members is as slow as a call.
         self._offloads, self._recomputes = "offload" in value, "recompute" in value
 
     @property
@@ -73,9 +73,9 @@ class Site:
     """One tag in one layer of one model chunk.
 
     Args:
-        chunk: Model chunk on this rank, from 0: the virtual pipeline stage under an interleaved schedule, else 0.
-        layer: Layer of the whole model, from 0.
-        tag: A tag of the registry, or a unit of `fgoffload.tags.RECOMPUTE_UNITS`.
+        chunk: Model chunk on this rank, from 0. It is the virtual pipeline stage of an interleaved schedule, else 0.
+        layer: Layer number in the whole model, from 0.
+        tag: Tag of the registry, or unit of `fgoffload.tags.RECOMPUTE_UNITS`.
     """
 
     chunk: int
@@ -89,13 +89,13 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """The action for every site of all ranks. A site that the plan does not name is kept.
+    """Action for every site of all ranks. A site that the plan does not name is kept.
 
     Args:
-        actions: The action by site.
-        loss_window_bytes: How many bytes may be in flight to the host when the loss begins; compute waits for the rest, which
-            the planner counted as gone. None: no wait.
-        made_for: What the plan was made for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`,
+        actions: Action by site.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. Compute waits for the rest, since the
+            planner counts it as freed. None never waits.
+        made_for: Training that the plan was made for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`,
             `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """
 
@@ -105,11 +105,11 @@ class OffloadPlan:
 
     @property
     def offloaded_tags(self) -> tuple[str, ...]:
-        """The offloaded tags, sorted."""
+        """Sorted tags with an offloaded site."""
         return tuple(sorted({site.tag for site, action in self.actions.items() if action.offloads}))
 
     def get_action(self, site: Site) -> Action:
-        """Return the action for `site`: `Action.KEEP` if the plan has none."""
+        """Return the action for `site`, or `Action.KEEP` if the plan does not name it."""
         return self.actions.get(site, Action.KEEP)
 
     def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
@@ -117,7 +117,7 @@ class OffloadPlan:
         return {site.tag: action for site, action in self.actions.items() if site.chunk == chunk and site.layer == layer}
 
     def count(self, action: Action) -> int:
-        """Return how many sites the plan gives `action`."""
+        """Return the number of sites with `action`."""
         return sum(1 for chosen in self.actions.values() if chosen is action)
 
     @classmethod
@@ -125,21 +125,21 @@ class OffloadPlan:
         """Return the plan that offloads `fraction` of `sites` and keeps the rest.
 
         The last sites of forward are kept: backward needs them first, so no compute could hide their copies. The count is
-        exact: of 10 sites, 0.9 keeps 1 and 0.8 keeps 2. Sites are never split.
+        exact: with 10 sites, 0.9 keeps 1 and 0.8 keeps 2. Sites are never split.
 
         Args:
-            sites: In forward order.
-            fraction: From 0 to 1.
+            sites: Sites in forward order.
+            fraction: Fraction of the sites, from 0 to 1.
         """
         # 1e-9 undoes the binary rounding of decimal fractions: 0.29 * 100 is 28.999999999999996.
         offloaded = int(fraction * len(sites) + 1e-9)
         return cls(actions={site: Action.OFFLOAD if i < offloaded else Action.KEEP for i, site in enumerate(sites)})
 
     def to_json(self, *, predicted: Mapping[str, Any] | None = None) -> str:
-        """Return the plan as JSON, one site a row, in order.
+        """Return the plan as JSON, with one row per site, in order.
 
         Args:
-            predicted: Peak and step, for readers of the file; nothing here reads it back.
+            predicted: Predicted peak and step time, for people who read the file. The parser ignores it.
         """
         rows = [
             {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
@@ -151,13 +151,13 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Check that the plan was made for this training, as far as both have the same keys.
+        """Check that the plan was made for this training, by the keys that both have.
 
         Args:
             found: Facts of the training, by the keys of `made_for`.
 
         Raises:
-            PlanError: It was made for another training; names the first difference.
+            PlanError: The plan was made for another training. The message names the first difference.
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
@@ -169,7 +169,7 @@ class OffloadPlan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
-        """Parse a plan.
+        """Parse the JSON of a plan.
 
         Args:
             text: Output of `to_json`.
@@ -213,7 +213,7 @@ class OffloadPlan:
 
 
 NOTHING = OffloadPlan(actions={})
-"""The plan that keeps everything."""
+"""Plan that keeps every site."""
 
 
 def _is_below(actual: int | str, planned: int | str) -> bool:
@@ -259,7 +259,7 @@ def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
 
 @contextlib.contextmanager
 def naming_plan_file(path: Path | None) -> Iterator[None]:
-    """Let each `PlanError` from inside begin with the file that the plan is of; None where it is of none."""
+    """Prefix each `PlanError` of the body with the plan's file. None if the plan has no file."""
     try:
         yield
     except PlanError as error:

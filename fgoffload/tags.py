@@ -1,9 +1,9 @@
-"""The registry of tags, which users select for offload, and of units, which a plan can recompute.
+"""Registry of tags, which users select for offload, and of units, which a plan can recompute.
 
 A tag describes what a module saves for backward, which tags must be selected with it, and which recompute makes it pointless.
-Bytes per tag are in the planner; this file has names only.
+This file has names only. Bytes per tag are in the planner.
 
-Source: which tags are Megatron's, and the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
+Source of Megatron's tags and of the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
 `TransformerConfig.__post_init__`, megatron-core 0.16.1.
 """
 
@@ -17,14 +17,14 @@ from fgoffload.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """A module name that users select for offload.
+    """Module name that users select for offload.
 
     Args:
-        name: As users type it in `--offload-modules`.
-        saves: What the module saves for backward, as text for people.
-        requires: Tags that save the same storage: without them, offloading this tag frees nothing.
-        excludes: Tags without a site where this tag has one, since its module does their work too.
-        excluded_by: Megatron recompute modules (`--recompute-modules`) under which the module saves nothing to offload.
+        name: Name that users type in `--offload-modules`.
+        saves: Text for people about the tensors that the module saves for backward.
+        requires: Tags that save the same storage. Without them, offloading this tag frees nothing.
+        excludes: Tags without a site in a layer that has this tag, since this tag's module does their work too.
+        excluded_by: Megatron recompute modules (`--recompute-modules`) with which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -36,14 +36,14 @@ class Tag:
     is_in_megatron: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse names that are not one word."""
+        """Reject names that are not one word."""
         if not self.name.isidentifier():
             raise ConfigError(f"tag name {self.name!r} is not one word. Use letters, digits and underscores.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TagRegistry:
-    """An immutable set of tags in the order in which a layer's forward reaches them.
+    """Immutable set of tags in the order in which a layer's forward reaches them.
 
     Add your own tags with `with_tag`. Registries are independent, so two trainings in one process may have different tags:
 
@@ -51,13 +51,13 @@ class TagRegistry:
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
 
     Args:
-        tags: Each name once.
+        tags: Tags with distinct names.
     """
 
     tags: tuple[Tag, ...]
 
     def __post_init__(self) -> None:
-        """Refuse duplicate names and unregistered requirements."""
+        """Reject duplicate names and unregistered requirements."""
         names = self.names
         for tag in self.tags:
             if names.count(tag.name) > 1:
@@ -68,7 +68,7 @@ class TagRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, in registry order."""
+        """Names in registry order."""
         return tuple(tag.name for tag in self.tags)
 
     def __iter__(self) -> Iterator[Tag]:
@@ -83,11 +83,11 @@ class TagRegistry:
         """Return the tag called `name`.
 
         Args:
-            name: As the user typed it.
-            flag: Where the user typed it, for the error.
+            name: Name as the user typed it.
+            flag: Flag in which the user typed it, for the error.
 
         Raises:
-            ConfigError: No such tag; the error lists the valid ones and the nearest match.
+            ConfigError: No such tag exists. The message lists the valid tags and the nearest match.
         """
         for tag in self.tags:
             if tag.name == name:
@@ -102,11 +102,11 @@ class TagRegistry:
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
     def get_place(self, name: str) -> tuple[int, str]:
-        """Return what sorts names in registry order, with those that are not registered behind the others."""
+        """Return a sort key that puts names in registry order, and unregistered names last."""
         return (self.names.index(name) if name in self.names else len(self.tags), name)
 
     def with_tag(self, tag: Tag) -> "TagRegistry":
-        """Return a registry that has `tag` too, after the others.
+        """Return a registry with `tag` appended.
 
         Raises:
             ConfigError: The name is taken, or a required tag is missing.
@@ -114,7 +114,7 @@ class TagRegistry:
         return TagRegistry((*self.tags, tag))
 
     def check(self, names: Iterable[str], *, flag: str = "--offload-modules") -> tuple[Tag, ...]:
-        """Return the tags called `names`, checked for what they require.
+        """Return the tags called `names`, after a check of their requirements.
 
         Raises:
             ConfigError: A name is unknown or repeated, or a required tag is not among them.
@@ -220,20 +220,20 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """A unit that a plan can recompute in single layers, so that later modules save less."""
+    """Unit that a plan can recompute in single layers, so that later modules save less."""
 
     name: str
     """Name in a plan. It equals a tag's name if the unit is that tag's module."""
     runs: str
-    """What is recomputed, as text for people."""
+    """Text for people about the recomputed modules."""
     recompute_module: str | None
-    """The value of `--recompute-modules` that does the same in all layers, or None."""
+    """Value of `--recompute-modules` that does the same in all layers, or None."""
     covers: tuple[str, ...] = ()
     """Tags and units of the layer that are recomputed with it and save nothing."""
     excludes: tuple[str, ...] = ()
-    """Units of the layer that cannot be recomputed beside it."""
+    """Units of the layer that cannot be recomputed together with this unit."""
     reads: tuple[str, ...] = ()
-    """Tags that save its inputs but are not recomputed with it."""
+    """Tags that save the unit's inputs but are not recomputed with it."""
 
 
 _MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
@@ -286,12 +286,12 @@ RECOMPUTE_UNITS = (
         reads=("router",),
     ),
 )
-"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, its norms one by one. Whole layers are ours, and first
-linears with what is around them: see `partial_recompute.py` of the Megatron integration."""
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears with
+their surroundings are our own units, see `partial_recompute.py` of the Megatron integration."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))
-"""The values of `--recompute-modules` that units have, each once."""
+"""Distinct values of `--recompute-modules` of all units."""
 
 
 _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}

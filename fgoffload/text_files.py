@@ -1,4 +1,4 @@
-"""Reads text files that users name."""
+"""Reads text and JSON files that users name."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import MIB, format_bytes
 
 LARGEST_TEXT_BYTES = 256 * MIB
-"""Most bytes of a file, unpacked. A profile of 128 layers has a few MiB."""
+"""Maximum bytes of an unpacked file. A profile of 128 layers has a few MiB."""
 
 
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
@@ -21,13 +21,13 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     A byte order mark is removed, and line ends are normalized.
 
     Args:
-        path: The file.
-        name: Its name for errors, as in `profile p.json`.
-        fix: The fix, as a sentence.
+        path: Path of the file.
+        name: Name of the file for errors, as in `profile p.json`.
+        fix: Sentence with the fix, for errors.
         error_type: Type of the error.
 
     Raises:
-        OffloadError: The file cannot be read, as `error_type`.
+        OffloadError: The file cannot be read. The error is an `error_type`.
     """
     try:
         content = _read(path)
@@ -46,8 +46,8 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the bytes of the file at `path`, up to one more than allowed; None if it is not a regular file."""
-    # Opening a pipe that nobody writes to would wait.
+    """Return the bytes of the file at `path`, up to one more than allowed. None if it is not a regular file."""
+    # Without O_NONBLOCK, opening a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -59,16 +59,16 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Parse JSON.
+    """Parse JSON text.
 
     Args:
         text: Text of a file.
-        name: Its name for errors.
-        fix: What to do instead, as a sentence.
-        error_type: What to raise.
+        name: Name of the file for errors.
+        fix: Sentence with the fix, for errors.
+        error_type: Type of the error.
 
     Raises:
-        OffloadError: It is not JSON, or Python cannot parse it: thousands of nested brackets or digits.
+        OffloadError: The text is not JSON, or Python cannot parse it, as with thousands of nested brackets or digits.
     """
     try:
         return json.loads(text)

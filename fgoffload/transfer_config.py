@@ -11,12 +11,12 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
-"""Bytes. Small copies waste the link: it gives 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, against 50 for large ones (measured,
-H100, PCIe 5)."""
+"""Bytes. Small copies waste the link: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, compared with 50 GB/s for large copies
+(measured, H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""The part of a node's host memory that all its ranks together take at most where nobody says otherwise: the engine of what is
-free at start, the planner of what the node has. The rest is for data loaders, checkpoints in the making and the page cache."""
+"""Default limit of all ranks of a node together, as a fraction of host memory. The engine applies it to the memory free at
+start, the planner to the node's memory. The rest is for data loaders, checkpoint writing and the page cache."""
 
 
 class HostMemory(enum.Enum):
@@ -33,15 +33,14 @@ class TransferConfig:
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
-        window_bytes: How many bytes may be in flight to the host before compute waits. None derives it; see `derive_policy`.
-        prefetch_bytes: How many bytes may be back on the GPU before backward asks for them. None derives it; see
-            `derive_policy`.
-        host_budget_bytes: Most host memory of this process; what does not fit stays on the GPU. None takes this process's
-            share of 60% of the host memory that is free.
-        host_memory: Pinned memory is faster. Choose pageable where the limit for pinned memory (`ulimit -l`) is low.
-        is_timed: Measures the seconds of copies and waits for `stats()`. This records a few more events for each group, and
+        window_bytes: Bytes that may be in flight to the host before compute waits. None derives it, see `derive_policy`.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. None derives it, see `derive_policy`.
+        host_budget_bytes: Limit of this process's host memory; tensors that do not fit stay on the GPU. None takes this
+            process's share of 60% of the free host memory.
+        host_memory: Kind of host memory. Pinned is faster. Choose pageable if the limit for pinned memory (`ulimit -l`) is low.
+        is_timed: Measures the seconds of copies and waits for `stats()`. This records a few more events per group, and
             `stats()` waits for them.
-        keep: Your filter: a saved tensor for which it returns true stays on the GPU. Called for each tensor that could be
+        keep: Your filter. A saved tensor stays on the GPU if it returns true. It is called for each tensor that could be
             offloaded.
     """
 
@@ -58,7 +57,7 @@ class TransferConfig:
         """Check every field.
 
         Raises:
-            ConfigError: With the field, the value, the limit and the fix.
+            ConfigError: A field is wrong. The message has the field, the value, the limit and the fix.
         """
         for name in ("enabled", "is_timed"):
             if not isinstance(getattr(self, name), bool):
@@ -70,14 +69,14 @@ class TransferConfig:
             raise ConfigError(f"keep {self.keep!r} is not callable. Give a function of a tensor that returns true to keep it.")
 
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
-        """Return the rules of window and prefetch.
+        """Return the window and prefetch sizes.
 
         A size of None becomes a quarter of the offloaded bytes, at least one group and at most the default. So one group is
         always reloaded ahead, and three quarters of a small model's activations are off the device at the peak.
 
         Args:
-            offloaded_bytes: Peak bytes on the host; None before the first forward, which takes the defaults.
-            largest_group_bytes: Largest group of the last forward.
+            offloaded_bytes: Peak bytes on the host. None before the first forward, which takes the defaults.
+            largest_group_bytes: Bytes of the last forward's largest group.
         """
 
         def derive(given_bytes: int | None, default_bytes: int) -> int:

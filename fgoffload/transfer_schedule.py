@@ -1,22 +1,22 @@
-"""What is offloaded, reloaded, cancelled and released, and when: the state machine that the engine and the simulator share.
+"""State machine that decides what is offloaded, reloaded, cancelled and released, and when. Engine and simulator share it.
 
-It knows groups by their order and bytes. The engine reports events on a device, the simulator in simulated time; both execute
-what it decides, and answer where bytes are (`SavedBytes`). Locks, weak references and shared storages are the engine's.
+The schedule knows groups by their order and bytes. The engine reports events on a device, the simulator in simulated time. Both
+execute its decisions and say where bytes are (`SavedBytes`). Locks, weak references and shared storages belong to the engine.
 
     [Note: Events]
-    A pass begins: `announce`. Forward reaches a site: `open`; a group ends: `close`, `submit`, and compute waits as `must_wait`
-    says, then `look_ahead`; backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`, `leave`,
-    `reach`; has left a layer of which nothing was offloaded: `prefetch`; takes tensors there: `let_go`. Before `submit`,
-    `list_held`, `reach` and `prefetch` the executor releases what finished copies no longer need.
+    A pass begins: `announce`. Forward reaches a site: `open`. A group ends: `close`, `submit`, then compute waits by
+    `must_wait`, then `look_ahead`. Backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`,
+    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It takes tensors there: `let_go`. Before
+    `submit`, `list_held`, `reach` and `prefetch` the executor releases memory that finished copies no longer need.
 
     [Note: Prefetch across passes]
-    Who knows the order of passes announces, as each begins, the lane whose backward comes next: right behind the pass, or after
-    one forward behind a backward. Its last groups return meanwhile, in a backward once all of its own lane have.
-    Bytes ahead in both lanes count together, and stay within the prefetch bytes: no single larger group comes. They are on the
-    device where that forward ends and a step has its peak; docs/decisions.md says why. An announcement is a hint: it calls back
-    only groups that are on the host alone, and where another backward comes the executor drops what was reloaded in vain.
+    A caller that knows the order of passes announces, as each begins, the lane of the next backward. That backward follows the
+    pass directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in
+    a backward, only once all groups of its own lane are. The bytes ahead in both lanes count together and stay within the
+    prefetch bytes, so a larger group is not reloaded. They are on the device when that forward ends and memory peaks, see
+    docs/decisions.md. An announcement is a hint: it reloads only groups on the host, and wrong reloads are dropped.
 
-All rules count bytes, never tensors or groups: groups of one model differ in size by a hundred times.
+All rules count bytes, never tensors or groups, since groups of one model differ in size by a factor of 100.
 """
 
 import dataclasses
@@ -30,26 +30,26 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes
 
 STAGING_SLOTS = 2
-"""Slots through which captured modules offload: one that graphs use, and one that is copied meanwhile."""
+"""Number of slots for the offload of captured modules: graphs use one while the other is copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPolicy:
-    """How far copies may run behind forward and ahead of backward.
+    """Limits on how far copies may lag behind forward and run ahead of backward.
 
     Args:
-        window_bytes: How many bytes may be in flight to the host before compute waits for the oldest copy.
-        prefetch_bytes: How many bytes may be back on the GPU before backward asks for them.
+        window_bytes: Bytes that may be in flight to the host before compute waits for the oldest copy.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them.
     """
 
     window_bytes: int = DEFAULT_WINDOW_BYTES
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not whole numbers from 0.
+        """Reject sizes that are not whole numbers from 0.
 
         Raises:
-            ConfigError: With the flag, the value and the fix.
+            ConfigError: A size is wrong. The message has the flag, the value and the fix.
         """
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
@@ -62,7 +62,7 @@ class TransferPolicy:
     def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
         """Return whether to look for groups to reload.
 
-        Not while more than half of the prefetch bytes are used: several groups at once cost less CPU time than one by one.
+        False while more than half of the prefetch bytes are used: reloading several groups at once costs less CPU time.
 
         Args:
             ahead_bytes: As for `may_prefetch`.
@@ -70,109 +70,109 @@ class TransferPolicy:
         return 2 * ahead_bytes <= self.prefetch_bytes
 
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
-        """Return whether a group may be reloaded before backward asks for it.
+        """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead; otherwise backward would always wait for a large one.
+        One group of any size may be ahead. Otherwise backward would always wait for a large group.
 
         Args:
-            ahead_bytes: Bytes that are back on the device, or on the way, for groups that backward has not asked for.
-            group_bytes: Bytes of the group in question.
+            ahead_bytes: Bytes reloaded, or in flight to the device, for groups that backward has not reached.
+            group_bytes: Bytes of the group to reload.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        It must not take more than backward has let go of there: else the device would hold more than where forward ended, and
-        that is where most steps have their peak.
+        It must not take more memory than backward has released there. Otherwise the device would hold more than at the end of
+        forward, where most steps have their peak.
 
         Args:
             ahead_bytes: As for `may_prefetch`.
             group_bytes: As for `may_prefetch`.
-            let_go_bytes: Bytes that stayed on the device, and that backward is through with.
+            let_go_bytes: Bytes that stayed on the device and that backward has released.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
 
     def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
-        """Return whether a group may start its way back while another pass runs; `ahead_bytes` are those of both lanes."""
+        """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both lanes."""
         return ahead_bytes + group_bytes <= self.prefetch_bytes
 
 
 class SavedState(enum.Enum):
-    """Where saved bytes are."""
+    """Location of saved bytes."""
 
     RESIDENT = enum.auto()  # on the device only: not submitted, kept, or cancelled in time
-    OFFLOADING = enum.auto()  # on the device, and nobody has seen that their copy to the host is done
+    OFFLOADING = enum.auto()  # on the device, and their copy to the host is not known to be done
     OFFLOADED = enum.auto()  # on the host only
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
-    FREED = enum.auto()  # nowhere: backward no longer wants them. In the engine nothing is left then that has a state
+    FREED = enum.auto()  # nowhere, since backward no longer needs them. Only the simulator has this state
 
     __hash__ = object.__hash__
     """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
 
 class GroupState(enum.Enum):
-    """The life cycle of one run of a site."""
+    """Life cycle of one run of a site."""
 
-    SAVING = enum.auto()  # forward is in the site, or behind it and before its end
+    SAVING = enum.auto()  # forward is in the site, or after it and before the group's end
     HELD = enum.auto()  # ended, and waits until the host has synchronized
-    SUBMITTED = enum.auto()  # its copies to the host were started, or done
+    SUBMITTED = enum.auto()  # its copies to the host are queued or done
     SPENT = enum.auto()  # backward has left the site
 
 
 class ScheduledGroup:
-    """One run of a site for one microbatch, as the schedule sees it."""
+    """Schedule's view of one run of a site for one microbatch."""
 
     __slots__ = ("ahead_bytes", "end_position", "position", "state")
 
     def __init__(self, position: int, end_position: int | None = None) -> None:
         self.position = position
-        """The groups of the lane before this one."""
+        """Number of groups in the lane before this one."""
         self.end_position = position + 1 if end_position is None else end_position
-        """The groups of the lane when this one ended: itself, those before it, and those between its region and its end."""
+        """Number of groups in the lane when this one ended, itself and groups between its region and its end included."""
         self.ahead_bytes = 0
-        """Called back before backward has come to the group."""
+        """Bytes reloaded or cancelled before backward has reached the group."""
         self.state = GroupState.SAVING
 
     def submit(self) -> None:
-        """Take note that what may leave of the group starts its way to the host."""
+        """Note that the group's copies to the host start."""
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Take note that backward has left the site; one inside of the region, which saves on behind it, has not."""
+        """Note that backward has left the site. A backward that runs inside of the still saving region does not count."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that move together and have one state: a storage of the engine, the number of a parcel of the simulator."""
+"""Bytes that are copied together and have one state: a storage in the engine, the number of a parcel in the simulator."""
 
 
 class SavedBytes(Protocol[Saved]):
-    """What the schedule asks about the bytes of a lane."""
+    """Interface through which the schedule queries the bytes of a lane."""
 
     __slots__ = ()
 
     def list_away(self, group: int) -> list[Saved]:
-        """Return what the group at a position saved, is still wanted, and is `OFFLOADING` or `OFFLOADED`, in order."""
+        """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
 
     def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, which is away, is `OFFLOADED`."""
+        """Return whether `saved`, one of `list_away`, is `OFFLOADED`."""
 
     def count_bytes(self, away: Iterable[Saved]) -> int:
-        """Return the bytes that move for `away`."""
+        """Return the number of bytes to copy for `away`."""
 
 
 class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
-    """The groups of one microbatch in one model chunk, in the order in which forward reached them.
+    """Groups of one microbatch in one model chunk, in the order in which forward reached them.
 
-    Backward asks for them from the last to the first. What it does in between the lanes is the pipeline schedule's business,
-    and nothing here depends on it.
+    Backward needs them from the last to the first. The pipeline schedule decides the order of the lanes, and nothing here
+    depends on it.
 
     Args:
-        groups: That forward has reached already.
+        groups: Groups that forward has already reached.
     """
 
     __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "let_go_bytes")
@@ -181,55 +181,55 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.away = len(self.groups)
-        """Backward has left all groups but the first `end`; the first `away` have not been called back."""
+        """Number of groups that backward has not left (`end`), and that were neither reloaded nor cancelled (`away`)."""
         self.ahead_bytes = 0
-        """Bytes ahead of all groups together."""
+        """Bytes ahead in all groups together."""
         self.let_go_bytes = 0
-        """What backward took of layers of which nothing left: it lets go of it when the op that asked is done."""
+        """Bytes that backward took in layers without offloaded tensors. It releases them when the op that took them is done."""
         self._leftover: list[Group] = []
 
     def open(self, group: Group) -> None:
-        """Add `group`, whose site forward has reached."""
+        """Append `group`, whose site forward has reached."""
         groups = self.groups
         if self.away < len(groups):
             for called in groups[self.away :]:
-                self.expect(called, 0)  # forward goes on, and backward comes to them last: they must not hold up those behind
+                self.expect(called, 0)  # forward continues, so backward needs them last: they must not block later groups
         groups.append(group)
         self.end = self.away = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
-        """End `group`: it is submitted next, or with `is_held` when the host has synchronized."""
+        """End `group`. It is submitted next, or with `is_held` once the host has synchronized."""
         group.end_position = len(self.groups)
         if is_held:
             group.state = GroupState.HELD
 
     def list_held(self) -> list[Group]:
-        """Return the groups that stay where backward comes next: submitted now, they would leave just when it asks for them."""
+        """Return the held groups, which stay if backward comes next: their offload would end just when backward needs them."""
         return [group for group in self.groups if group.state is GroupState.HELD]
 
     def expect(self, group: Group, size_bytes: int) -> None:
-        """Take note that `size_bytes` of `group` are called back before backward has come to it; 0 when it has."""
+        """Note that `size_bytes` of `group` are ahead, since backward has not reached it. 0 once it has."""
         self.ahead_bytes += size_bytes - group.ahead_bytes
         group.ahead_bytes = size_bytes
 
     def is_news(self, group: Group, *, is_offloaded: bool) -> bool:
-        """Return whether bytes of `group` that backward takes, on the host only or not, show that it has reached the group.
+        """Return whether a take by backward of bytes of `group`, on the host only or not, shows that it has reached the group.
 
-        Not where it was known already. Of a group that backward has left, what is on the host only shows that another backward
-        of the same graph has begun; ops of other branches take what they want late, and nothing of it is away. A group may have
-        been called back while backward was behind all groups, or in one inside of it: what it brought back counts as ahead
-        until then, and holds up what is before it.
+        False if that was already known. If backward has left the group, a take of bytes on the host only shows that another
+        backward of the same graph has begun. Late takes by ops of other branches find nothing away. A group may have been
+        reloaded while backward was after all groups, or in a group inside of it. Its bytes count as ahead until backward
+        reaches it, and block earlier groups.
         """
         if self.end > group.end_position or self.away > group.position:
             return True
         return group.position >= self.end if is_offloaded else group.ahead_bytes > 0
 
     def leave(self, position: int) -> list[Group]:
-        """Take note that backward has left the groups from `position` on, and return those whose reloaded bytes may go.
+        """Note that backward has left the groups from `position` on, and return groups whose reloaded bytes may be dropped.
 
-        These are the ones that it left the time before, because ops between two regions, as the rotary embedding, may share the
-        storages of the region that backward has just left. A position behind the end means that another backward of the same
-        graph has begun.
+        These are the groups that it left at the previous call. Ops between two regions, such as the rotary embedding, may share
+        the storages of the region that backward has just left. A position after the end means that another backward of the
+        same graph has begun.
         """
         if position > self.end:
             self.end = self.away = position
@@ -246,7 +246,7 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
         return leftover
 
     def take_back(self) -> list[Group]:
-        """Return the groups that were called back for a backward that does not come next: their reloaded bytes may go."""
+        """Return the groups that were reloaded for a backward that does not come next. Their reloaded bytes may be dropped."""
         called = self.groups[self.away : self.end]
         for group in called:
             self.expect(group, 0)
@@ -256,48 +256,48 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class CallBack(Generic[Group, Saved]):
-    """A decision to reload bytes."""
+    """Decision to cancel the offload of bytes that are still on the device, and to reload the others."""
 
     lane: ScheduledLane[Group, Saved]
-    """Their lane."""
+    """Lane of the bytes."""
     cancelled: list[Saved]
-    """Still on the device: their offload is cancelled."""
+    """Bytes still on the device, whose offload is cancelled."""
     reloaded: dict[Saved, Group]
-    """Bytes on the host only: their copies to the device start, in this order, each for its group."""
+    """Bytes on the host only, with the group that needs them, in the order of their copies to the device."""
     is_late: bool
-    """Whether backward has reached their group already."""
+    """Whether backward has already reached their group."""
 
 
 class TransferSchedule:
-    """Decides which bytes are reloaded, and when.
+    """Decides which bytes are reloaded, and when. Bytes still on the device are not copied: their offload is cancelled.
 
-    Each event returns decisions. Execute one before you ask for the next, and ask for all.
+    Each event returns an iterator of decisions. Exhaust it, and execute each decision before you take the next.
 
     Args:
-        policy: How much may be in flight, and back before backward asks for it.
+        policy: Window and prefetch sizes.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
         self.policy = policy
-        """The rules; they may change between any two events."""
+        """Window and prefetch sizes. They may change between any two events."""
         self.current: ScheduledLane[Any, Any] | None = None
-        """The lane in which backward is; None in a forward."""
+        """Lane of the running backward. None in a forward."""
         self._next: ScheduledLane[Any, Any] | None = None
         """Lane whose backward comes next, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """A pass begins, and the backward of `lane` comes next: return groups as `enter` does.
+        """Note that a pass begins and that the backward of `lane` comes next. Return groups as `enter` does.
 
         Args:
-            lane: None where nobody knows, its forward has not run, or more than one other forward comes before.
-            during: The lane whose backward begins; None where a forward does.
+            lane: None if it is unknown, its forward has not run, or more than one other forward comes before its backward.
+            during: Lane whose backward begins. None if a forward begins.
         """
         vain = self._take_back() if self._next is not lane and self._next is not during else []
         self.current, self._next = during, lane
         return vain
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Backward is in `lane`, announced or not: return groups of another one that were called back in vain."""
+        """Note that backward is in `lane`, announced or not. Return groups of another lane that were reloaded in vain."""
         if lane is self.current:
             return []
         vain = self._take_back() if self._next is not lane else []
@@ -308,7 +308,7 @@ class TransferSchedule:
         return [] if self._next is None else self._next.take_back()
 
     def look_ahead(self) -> Iterator[CallBack[Any, Any]]:
-        """The pass that runs has got ahead: call back what the backward behind it wants first."""
+        """Reload the first groups of the announced backward, since the running pass has made progress."""
         lane, current = self._next, self.current
         if lane is None or not lane.away or (current is not None and current.away):
             return
@@ -318,11 +318,11 @@ class TransferSchedule:
             yield from self._call_back_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
-        """Forward of `lane` is over and its backward comes next: the last groups stay, as far as their copies are under way."""
+        """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
         return self._call_back_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
-        """Backward has come to `group`, and has left those behind it: call it back if nothing did, and what comes next."""
+        """Reload `group` if nothing did, and the next groups: backward has reached `group` and left the later ones."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.away == lane.end:
             lane.away -= 1
@@ -330,16 +330,16 @@ class TransferSchedule:
         yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
-        """Backward has got ahead in `lane`: call back what it wants next, as far as the policy lets it."""
+        """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
         if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             yield from self._call_back_ahead(lane, self.policy.may_prefetch)
         if not lane.away:
             yield from self.look_ahead()
 
     def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
-        """Backward takes `size_bytes` in a layer of which nothing was offloaded: call back what fits into what it let go of.
+        """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        It still reads these bytes. Without this the first group that it comes to would always be waited for.
+        Backward takes `size_bytes` in such a layer and still reads them. Without this it would always wait for its first group.
         """
         if not lane.away:
             return
@@ -357,15 +357,15 @@ class TransferSchedule:
         beside_bytes: int = 0,
         only: SavedState | None = None,
     ) -> Iterator[CallBack[Group, Saved]]:
-        """Call back the groups before those that were called back, as long as `may_prefetch`, of the policy, lets the next one.
+        """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
         Args:
-            lane: Whose groups.
-            may_prefetch: Of the policy.
-            beside_bytes: Ahead in another lane.
-            only: A group that was not submitted, or has bytes in another state, ends it too. None for any state.
+            lane: Lane of the groups.
+            may_prefetch: Rule of the policy.
+            beside_bytes: Bytes ahead in another lane.
+            only: State of the bytes. Stop at a group that was not submitted or has bytes in another state. None for any state.
         """
-        coming: dict[Saved, Group] = {}  # each once, though several groups may want it
+        coming: dict[Saved, Group] = {}  # each once, though several groups may need it
         while lane.away > 0:
             group = lane.groups[lane.away - 1]
             away = [saved for saved in lane.list_away(lane.away - 1) if saved not in coming]
@@ -387,6 +387,6 @@ def _are_all(lane: ScheduledLane[Group, Saved], away: Iterable[Saved], state: Sa
 
 
 def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> CallBack[Group, Saved]:
-    """Return the decision to call `coming` back: what has not left yet stays, and the rest is reloaded."""
+    """Return the decision for `coming`: cancel the offload of bytes still on the device, and reload the rest."""
     reloaded = {saved: group for saved, group in coming.items() if lane.is_offloaded(saved)}
     return CallBack(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)

@@ -1,6 +1,6 @@
 """Parses and formats bytes and seconds.
 
-G and GiB are 2**30 bytes, GB is 10**9; likewise for K, M and T. Sizes are shown in GiB, link rates in GB/s, as vendors do.
+G and GiB are 2**30 bytes, GB is 10**9, and likewise for K, M and T. Sizes are shown in GiB, link rates in GB/s, as vendors do.
 """
 
 import math
@@ -14,7 +14,7 @@ GIB = 1024 * MIB
 TIB = 1024 * GIB
 
 SIZE_UNITS = "SIZE: in KiB, MiB, GiB or TiB; G is GiB (2^30 bytes), GB is 10^9 bytes."
-"""Sentence on sizes for the help of commands."""
+"""Sentence on sizes for the help texts of commands."""
 
 _BYTES_PER_UNIT = {
     "": 1,
@@ -29,9 +29,9 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
     """Parse a size: `60GiB`, `18.9 G`, `64GB`, `1048576`. Fractions of a byte are dropped.
 
     Args:
-        text: A number, whole or with a decimal point, and B, KiB, K or KB, or the same of M, G, T (any case; none means bytes).
-        name: Its flag or option, as the user typed it.
-        needs_unit: Refuse a number without a unit, except 0.
+        text: Number, whole or with a decimal point, and B, KiB, K or KB, or the same for M, G, T (any case; none means bytes).
+        name: Flag or option of the size, as the user typed it.
+        needs_unit: Whether to reject a number without a unit, except 0.
 
     Raises:
         ConfigError: `text` is not a size, its unit is unknown or missing, or it is a fraction of a byte.
@@ -57,11 +57,11 @@ def check_bytes(size_bytes: object, *, name: str) -> int:
     """Check a size that was given in code, and return it.
 
     Args:
-        size_bytes: The size; it may be negative.
-        name: Its field or argument.
+        size_bytes: Size in bytes, which may be negative.
+        name: Field or argument of the size.
 
     Raises:
-        ConfigError: It is not a whole number. Text is refused: only flags are text.
+        ConfigError: The size is not a whole number. Text is rejected, since only flags are text.
     """
     if isinstance(size_bytes, str):
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Which ops of a Megatron layer are watched, for the engine and the simulator."""
+"""Chooses which ops of a Megatron layer are watched, for the engine and the simulator."""
 
 import enum
 from collections.abc import Collection
 
 
 class Watched(enum.Enum):
-    """Which ops of a layer are watched for saves that share offloaded storages: see `OffloadEngine.watch`.
+    """Ops of a layer that are watched for saves that share offloaded storages. See `OffloadEngine.watch`.
 
     Each watched save costs a few microseconds of CPU time in forward and backward, and a layer with experts has over a
     hundred: a view of the tokens and a weight for each expert.
@@ -25,24 +25,24 @@ class Watched(enum.Enum):
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages no op outside their sites saves: residual, inputs of attention's projections, the experts' tokens and
+"""Tags whose storages no op outside of their sites saves: residual, inputs of attention's projections, the experts' tokens and
 outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
-"""Tags whose storages ops of attention save too: the projection what core attention returns, norms of query and key the storage
-that the value lies in."""
+"""Tags whose storages other ops of attention save too. The projection saves the output of core attention. The norms of query
+and key save the storage of the value."""
 
 _ROUTER = frozenset({"router"})
-"""Whose input others may save too, as shared experts do."""
+"""Tags whose input other modules may save too, such as shared experts."""
 
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
-    """Return what to watch in a layer of which `tags` are offloaded.
+    """Return which ops of a layer to watch.
 
     Args:
         tags: Offloaded tags of the layer.
-        shares_router_input: Whether something else than the router saves the hidden states that it gets, as shared experts do,
-            and a permutation that runs again.
+        shares_router_input: Whether other modules save the router's input hidden states too, such as shared experts or a
+            recomputed permutation.
     """
     shared = set(tags) - _ALONE
     if shared == _ROUTER and not shares_router_input:

@@ -1,11 +1,11 @@
-"""The handle of a model with a memory budget: it measures, plans, and treats each part as the plan says.
+"""Handle of a model with a memory budget. It measures, plans, and treats each part by the plan.
 
-[Note: Steps of a budget] Every part is offloaded in the first step, and each layer runs again right after its forward to be
-measured. The second step follows a plan, which is corrected where its first steps exceed the budget. In its 13th step peak and
-time are compared with the prediction: only then has the engine stopped comparing storages that are saved twice
-(`engine/rewrites.py`). Later steps are compared at powers of two. All processes compare at the same steps, since that is an
-exchange. A forward with a larger input than planned is offloaded whole. The next of these steps, or the very next forward in a
-process by itself, measures anew.
+[Note: Steps of a budget] In the first step every part is offloaded, and each layer is rerun right after its forward to be
+measured. The second step follows a plan, which is corrected if its first steps exceed the budget. In the plan's 13th step peak
+and time are compared with the prediction, since the engine compares storages that are saved twice until then
+(`engine/rewrites.py`). Later steps are compared at powers of two. All processes compare at the same steps, since a comparison
+exchanges readings. A forward with a larger input than planned is offloaded whole. The next compared step, or the next forward
+if the process is alone, measures again.
 """
 
 import functools
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
-"""Distance from the predicted peak, as a part, from which a new plan is worth the search."""
+"""Relative distance from the predicted peak above which a new plan is worth the search."""
 _EARLY = 3
-"""First steps of a plan, whose peak must not exceed the budget."""
+"""Number of first steps of a plan whose peak must not exceed the budget."""
 _SETTLED = 12
 """Step of a plan, from 0, whose peak and time are compared with the prediction."""
 _ALIKE = 0.9
-"""Part of the planned input size from which a step is compared with its prediction."""
+"""Fraction of the planned input size from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
@@ -74,24 +74,24 @@ class BudgetOffload(ModelOffload):
         self._meter: PeakMeter | None = None
         self._step = self._planned_at = self._corrections = 0
         self._measures = False
-        """Whether each layer runs again in this step."""
+        """Whether each layer is rerun in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
     @property
     def planned(self) -> BudgetPlan | None:
-        """The plan in use; None until the second step."""
+        """Plan in use. None until the second step."""
         return self._planned
 
     def explain(self) -> str:
-        """Return the plan, and what was predicted and measured, as text."""
+        """Return the plan with its predictions and measurements, as text."""
         if self._planned is None:
             return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
         return describe(self._planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return `forward`, or what runs in its place: a checkpoint, a trial, or a watched forward of the model."""
+        """Return `forward` or its replacement: a checkpoint, a trial, or a watched forward of the model."""
         if self._trial is not None:
             if tag is None or tag == LAYER:
                 return forward
@@ -107,7 +107,7 @@ class BudgetOffload(ModelOffload):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any:
-        """Begin a region where the plan offloads; elsewhere keep what is saved out of a region around it."""
+        """Begin a region if the plan offloads this module. Otherwise keep its saves out of the enclosing region."""
         if self._trial is not None:
             return None
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
@@ -125,7 +125,7 @@ class BudgetOffload(ModelOffload):
     def _is_offloaded(self, layer: int, tag: str) -> bool:
         if tag != LAYER:
             return self._find_action(layer, tag) in _OFFLOADS
-        # The region around a layer takes what no part takes: its input, where the layer is recomputed.
+        # The region around a layer takes the saves outside of its parts, or its input if the layer is recomputed.
         inner = LAYER_INPUT if self._find_action(layer, LAYER) in _RECOMPUTES else REST
         return self._find_action(layer, inner) in _OFFLOADS
 
@@ -161,7 +161,7 @@ class BudgetOffload(ModelOffload):
         return time.perf_counter()
 
     def _watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, and read peak and time when its backward ends, before an optimizer adds to them."""
+        """Run the model's forward, and read peak and time at the end of its backward, before the optimizer's share."""
         if self._meter is None or not (self._measures or self._is_compared(self._step)):
             return forward(*args, **kwargs)
         with self._meter.watch():
@@ -197,13 +197,13 @@ class BudgetOffload(ModelOffload):
         return forward(*args, **kwargs) if self._trial is None else self._trial.run_part(module, tag, forward, args, kwargs)
 
     def _compare(self, meter: PeakMeter) -> None:
-        """Plan after a measured step, or correct the plan after a compared one. All processes do so together."""
+        """Plan after a measured step, or correct the plan after a compared step. All processes do so together."""
         grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self._planned is None else 0
         reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
         readings = gather(reading)
         reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
         if min(one.peak_bytes for one in readings) == 0:
-            return  # a forward without a backward: a measured one is measured again
+            return  # a forward without a backward. If it was measured, the next one is measured again
         if self._measures:
             self._plan(reading)
             return
@@ -211,7 +211,7 @@ class BudgetOffload(ModelOffload):
             return
         self._planned.measured = reading
         age = self._step - 1 - self._planned_at
-        # A plan within the budget is corrected once at most: two plans whose errors differ would take turns.
+        # A plan within the budget is corrected at most once. Otherwise two plans with different errors would alternate.
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
         if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
@@ -280,16 +280,16 @@ class BudgetOffload(ModelOffload):
         return ask_first(solve)
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Keep the policy that the plan was made for."""
+        """Derive the policy only before there is a plan. Later steps use the plan's policy."""
         if self._planned is None:
             super()._derive_policy(lane)
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
-        """Say nothing: parts that the plan keeps offload nothing."""
+        """Give no warning, since parts that the plan keeps offload nothing."""
 
 
 def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` in a checkpoint that saves the tensors with gradients, by position and by name."""
+    """Run `forward` in a checkpoint that saves the arguments with gradients, positional and by keyword."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     moved = [kwargs.pop(name) for name in names]
     count = len(args)

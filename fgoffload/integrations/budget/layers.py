@@ -1,4 +1,4 @@
-"""Finds the repeated layers of a model and the parts of each that get a treatment of their own."""
+"""Finds the repeated layers of a model, and their parts that get separate treatments."""
 
 import collections
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
-    """Return a region for each layer, with the tag `layer`, followed by its parts: its submodules with parameters.
+    """Return a region with the tag `layer` for each layer, followed by regions for its submodules with parameters.
 
-    A compiled layer has no parts.
+    A compiled layer has no such parts.
 
     Raises:
         ConfigError: `model` has no repeated layers, or FSDP shards parts of a layer separately.

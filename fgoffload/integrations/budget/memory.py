@@ -1,4 +1,4 @@
-"""Reads the device bytes of a step: from the allocator, or on a CPU from a ledger of activations."""
+"""Measures the device bytes of a step, from the allocator or, on a CPU, from a ledger of activations."""
 
 import abc
 import contextlib
@@ -12,7 +12,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes, parse_bytes
 
 DEFAULT_RESERVE = "2GiB"
-"""What `memory="auto"` leaves to the CUDA context, NCCL and fragmentation."""
+"""Memory that `memory="auto"` leaves for the CUDA context, NCCL and fragmentation."""
 
 
 class PeakMeter(abc.ABC):
@@ -24,19 +24,19 @@ class PeakMeter(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> tuple[int, int]:
-        """Return the bytes now, and at peak since the last call."""
+        """Return the current bytes, and the peak bytes since the last call."""
 
     @abc.abstractmethod
     def take(self) -> int:
-        """Return the peak bytes since the last call, over all calls of `read` between."""
+        """Return the peak bytes since the last call of `take`, also over calls of `read` in between."""
 
     @abc.abstractmethod
     def left_out(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose bytes do not count in `take`."""
+        """Return a context whose bytes are not counted in `take`."""
 
 
 class AllocatorMeter(PeakMeter):
-    """Counts what torch's allocator hands out, and resets its peak."""
+    """Reads the bytes that torch's allocator has allocated, and resets its peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
@@ -64,7 +64,7 @@ class AllocatorMeter(PeakMeter):
 
 
 class LedgerMeter(PeakMeter):
-    """Parameters, their gradients, and the activations that a ledger finds alive."""
+    """Counts parameters, their gradients, and the activations that a ledger finds alive."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
         self._engine = engine
@@ -86,7 +86,7 @@ class LedgerMeter(PeakMeter):
         return static_bytes + self._ledger.peak_bytes
 
     def left_out(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
-        return contextlib.nullcontext()  # a trial has hooks of its own
+        return contextlib.nullcontext()  # a trial has its own hooks
 
 
 def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
@@ -95,10 +95,10 @@ def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
 
 
 def read_size(value: Any, *, name: str) -> int:
-    """Return bytes of a size such as `60GiB`, or of a number.
+    """Return the bytes of a size such as `60GiB`, or of a number.
 
     Raises:
-        ConfigError: It is neither, or not above 0.
+        ConfigError: `value` is neither, or is not above 0.
     """
     size_bytes = parse_bytes(value, name=name) if isinstance(value, str) else check_bytes(value, name=name)
     if size_bytes <= 0:
@@ -107,10 +107,10 @@ def read_size(value: Any, *, name: str) -> int:
 
 
 def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
-    """Return the budget in bytes. `auto` is the device's memory without the reserve.
+    """Return the budget in bytes. `auto` is the device's memory minus the reserve.
 
     Raises:
-        ConfigError: `auto` on a device without memory of its own.
+        ConfigError: `memory` is `auto` on a device without its own memory.
     """
     if memory != "auto":
         return read_size(memory, name="memory")

@@ -1,4 +1,4 @@
-"""Plans measured layers, and corrects the plan by the steps under it. The first process plans, for all."""
+"""Plans measured layers, and corrects the plan by later steps. The first process plans for all."""
 
 import dataclasses
 import statistics
@@ -15,7 +15,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 _SAFETY = 1.03
-"""Factor from the predicted peak of the smallest plan to the budget that an error names: predictions are within 3%."""
+"""Factor from the smallest plan's predicted peak to the budget in an error message, since predictions are within 3%."""
 
 
 class StepReading(NamedTuple):
@@ -27,26 +27,26 @@ class StepReading(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class BudgetPlan:
-    """The plan in use, and what is expected of it."""
+    """Plan in use, with its predicted peak and time."""
 
     plan: OffloadPlan
     peak_bytes: int
     step_s: float
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
-    """The last compared step under it; its time is 0 in the first ones."""
+    """Reading of the last compared step of the plan. Its time is 0 in the first steps."""
 
 
 class Planner:
     """Plans one model for one budget.
 
     Args:
-        blocks: The layers, in the order of forward.
-        link: Between the device and its host.
-        policy: Window and prefetch.
-        budget_bytes: Of the allocator.
-        min_offloaded_bytes: Smaller storages stay on the device.
-        host_budget_bytes: Of this process; None for no limit.
+        blocks: Measured layers, in forward order.
+        link: Link between the device and its host.
+        policy: Window and prefetch sizes.
+        budget_bytes: Memory budget, as the allocator counts bytes.
+        min_offloaded_bytes: Minimum size. Smaller storages stay on the device.
+        host_budget_bytes: Host memory of this process. None for no limit.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Planner:
         self._blocks = tuple(blocks)
         self._budget_bytes = budget_bytes
         layers = _make_layers(blocks, min_offloaded_bytes)
-        # A part is one group to the planner: it must fit into the window, and return as a whole before backward asks for it.
+        # A part is one group to the planner. It must fit into the window, and be reloaded as a whole before backward needs it.
         largest_bytes = max(_count_part_bytes(layer) for layer in layers)
         policy = TransferPolicy(
             window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
@@ -71,11 +71,11 @@ class Planner:
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
-        """Correct static memory and the time outside of the layers by a step under `plan`, and return its seconds.
+        """Correct static memory and the time outside of the layers by a step with `plan`, and return its seconds.
 
         Args:
-            plan: Of the step.
-            reading: A time of 0 leaves the time as it is.
+            plan: Plan of the step.
+            reading: Measured step. A time of 0 leaves the time unchanged.
         """
         from fgoffload.planner.simulation.simulator import simulate  # SciPy loads slowly
 
@@ -92,7 +92,7 @@ class Planner:
         """Return the fastest plan that fits.
 
         Raises:
-            BudgetError: None fits, with the budget of the nearest plan that was found.
+            BudgetError: No plan fits. The error has the budget of the nearest plan that was found.
         """
         from fgoffload.planner.solving.solver import solve
 
@@ -109,12 +109,12 @@ class Planner:
 
     @property
     def policy(self) -> TransferPolicy:
-        """Window and prefetch with which the plan is simulated, and must be run."""
+        """Window and prefetch sizes for which the plan is simulated, and with which it must run."""
         return self._rank.policy
 
     @property
     def rank(self) -> RankModel:
-        """What the simulator takes."""
+        """Rank model for the simulator."""
         return self._rank
 
 
@@ -124,7 +124,7 @@ def _count_part_bytes(layer: MeasuredLayer) -> int:
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
-    """Return the plan of the measured step: every part of every layer is offloaded, but for storages that are too small."""
+    """Return the plan of the measured step, which offloads every part of every layer, except storages that are too small."""
     return OffloadPlan(
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
@@ -137,7 +137,7 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
 
 
 def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
-    """Return the layers as the slowest and largest process has them; a part that one cannot recompute, none does.
+    """Merge layers into those of the slowest and largest process. A part that one process cannot recompute is never recomputed.
 
     Raises:
         ConfigError: The processes have different layers.
@@ -169,7 +169,7 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Return the planner's layers. Those that save the same are one kind, with the median of their times."""
+    """Return the planner's layers. Layers with equal saves are one kind, with the median of their times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:
@@ -200,7 +200,7 @@ def _make_layer(same: Sequence[MeasuredBlock], *, kind: str, min_offloaded_bytes
     return MeasuredLayer(
         kind=kind,
         parts=tuple(_make_part(tag, part, tensors) for tag, part in parts.items()),
-        # What a part starts from alone is not saved unless it is recomputed, and neither is the layer's input.
+        # A storage that is only a part's or the layer's input is saved only if that part or layer is recomputed.
         tensors=tuple(tensor for tensor in tensors if tensor.tags and tensor.tags != (LAYER_INPUT,)),
         input=None if whole.refusal is not None or whole.input is None else tensors[whole.input],
     )
@@ -221,7 +221,7 @@ def _make_part(tag: str, part: Measured, tensors: Sequence[SavedTensor]) -> Laye
 
 
 def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name: str) -> str:
-    """Return the plan as text: a line for each layer, and what was predicted and measured."""
+    """Return the plan as text, with one line per layer, then predictions and measurements."""
     lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}, {format_bytes(reserve_bytes)} reserved beside it in auto"]
     for number, block in enumerate(planned.blocks):
         acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}

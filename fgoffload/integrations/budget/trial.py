@@ -1,8 +1,8 @@
-"""Runs a layer again right after its forward: what its parts save, how long they take, and whether they can be recomputed.
+"""Reruns a layer right after its forward to measure the saves and times of its parts, and whether they can be recomputed.
 
-[Note: Trials] The second run gets detached inputs and the random state of the first. A module may be recomputed if the second
-run returns the same bits and leaves random states, buffers, inputs and plain attributes as the first one did. Gradients of the
-trial are returned by `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+[Note: Trials] The second run gets detached inputs and the random state of the first run. A module may be recomputed if the
+second run returns the same bits and leaves random states, buffers, inputs and plain attributes as the first run did. Gradients
+of the trial are returned by `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
 """
 
 import dataclasses
@@ -18,42 +18,42 @@ from fgoffload.engine.torch_internals import skip, tree_map_only
 from fgoffload.integrations.pytorch.outputs import list_tensors
 
 REST = "rest"
-"""The part that stands for whatever a layer runs outside of its submodules."""
+"""Part for all ops of a layer outside of its submodules."""
 
 _BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
-"""Seconds for which the device waits, so that the host has queued a module's kernels when the first one runs."""
+"""Seconds for which the device idles, so that the host has queued a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(slots=True)
 class Measured:
-    """One module's run alone. Bytes and times of one microbatch."""
+    """Measurements of one module run alone, in bytes and seconds of one microbatch."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     backward_extra_bytes: int = 0
     input: int | None = None
-    """Index into the layer's storages: the input that a recompute starts from."""
+    """Index of the recompute's input in the layer's storages."""
     refusal: str | None = None
-    """Why it cannot be recomputed; None if it can."""
+    """Reason why the module cannot be recomputed. None if it can."""
 
 
 @dataclasses.dataclass(slots=True)
 class MeasuredBlock:
-    """A layer and its parts."""
+    """Measurements of a layer and its parts."""
 
     name: str
     whole: Measured
     parts: dict[str, Measured]
     storages: list[tuple[int, tuple[str, ...]]]
-    """Bytes and the parts that save it, for each saved storage and each input."""
+    """Bytes and saving parts of each saved storage and each input."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether it could run again to be measured. If not, it is offloaded whole."""
+        """Whether the layer could be rerun and measured. If not, it is offloaded whole."""
         return self.whole.forward_s > 0
 
 
@@ -68,7 +68,7 @@ class _State:
         self.attributes = [(name, value) for one in module.modules() for name, value in _list_attributes(one)]
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
-        """Return what has changed since, other than torch's random states, or None."""
+        """Return what has changed since the construction, except torch's random states, or None."""
         now = _State(module, given)
         if now.python != self.python:
             return "it draws from Python's random numbers"
@@ -106,7 +106,7 @@ def set_random_states(states: list[torch.Tensor]) -> None:
 
 
 def are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Return whether two lists of tensors hold the same bits."""
+    """Return whether two lists of tensors are bitwise identical."""
     ones, others = list(first), list(second)
     return len(ones) == len(others) and all(_is_same(one, other) for one, other in zip(ones, others, strict=True))
 
@@ -122,10 +122,10 @@ class Trial:
     """Measures one layer around its real forward.
 
     Args:
-        device: Of the engine.
-        layer: The layer.
-        parameters: Storages that never count as saved.
-        count_peak: Returns allocated and peak bytes since the last call.
+        device: The engine's device.
+        layer: Layer to measure.
+        parameters: Keys of storages that never count as saved.
+        count_peak: Returns allocated bytes, and peak bytes since the last call.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Trial:
         self._runs: dict[str, list[_Run]] = {}
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: "_State") -> MeasuredBlock:
-        """Run the layer again, and then each part alone. `output` is what the forward returned from the state `before`."""
+        """Rerun the layer, then each part alone. The real forward began in the state `before` and returned `output`."""
         after, buffers = get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
         refusal = before.find_change(self._layer, (args, kwargs)) or _find_odd(args, kwargs)
         whole, parts = Measured(refusal=refusal), {}
@@ -160,13 +160,13 @@ class Trial:
             set_random_states(after)
             for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
                 if not _is_same(buffer, value):
-                    buffer.data.copy_(value)  # without a new version: the real graph may have saved it
+                    buffer.data.copy_(value)  # without a new version, since the real graph may have saved it
         storages = [(tensor.untyped_storage().nbytes(), tuple(tags)) for tensor, tags in self._saved.values()]
         return MeasuredBlock(type(self._layer).__name__, whole, parts, storages)
 
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a part of the layer inside of the trial and note its calls."""
+        """Run a part of the layer inside of the trial and record its calls."""
         if tag in self._open or not self._notes_parts:
             return forward(*args, **kwargs)
         state = _State(module, (args, kwargs))
@@ -181,7 +181,7 @@ class Trial:
         return output
 
     def _measure(self, run: "_Run", *, saves: bool = False) -> Measured:
-        """Run a module twice: the first run may load kernels and choose algorithms, and the second one is timed."""
+        """Run a module twice. The first run may load kernels and choose algorithms, so the second run is timed."""
         if run.refusal is not None:
             return Measured(refusal=run.refusal)
         first = self._run_once(run, saves=saves)
@@ -255,7 +255,7 @@ class _Run:
 
 
 def note_state(module: torch.nn.Module, given: Any) -> _State:
-    """Return what a run of `module` may change, as it is now."""
+    """Record the current state that a run of `module` may change."""
     return _State(module, given)
 
 

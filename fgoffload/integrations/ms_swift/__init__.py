@@ -1,12 +1,12 @@
-"""Offload in ms-swift, without a change to it.
+"""Offload for ms-swift, as an external plugin.
 
     PLUGIN=$(python -c 'from fgoffload.integrations.ms_swift import PLUGIN; print(PLUGIN)')
     swift sft --external_plugins "$PLUGIN" ...
 
-ms-swift puts the folder of a plugin first in `sys.path`, so this folder holds no module whose name another project has.
+ms-swift puts the folder of a plugin first in `sys.path`, so no module in this folder has the name of another project's module.
 """
 
 from pathlib import Path
 
 PLUGIN = str(Path(__file__).with_name("fgoffload_plugin.py"))
-"""The file for `--external_plugins`."""
+"""Path for `--external_plugins`."""

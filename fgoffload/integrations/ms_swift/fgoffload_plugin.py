@@ -1,4 +1,4 @@
-"""Registers our callback under ms-swift's name, so that the key `activation_cpu_offload` of its FSDP config gets ours."""
+"""Registers our callback under ms-swift's name, so that the key `activation_cpu_offload` of its FSDP config selects ours."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from fgoffload.integrations.transformers import OffloadCallback
 
 
 class SwiftOffloadCallback(OffloadCallback):
-    """The same callback, made as ms-swift makes its own."""
+    """`OffloadCallback` with the constructor arguments of ms-swift's callbacks."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Offload for plain PyTorch: modules by glob, blocks of code, manual regions, single tensors.
 
-Everything is exported by the package itself: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
+The package itself exports everything: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
 `fgoffload.offload_tensor` and `fgoffload.estimate_savings`.
 """
 

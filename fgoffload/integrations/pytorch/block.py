@@ -1,4 +1,4 @@
-"""Offload of everything that autograd saves in a block of code."""
+"""Offloads all tensors that autograd saves in a block of code."""
 
 import logging
 import threading
@@ -25,7 +25,7 @@ def saved_tensors(
     device: DeviceChoice = None,
     tag: str = "saved",
 ) -> "SavedTensors":
-    """Return a context that offloads what autograd saves inside, and reloads it before backward needs it.
+    """Return a context that offloads the tensors that autograd saves inside, and reloads them before backward needs them.
 
         offload = fgoffload.saved_tensors()
         for batch in batches:
@@ -33,16 +33,15 @@ def saved_tensors(
                 loss = criterion(model(batch))
             loss.backward()
 
-    Backward may run inside the block; tensors that it saves itself stay on the device. Create the object once and enter it in
-    every step: pinning host memory takes 0.3 s per GiB or more, which `with fgoffload.saved_tensors():` would pay each time.
-
-    It does nothing inside a checkpoint, without grad mode and during a backward.
+    Backward may run inside the block. Tensors that backward saves itself stay on the device. Create the object once and enter
+    it in every step: pinning host memory takes 0.3 s per GiB or more, and `with fgoffload.saved_tensors():` would pin it each
+    time. The context does nothing inside a checkpoint, without grad mode and during a backward.
 
     Args:
         config: Options of offload.
-        group_bytes: A group is offloaded once it has saved this many bytes. Smaller groups start earlier but cost more CPU
-            time. None takes 64 MiB, or a quarter of `prefetch_bytes` if that is less.
-        device: Device of the tensors; None takes the accelerator that torch finds, else the CPU.
+        group_bytes: Saved bytes at which a group is offloaded. Smaller groups start earlier but cost more CPU time. None takes
+            64 MiB, or a quarter of `prefetch_bytes` if that is less.
+        device: Device of the tensors. None takes the accelerator that torch finds, else the CPU.
         tag: Name in the statistics.
 
     Raises:
@@ -52,14 +51,14 @@ def saved_tensors(
 
 
 class _Entries(threading.local):
-    """Forwards that this thread began by entering the object, outermost first; None where entering did nothing."""
+    """Forwards that this thread began by entering the object, outermost first. None if entering did nothing."""
 
     def __init__(self) -> None:
         self.open: list[Forward | None] = []
 
 
 class SavedTensors(EngineOwner):
-    """A block of code whose saved tensors are offloaded. Made by `saved_tensors`.
+    """Context that offloads the saved tensors of a block of code. Made by `saved_tensors`.
 
     It may be entered repeatedly, by several threads, and recursively.
     """
@@ -73,12 +72,12 @@ class SavedTensors(EngineOwner):
         self._entries = _Entries()
 
     def __enter__(self) -> "SavedTensors":
-        """Start to offload what autograd saves."""
+        """Start to offload the tensors that autograd saves."""
         self._enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, also on an exception, and offload the last group."""
+        """Stop, on an exception too, and offload the last group."""
         self._leave(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -6,8 +6,8 @@ pass for the current values. Saved buffers therefore stay on the device, as with
 would hold their memory anyway.
 
 Buffers are collected at the outermost module of each forward, since `to`, `register_buffer` and `functional_call` replace
-them, and copies of a model have their own. A walk costs 0.7 us per module; calling a module costs ten or more. Only new
-buffers are passed to the engine. A buffer created during a forward counts from the next one.
+them, and copies of a model have their own. A walk costs 0.7 us per module, and calling a module costs ten or more. Only new
+buffers are passed to the engine. A buffer created during a forward counts from the next forward on.
 """
 
 import weakref
@@ -19,14 +19,14 @@ _Known = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 
 
 class BufferWatch:
-    """Remembers the buffers of the last call."""
+    """Remembers the buffers of the last call, to find new ones."""
 
     def __init__(self) -> None:
-        # Tensor and data pointer by the tensor's id, since `buffer.data` may be replaced.
+        # Tensor and data pointer by the tensor's id. The pointer is there since `buffer.data` may be replaced.
         self._known: _Known = {}
 
     def mark_new(self, module: torch.nn.Module, mark: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `mark` for each buffer below `module` that is new or moved since the last call."""
+        """Call `mark` with the buffers below `module` that are new or have moved since the last call."""
         known: _Known = {}
         new = []
         for buffer in module.buffers():
@@ -35,7 +35,7 @@ class BufferWatch:
             try:
                 address = buffer.data_ptr()
             except RuntimeError:
-                continue  # no storage of its own: a wrapper of `torch.func`, or sparse
+                continue  # without its own storage: a wrapper of `torch.func`, or sparse
             entry = self._known.get(id(buffer))
             if entry is None or entry[0]() is not buffer or entry[1] != address:
                 entry = weakref.ref(buffer), address
@@ -43,4 +43,4 @@ class BufferWatch:
             known[id(buffer)] = entry
         if new:
             mark(new)
-        self._known = known  # last: a second thread must not see a buffer as marked too early
+        self._known = known  # last, so that a second thread does not see a buffer as marked too early

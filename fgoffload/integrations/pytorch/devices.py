@@ -11,11 +11,11 @@ from fgoffload.errors import ConfigError
 from fgoffload.transfer_config import HostMemory
 
 DeviceChoice: TypeAlias = "Device | torch.device | str | None"
-"""An engine's device or a torch device; None follows the tensors."""
+"""Engine's device or torch device. None takes the device of the tensors."""
 
 
 def check_device(choice: Any) -> None:
-    """Refuse a value that is not a device. Whether the device exists is checked on first use.
+    """Reject a value that is not a device. First use checks whether the device exists.
 
     Raises:
         ConfigError: `choice` is not a device.
@@ -28,9 +28,9 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
     """Return the device for an engine.
 
     Args:
-        choice: The user's choice.
-        tensors: Without a choice, the accelerator of one of these tensors, else the CPU; meta tensors are ignored. None takes
-            the accelerator that torch finds, else the CPU.
+        choice: The user's choice, or None.
+        tensors: Tensors that give the device without a choice: the accelerator of one of them, else the CPU. Meta tensors are
+            ignored. None takes the accelerator that torch finds, else the CPU.
         host_memory: Kind of an accelerator's host memory.
 
     Raises:
@@ -47,7 +47,7 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
 
 def _read_choice(choice: Any) -> torch.device:
     try:
-        return torch.device(choice)  # torch has its own error for it
+        return torch.device(choice)  # torch raises its own errors
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {choice!r} is not a device. Give one as for torch: 'cuda', 'cuda:1', 'cpu'.") from error
 
@@ -65,7 +65,7 @@ def _find_default(tensors: Iterable[torch.Tensor] | None) -> torch.device:
     cpu = torch.device("cpu")
     if tensors is None:
         return (torch.accelerator.current_accelerator(check_available=True) or cpu) if torch.accelerator.is_available() else cpu
-    # An accelerator wins: FSDP may keep parameters on the CPU between uses, and indices often come from the CPU.
+    # An accelerator is preferred: FSDP may keep parameters on the CPU between uses, and indices often come from the CPU.
     return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), cpu)
 
 

@@ -1,4 +1,4 @@
-"""Offload of a PyTorch model by a call: of modules that are named, or within a memory budget."""
+"""Offloads a PyTorch model by one call, either named modules or within a memory budget."""
 
 import torch
 
@@ -27,28 +27,28 @@ def offload(
             print(handle.stats().d2h_bytes)
         handle.close()
 
-    Gradients are bitwise identical. Forwards without grad mode and code inside a checkpoint are left alone. Parameters and
-    buffers never move.
+    Gradients are bitwise identical. Forwards without grad mode and code inside a checkpoint run as without offload. Parameters
+    and buffers stay on the GPU.
 
     Args:
-        model: Any module tree; it need not be on its device yet. Compile it afterwards, or before its first forward.
-        modules: Globs over the names of `named_modules()`, each with a tag for the statistics, or globs alone: then the tag is
-            the last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Leave it out if the
+        model: Any module tree. It need not be on its device yet. Compile it afterwards, or before its first forward.
+        modules: Globs over the names of `named_modules()`, each with a tag for the statistics. For globs alone, the tag is the
+            last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Leave it out if the
             model places its regions with `fgoffload.region`.
         config: Options of offload.
-        device: None takes the accelerator of the model or of its first input, else the CPU.
+        device: Device of the tensors. None takes the accelerator of the model or of its first input, else the CPU.
         memory: GPU memory for the whole training process, as `torch.cuda.max_memory_allocated` counts it, such as `60GiB`, or
-            `auto` for what the device has. The first step measures; from the second on each part of each layer is kept,
+            `auto` for the device's memory. The first step measures. From the second step on each part of each layer is kept,
             offloaded or recomputed. See `fgoffload.explain`.
-        memory_reserve: What `auto` leaves to the CUDA context, NCCL and fragmentation. None leaves 2 GiB.
+        memory_reserve: Memory that `auto` leaves for the CUDA context, NCCL and fragmentation. None leaves 2 GiB.
 
     Returns:
         The handle, which is also a context manager that closes it. A second call with the same arguments returns the existing
         handle.
 
     Raises:
-        ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is offloaded
-            already with other arguments.
+        ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is already
+            offloaded with other arguments.
     """
     if memory is None:
         if memory_reserve is not None:
@@ -66,7 +66,7 @@ def offload(
 
 
 def explain(handle: ModelOffload) -> str:
-    """Return the plan of a handle made with `memory`: each layer's treatment and bytes, and the step's time and peak.
+    """Return the plan of a handle made with `memory` as text: each layer's treatment and bytes, the step's time and peak.
 
     Raises:
         ConfigError: The handle has no memory budget.

@@ -1,4 +1,4 @@
-"""Estimates what offload would save, by one forward that moves nothing."""
+"""Estimates the memory that offload would save, by one forward without copies to the host."""
 
 import contextlib
 import dataclasses
@@ -23,21 +23,21 @@ from fgoffload.transfer_schedule import SavedState
 from fgoffload.units import format_bytes
 
 OUTSIDE = "saved outside of every region"
-"""The reason for bytes outside all regions."""
+"""Reason for bytes saved outside of all regions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsEstimate:
-    """What one forward saves, and how much of it would be offloaded.
+    """Bytes that one forward saves, and how many of them would be offloaded.
 
-    Each storage counts once and whole. Parameters do not count.
+    Each storage counts once, with its full size. Parameters do not count.
 
     Args:
-        saved_bytes: What autograd saves in the forward.
+        saved_bytes: Bytes that autograd saves in the forward.
         leaving_bytes: Bytes that would be copied to the host. If backward begins at once, it cancels the offload of the last
             groups.
-        staying_bytes: Bytes that would stay on the GPU, by reason. A storage stays whole if one of its tensors does.
-        host_bytes: Host memory needed, alignment included.
+        staying_bytes: Bytes that would stay on the GPU, by reason. A whole storage stays if one of its tensors does.
+        host_bytes: Bytes of host memory needed, alignment included.
     """
 
     saved_bytes: int
@@ -47,16 +47,16 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that would be freed on the device. They exceed the copied bytes if autograd needs only part of a storage."""
+        """Bytes that would be freed on the GPU. They exceed the copied bytes if autograd needs only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property
     def percent(self) -> float:
-        """Percentage of the saved bytes that would be freed on the device."""
+        """Percentage of the saved bytes that would be freed on the GPU."""
         return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return the estimate as text, one line for each reason."""
+        """Return the estimate as text, with one line per reason."""
         lines = [
             f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.freed_bytes)} would be offloaded "
             f"({self.percent:.1f}%), {format_bytes(self.host_bytes)} of host memory needed"
@@ -78,20 +78,20 @@ def estimate_savings(
     *,
     device: DeviceChoice = None,
 ) -> SavingsEstimate:
-    """Estimate what offload would save, by running `forward` once without copies or host memory.
+    """Estimate the memory that offload would save, by running `forward` once without copies to the host or host memory.
 
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
     Args:
-        forward: Runs one forward and returns an output that holds its graph. Needs the device memory of a forward without
-            offload.
+        forward: Function that runs one forward and returns an output that holds its graph. It needs the device memory of a
+            forward without offload.
         model: As for `offload`. None estimates `saved_tensors` around `forward`.
         modules: As for `offload`.
         config: As for `offload`.
         device: As for `offload` or `saved_tensors`.
 
     Raises:
-        ConfigError: As for `offload`; or `forward` cannot be called, or `modules` are named without a model.
+        ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are named without a model.
     """
     if not callable(forward):
         raise ConfigError(
@@ -127,12 +127,12 @@ def estimate_savings(
 
 
 class HostlessDevice(Device):
-    """A device without host memory: offloaded bytes stay where they are, and a reload copies them on the device.
+    """Device without host memory. Offloaded bytes stay where they are, and a reload copies them on the device.
 
     So the engine's statistics and results are as usual, and nothing crosses the link.
 
     Args:
-        device: The real device.
+        device: Real device.
     """
 
     def __init__(self, device: Device) -> None:
@@ -180,41 +180,41 @@ class HostlessDevice(Device):
 
 
 def _place(host: torch.Tensor) -> tuple[int, int]:
-    """Return the key of a host block: its slab, and its offset there."""
+    """Return the key of a host block: its slab, and its offset in the slab."""
     return get_key(host), int(host.storage_offset()) * host.element_size()
 
 
 @dataclasses.dataclass(slots=True)
 class _Fate:
-    """The fate of one storage that autograd saves."""
+    """Outcome of one storage that autograd saves: offloaded or kept."""
 
     storage: StorageRef
-    """Kept alive, so that no other storage gets its key."""
+    """Weak reference that keeps the key in use, so that no other storage gets it."""
     nbytes: int
     has_left: bool = False
     kept_reason: str | None = None
-    """Why one of its tensors, and so the storage, stays on the device."""
+    """Reason why one of the storage's tensors, and so the storage, stays on the device."""
     last_reason: str | None = None
-    """Why it was not offloaded at the end of its region; a later region may have offloaded it."""
+    """Reason why the storage was not offloaded at the end of its region. A later region may have offloaded it."""
 
     def find_reason(self) -> str | None:
-        """Return why it stays on the device, or None."""
+        """Return why the storage stays on the device, or None."""
         if self.kept_reason is not None or self.has_left:
             return self.kept_reason
         return self.last_reason or OUTSIDE
 
 
 class _FollowingEngine(OffloadEngine):
-    """Follows each storage that autograd saves, also if it is freed before the end."""
+    """Engine that tracks each storage that autograd saves, even if it is freed before the end."""
 
     def __init__(self, *, min_offloaded_bytes: int, **options: Any) -> None:
         super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
         self._smallest_bytes = min_offloaded_bytes
         self._fates: dict[int, _Fate] = {}
-        self.is_always_too_small = lambda tensor: False  # kept storages are followed too
+        self.is_always_too_small = lambda tensor: False  # kept storages are tracked too
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
-        """Save the tensor, and note whether its storage stays."""
+        """Save the tensor, and record whether its storage stays on the device."""
         before = {} if group is None else dict(group.stats.kept_bytes)
         handle = super().save(tensor, lane=lane, group=group)
         base = tensor._base  # noqa: SLF001 - no public name
@@ -231,7 +231,7 @@ class _FollowingEngine(OffloadEngine):
         return handle
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """End the group, and note which storages were offloaded, and why others were not."""
+        """End the group, and record which storages were offloaded, and why others were not."""
         waiting = group.list_saved(SavedState.RESIDENT)
         super().end(lane, group, is_held=is_held)
         for saved in waiting:

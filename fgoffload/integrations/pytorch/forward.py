@@ -1,13 +1,13 @@
-"""Forwards in grad mode: their lanes, and the one that runs in this thread.
+"""Tracks forwards in grad mode: their lanes, and the forward that runs in this thread.
 
 [Note: Which forward is running]
-Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost
-forward, and each knows the one around it: a module finds the forward of its own handle, a manual region the innermost of any
-handle. There is no process-wide state, so two threads, two models, and a model within another are independent.
+Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost forward, and
+each forward references the enclosing one. A module finds the forward of its own handle. A manual region finds the innermost
+forward of any handle. No state is process-wide, so two threads, two models, and a model within another are independent.
 
 [Note: Interrupted forwards]
 An exception may occur between any two of our lines: Ctrl-C, an alarm, out of memory. A leftover
-saved-tensor hook would affect whatever the process does next. So all code that opens something creates `Surroundings` first
+saved-tensor hook would affect later code of the process. So all code that opens something creates `Surroundings` first
 and restores them in a `finally`, however far it got.
 """
 
@@ -31,9 +31,9 @@ _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", 
 
 
 class Surroundings:
-    """The state of this thread at creation, which `restore` brings back. See [Note: Interrupted forwards].
+    """Snapshot of this thread's state, which `restore` restores. See [Note: Interrupted forwards].
 
-    Skipped by `torch.compile`.
+    `torch.compile` skips it.
     """
 
     __slots__ = ("_hook", "_layer", "_running")
@@ -46,12 +46,12 @@ class Surroundings:
 
     @skip
     def is_left(self) -> bool:
-        """Return whether something is still open that was opened since."""
+        """Return whether something that was opened after the snapshot is still open."""
         return _find_top_hook() is not self._hook or _running.get() is not self._running or _layer.get() != self._layer
 
     @skip
     def restore(self) -> None:
-        """Pop our saved-tensor hooks that were pushed since, and drop the forwards begun since."""
+        """Pop our saved-tensor hooks and drop the forwards that were added after the snapshot."""
         of_others = []
         while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
             pop_hooks()
@@ -71,7 +71,7 @@ def _find_top_hook() -> Any:
 
 
 def find_running(owner: EngineOwner | None = None) -> "Forward | None":
-    """Return the innermost forward that this thread is in, of `owner` if one is given, or None."""
+    """Return the innermost forward of this thread, of `owner` if one is given, or None."""
     forward = _running.get()
     while forward is not None and owner is not None and forward.owner is not owner:
         forward = forward.outer
@@ -84,11 +84,11 @@ def enter_layer(layer: int) -> None:
 
 
 def note_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Tell `owner` why nothing is offloaded here, unless the user chose that.
+    """Count in `owner` why nothing is offloaded here, unless the user chose that.
 
     Args:
         owner: Owner of the region or forward.
-        tag: Tag of the region; None for a forward.
+        tag: Tag of the region. None for a forward.
     """
     if not torch.is_grad_enabled():
         return
@@ -106,9 +106,9 @@ def begin_lane(owner: EngineOwner, engine: SavingEngine) -> Lane:
 
 
 class UncompiledSaving(Saving):
-    """A pack hook that `torch.compile` skips.
+    """Pack hook that `torch.compile` skips.
 
-    Otherwise it would trace the engine wherever autograd saves between two graphs.
+    Otherwise `torch.compile` would trace the engine wherever autograd saves between two graphs.
     """
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class UncompiledSaving(Saving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def take_back(self, handle: Packed) -> torch.Tensor:
-        """Unpack hook: return the tensor of `handle`."""
+        """Return the tensor of `handle`. This is the unpack hook."""
         return super().take_back(handle)
 
 
@@ -128,16 +128,16 @@ class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site into consecutive groups of limited size.
 
     [Note: When a full group ends]
-    Some ops write a tensor after autograd has saved it, without a new version: `rrelu` writes
-    its noise this way. Autograd numbers its nodes, and creates an op's node before it saves for it. So a full group ends at
-    the next save with another number: by then the op that filled it has returned, and its kernel is queued on a stream that
-    the copy waits for. A group that is full at the end ends there.
+    Some ops write a tensor after autograd has saved it, without a new version. For example, `rrelu`
+    writes its noise this way. Autograd numbers its nodes, and creates an op's node before it saves for it. So a full group
+    ends at the next save with another number. By then the op that filled it has returned, and its kernel is queued on a stream
+    that the copy waits for. A group that is full at the end of the site ends there.
 
     Args:
-        engine: The engine.
+        engine: Engine that offloads the groups.
         lane: Lane of the microbatch.
         tag: Tag of all groups.
-        layer: Layer of all groups; None numbers the groups of the lane.
+        layer: Layer of all groups. None numbers the groups of the lane.
         group_bytes: Bytes from which a group is full.
     """
 
@@ -149,11 +149,11 @@ class SizedSaving(UncompiledSaving):
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
-        """Number of the node of the last save."""
+        """Autograd node number of the last save."""
         self._seen: set[int] = set()
         self._size_bytes = 0
         self._saved_tensors = 0
-        """Saves in earlier parts."""
+        """Number of saves in earlier groups of the site."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
@@ -166,7 +166,7 @@ class SizedSaving(UncompiledSaving):
             self.close_group()
         if self.group is None:
             self.open_group()
-        handle = Saving.__call__(self, tensor)  # not through the base class: one call hidden from the compiler is enough
+        handle = Saving.__call__(self, tensor)  # not by `super()`: one call hidden from the compiler is enough
         if isinstance(handle, (Handle, WrappedHandle)):
             self._count(tensor)
         return handle
@@ -182,7 +182,7 @@ class SizedSaving(UncompiledSaving):
         return self.group
 
     def close_group(self) -> Group | None:
-        """End the current group and return it, or None."""
+        """End the current group and return it. Return None if there is none."""
         group, self.group = self.group, None
         self._seen.clear()
         self._size_bytes = 0
@@ -192,7 +192,7 @@ class SizedSaving(UncompiledSaving):
         return group
 
     def _count(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of `tensor`; each storage counts once."""
+        """Count the bytes of `tensor`. Each storage counts once."""
         key = get_key(tensor)
         if key not in self._seen:
             self._seen.add(key)
@@ -202,13 +202,13 @@ class SizedSaving(UncompiledSaving):
 class BlockSaving(SizedSaving):
     """Saves tensors for a block of code without a site.
 
-    Tensors saved by a backward inside the block stay on the device: a double backward or a recompute needs them at once. Saves
-    after such a backward belong to a new microbatch with its own lane; otherwise the lane would grow with every step of a
-    training loop in the block.
+    Tensors saved by a backward inside the block stay on the device, since a double backward or a recompute needs them at once.
+    Saves after such a backward belong to a new microbatch with its own lane. Otherwise the lane would grow with every step of
+    a training loop in the block.
 
     Args:
-        owner: The block, which counts microbatches.
-        engine: The engine.
+        owner: Block that counts microbatches.
+        engine: The block's engine.
         tag: Tag of all groups.
         group_bytes: As for `SizedSaving`.
     """
@@ -221,7 +221,7 @@ class BlockSaving(SizedSaving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle from which autograd gets the tensor back."""
+        """Return the handle that autograd unpacks later."""
         if is_in_backward():
             return keep_tensor(tensor, self.lane.place)
         if self.lane.away < len(self.lane.groups):
@@ -229,7 +229,7 @@ class BlockSaving(SizedSaving):
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
-        """End the current group, and return the lane to continue in: a new one if backward has begun."""
+        """End the current group, and return the lane to continue in. It is new if backward has begun."""
         self.close_group()
         if self.lane.away < len(self.lane.groups):
             self.lane = begin_lane(self._owner, self._engine)
@@ -237,26 +237,26 @@ class BlockSaving(SizedSaving):
 
 
 class Forward:
-    """One forward, from `begin` to `finish`.
+    """Forward of a model or a block, from `begin` to `finish`.
 
     Args:
-        owner: Its handle or block.
-        engine: Its engine.
-        hook: Receives saves outside of regions; None only watches them, so that they join the groups whose storages they
+        owner: Handle or block of the forward.
+        engine: The owner's engine.
+        hook: Hook for saves outside of regions. None only watches them, so that they join the groups whose storages they
             share.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
-        """The enclosing forward."""
+        """Enclosing forward, or None."""
         self._around = Surroundings()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner, engine), None)
 
     def begin(self) -> None:
-        """Start to receive what autograd saves."""
+        """Start to receive autograd's saves."""
         self._around = Surroundings()
         try:
             self._saving.__enter__()
@@ -266,24 +266,24 @@ class Forward:
             raise
 
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
-        """Begin a run of a site and return its region, or None where offload does nothing.
+        """Begin a run of a site and return its region, or None if offload does nothing here.
 
         Args:
             tag: Tag of the site.
-            given: The input, for the start mark.
-            layer: Layer of the site; None takes that of the enclosing region, or 0.
+            given: Input of the site, for the start mark.
+            layer: Layer of the site. None takes the layer of the enclosing region, or 0.
         """
         if layer is None:
             layer = _layer.get()
         if is_inert():
             return None
-        # Saves after the region belong to a later group: end the block's group here.
+        # Saves after the region belong to a later group, so end the block's group here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
         return SavingRegion(self.owner, self._engine, saving, given)
 
     def keep_saves(self) -> None:
-        """Keep what is saved from now on the device, though a region is open."""
+        """Keep all later saves on the device, although a region is open."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def leave(self) -> None:
@@ -300,16 +300,16 @@ class Forward:
 
 
 class SavingRegion:
-    """An open region: autograd's saves go to its groups until `close`.
+    """Open region. Autograd's saves go to its groups until `close`.
 
-    A long region, such as one around many checkpoints, is offloaded in parts. As one group, its first tensors would stay until
-    its end, and backward would reload all of it at once.
+    A long region, such as one around many checkpoints, is offloaded in parts. As one group, its first tensors would stay on
+    the device until its end, and backward would reload all of it at once.
 
     Args:
-        owner: Counts regions that saved nothing.
-        engine: The engine.
-        saving: Receives the saves.
-        given: The input, for the start mark.
+        owner: Owner, which counts regions that saved nothing.
+        engine: The owner's engine.
+        saving: Hook that receives the saves.
+        given: Input of the region, for the start mark.
     """
 
     __slots__ = ("_around", "_engine", "_owner", "_saving", "_start")
@@ -326,7 +326,7 @@ class SavingRegion:
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
-        """Stop saving and, unless it failed, offload the last group, with its end mark on a tensor in `output`."""
+        """Stop saving. Unless the region failed, offload the last group and put its end mark on a tensor in `output`."""
         self._around.restore()
         if is_failed:
             return
@@ -341,10 +341,10 @@ class SavingRegion:
 
 
 class KeptRun:
-    """A run inside of a region, whose saved tensors stay on the device.
+    """Run of a module inside of a region, whose saved tensors stay on the device.
 
     Args:
-        forward: The forward that runs.
+        forward: Running forward.
     """
 
     __slots__ = ("_around",)
@@ -354,5 +354,5 @@ class KeptRun:
         forward.keep_saves()
 
     def finish(self, output: Any) -> None:
-        """Give what is saved to the region around it again."""
+        """End the run, so that the enclosing region gets later saves again."""
         self._around.restore()

@@ -1,4 +1,4 @@
-"""Finds the layers of a model."""
+"""Finds the layers of a model, such as transformer blocks or FSDP units."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, mak
 
 
 def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
-    """Return a region for each layer of `model`: the classes in `_no_split_modules`, else the units that FSDP shards.
+    """Return a region for each layer of `model`: modules of the classes in `_no_split_modules`, else FSDP's units.
 
-    Embeddings are left out. Of nested layers only the outer one is a region. The tag is the last word of the layer's name:
-    `layers` for `model.layers.3`.
+    Embeddings are left out. If layers are nested, only the outer one is a region. The tag is the last word of the layer's
+    name, such as `layers` for `model.layers.3`.
 
     Raises:
         ConfigError: No layers were found, or `model` is not a module.
@@ -37,7 +37,7 @@ def find_fsdp_units(model: torch.nn.Module) -> list[ModuleSite]:
 
 
 def find_outermost(model: torch.nn.Module, is_layer: Callable[[torch.nn.Module], bool]) -> list[ModuleSite]:
-    """Return a region for each outermost module below `model` that `is_layer`, except embeddings."""
+    """Return a region for each outermost module below `model` for which `is_layer` returns true, except embeddings."""
     layers: list[ModuleSite] = []
     for name, module in name_modules(model):
         is_inside = any(name.startswith(f"{layer.name}.") for layer in layers)

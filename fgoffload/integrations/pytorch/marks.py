@@ -20,9 +20,9 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
     does nothing, so it may stay in the model's code.
 
     Args:
-        tensor: The region's input: its gradient shows that backward has left the region.
+        tensor: Input of the region. Its gradient shows that backward has left the region.
         tag: Name in the statistics.
-        layer: For logs and errors. None takes that of the enclosing region, or 0.
+        layer: Layer number for logs and errors. None takes the layer of the enclosing region, or 0.
 
     Raises:
         ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
@@ -36,7 +36,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
 
 
 class PlacedRegion:
-    """A manual region. Made by `region`, and entered once."""
+    """Manual region. Made by `region`, and entered once."""
 
     __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
 
@@ -49,12 +49,12 @@ class PlacedRegion:
         self._was_left = False
 
     def __repr__(self) -> str:
-        """Return the tag, and whether the block was entered."""
+        """Return the tag and the state of the block."""
         state = "left" if self._was_left else "not entered" if self._tensor is not None else "entered"
         return f"<PlacedRegion {self._tag!r}, {state}>"
 
     def end(self, output: torch.Tensor) -> None:
-        """Set the region's output: its gradient shows that backward has reached the region.
+        """Set the region's output, whose gradient shows that backward has reached the region.
 
         Without it, the first unpacked tensor triggers the reload, a little later.
 
@@ -74,7 +74,7 @@ class PlacedRegion:
         """Start to save for the region.
 
         Raises:
-            StateError: It was entered before.
+            StateError: The region was already entered.
         """
         self._enter()
         return self

@@ -1,7 +1,7 @@
-"""Offload for any module tree: regions around modules selected by globs.
+"""Offloads any module tree, with regions around modules selected by globs.
 
 [Note: A replaced forward]
-says how a region wraps a module. The handle holds no strong reference to a module, so weights,
+explains how a region wraps a module. The handle has no strong reference to a module, so weights,
 handle, engine and host memory are freed with the last reference to the model, without the cyclic garbage collector.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def offload_sites(
     model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None = None, *, device: DeviceChoice = None
 ) -> "ModelOffload":
-    """Do as `offload`, for modules that are already found."""
+    """Offload `sites`, the modules that were already found, as `offload` does."""
     known = _find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
         return known
@@ -45,7 +45,7 @@ def offload_sites(
 
 
 class ModelOffload(EngineOwner):
-    """Offload of one model, until `remove` or `close`. Made by `offload`.
+    """Handle of an offloaded model, until `remove` or `close`. Made by `offload`.
 
     Two threads may run the model at once, each in its own forward.
     """
@@ -65,10 +65,10 @@ class ModelOffload(EngineOwner):
                 f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or "
                 "name all modules in one call."
             )
-        self._model = weakref.ref(model)  # it holds the handle
+        self._model = weakref.ref(model)  # weak, since the model references the handle
         self._sites = _list_weakly(sites)
         self._buffers = BufferWatch()
-        self._replaced: list[weakref.ref[ReplacedForward]] = []  # they hold the handle
+        self._replaced: list[weakref.ref[ReplacedForward]] = []  # weak, since they reference the handle
         if not self.config.enabled:
             return
         try:
@@ -84,7 +84,7 @@ class ModelOffload(EngineOwner):
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """The engine; None before the first forward with gradients, while the model may still change its device."""
+        """Engine. None before the first forward with gradients, while the model may still change its device."""
         is_removed = self.config.enabled and not self._replaced
         return self.get_engine() if is_removed else self._engine
 
@@ -101,8 +101,8 @@ class ModelOffload(EngineOwner):
     def forward(self) -> Iterator[None]:
         """Treat the body as one forward of the model.
 
-        For code that calls parts of the model and not the model itself. Without it, each such call is a forward by itself:
-        results are right, but nothing is prefetched for backward.
+        Use it for code that calls parts of the model and not the model itself. Without it, each such call is a separate
+        forward: results are right, but nothing is prefetched for backward.
         """
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
@@ -114,7 +114,7 @@ class ModelOffload(EngineOwner):
             around.restore()
 
     def remove(self) -> None:
-        """Restore the modules' own forwards. Call it between forwards; a second call does nothing.
+        """Restore the modules' own forwards. Call it between forwards. A second call does nothing.
 
         Existing graphs keep working. `last_stats` then has the statistics since the last `stats`.
         """
@@ -137,7 +137,7 @@ class ModelOffload(EngineOwner):
             vars(model).pop(HANDLE, None)
 
     def close(self) -> None:
-        """Do as `remove`, and release all memory that no graph still needs."""
+        """Restore the modules' own forwards as `remove` does, and release all memory that no graph still needs."""
         self.remove()
         super().close()
 
@@ -146,11 +146,11 @@ class ModelOffload(EngineOwner):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the handle, also on an exception."""
+        """Close the handle, on an exception too."""
         self.close()
 
     def explain(self) -> str:
-        """Refuse: without a budget there is no plan.
+        """Raise, since there is no plan without a budget.
 
         Raises:
             ConfigError: Always.
@@ -158,18 +158,18 @@ class ModelOffload(EngineOwner):
         raise ConfigError(f"the offload of {self.name} has no plan to explain. Give `offload` a budget, as in memory='60GiB'.")
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return what runs in place of `forward`: here, `forward` itself."""
+        """Return the function to run instead of `forward`. Here it is `forward` itself."""
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
-        """Begin a run of `module`, or return None where offload does nothing.
+        """Begin a run of `module`, or return None if offload does nothing here.
 
         Args:
-            module: The model, or a part of it.
-            given: Its arguments.
-            tag: Tag of its region; None for the model itself.
-            layer: Layer of its region.
+            module: Model, or a part of it.
+            given: Arguments of the call.
+            tag: Tag of the module's region. None for the model itself.
+            layer: Layer of the module's region.
         """
         if is_inert():
             note_inert(self, tag)
@@ -202,15 +202,15 @@ class ModelOffload(EngineOwner):
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """One run of a module with gradients."""
+    """Run of a module with gradients."""
 
     forward: Forward | None
-    """The forward that it began, which ends with it."""
+    """Forward that began with this run, and ends with it. None if the run is inside of a forward."""
     region: SavingRegion | None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, output: Any) -> None:
-        """End the run: the module has returned `output`."""
+        """End the run, after the module has returned `output`."""
         if self.region is not None:
             self.region.close(output)
         if self.forward is not None:

@@ -1,9 +1,9 @@
-"""Finds the tensor in a module's input or output whose gradient shows where backward is.
+"""Finds the tensor in a module's input or output whose gradient shows the position of backward.
 
 [Note: Looking into user values]
 A mark saves a little time in backward and must never raise in a forward that works without
-offload. So the search only enters plain containers, by their base classes' methods and stored fields: no user code runs, and
-mappings that compute values are skipped. Each container is entered once, since it may contain itself, and the search stops
+offload. So the search only enters plain containers, through their base classes' methods and stored fields. No user code runs,
+and mappings that compute values are skipped. Each container is entered once, since it may contain itself. The search stops
 after `MAX_VALUES`.
 """
 
@@ -18,11 +18,11 @@ import torch
 from torch.autograd.graph import Node
 
 MAX_VALUES = 1000
-"""Most values searched. The tensor for a mark is among the first few; a list of a million numbers has none."""
+"""Maximum number of searched values. The tensor for a mark is among the first few. A list of a million numbers has none."""
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, in order: a tensor, or tuples, lists, dicts and dataclasses of them, nested.
+    """Yield the tensors in `value` in order. It is a tensor, or nested tuples, lists, dicts and dataclasses of tensors.
 
     See [Note: Looking into user values].
     """
@@ -32,7 +32,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
         if not waiting:
             return
         found = waiting.pop()
-        if issubclass(type(found), torch.Tensor):  # `isinstance` would ask a proxy for its class
+        if issubclass(type(found), torch.Tensor):  # `isinstance` would run a proxy's `__class__`
             yield found
         elif id(found) not in seen:
             parts = tuple(itertools.islice(_list_parts(found), MAX_VALUES))
@@ -42,12 +42,12 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that has a gradient and so can carry a mark, or None."""
+    """Return the first tensor in `value` that requires a gradient and so can carry a mark, or None."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 
 def saves_something(output: torch.Tensor | None, *, start: Node | None) -> bool:
-    """Return whether a node of the graph between `start` and `output` holds saved tensors, among the `MAX_VALUES` last ones.
+    """Return whether one of the last `MAX_VALUES` graph nodes between `start` and `output` holds saved tensors.
 
     Saved tensors are not accessed, since that would call their unpack hooks.
     """

@@ -1,4 +1,4 @@
-"""The base of handles and blocks: one engine, its statistics, and its end."""
+"""Base class of handles and blocks, which owns an engine and reads its statistics."""
 
 import logging
 import threading
@@ -18,24 +18,24 @@ logger = logging.getLogger(__name__)
 
 
 DEFAULT_GROUP_BYTES = 64 * MIB
-"""Bytes. At 50 GB/s this is 1.3 ms of copies: much more than the tens of microseconds of CPU time that a group costs, and an
-eighth of the default prefetch, so that prefetch proceeds evenly."""
+"""Bytes. At 50 GB/s this is 1.3 ms of copies, much more than the tens of microseconds of CPU time that a group costs. It is an
+eighth of the default prefetch size, so that prefetch proceeds evenly."""
 
 WATCHED_FORWARDS = 3
-"""Forwards without `stats` after which idle tags are reported anyway. The first ones may be warm-up."""
+"""Number of forwards without `stats` after which idle tags are reported anyway. The first forwards may be warm-up."""
 
 
 class EngineOwner:
     """Owns one engine, created on first use, and reads its statistics. Copies share the owner.
 
-    `engine_type` is the engine's class: `estimate_savings` has its own.
+    `engine_type` is the engine's class, which `estimate_savings` replaces.
 
     Args:
         config: Options of offload.
-        device: None takes that of the tensors when the engine is created.
-        name: Name of what is offloaded.
+        device: Device of the engine. None takes the device of the tensors when the engine is created.
+        name: Name of the offloaded model or block.
         tags: Tags that should offload something.
-        group_bytes: See the property; None derives it.
+        group_bytes: Bytes of a full group, see the property. None derives it.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine
@@ -54,26 +54,26 @@ class EngineOwner:
         self._policy = self.config.derive_policy()
         self._given_group_bytes = group_bytes
         self.last_stats: StepStats | None = None
-        """The last result of `stats`; None before the first."""
+        """Last result of `stats`. None before the first call."""
         self.last_totals = RunTotals()
         """Totals of `last_stats` over all tags."""
         self._device = device
         self.name = name
-        """Name of what is offloaded, for logs."""
+        """Name of the offloaded model or block, for logs."""
         self._engine: OffloadEngine | None = None
         # Two threads may share one owner.
         self._lock = threading.Lock()
         self._forwards = 0
         self._finished_forwards = 0
         self._watched_forwards = 0
-        """Forwards with gradients, including those where offload could do nothing; counted up to `WATCHED_FORWARDS`."""
+        """Number of forwards with gradients, even if offload could do nothing there. Counted up to `WATCHED_FORWARDS`."""
         self._uses = {tag: TagUse() for tag in tags}
         self._totals = RunTotals()
         self._is_checked = False
         self._is_reported = False
 
     def __repr__(self) -> str:
-        """Return what is offloaded, and what the last step moved."""
+        """Return name, tags, and the bytes offloaded in the last step."""
         if not self.config.enabled:
             state = "disabled"
         elif self._engine is None:
@@ -86,19 +86,19 @@ class EngineOwner:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """The engine; None before the first forward with gradients."""
+        """Engine. None before the first forward with gradients."""
         return self._engine
 
     @property
     def group_bytes(self) -> int:
-        """Bytes from which a group ends and the next one begins."""
+        """Saved bytes at which a group ends and the next one begins."""
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
     def get_engine(self, given: Any = ()) -> OffloadEngine:
         """Return the engine, and create it if needed.
 
         Args:
-            given: Input of the forward, which may show its device.
+            given: Input of the forward, which may show the device.
         """
         with self._lock:
             if self._engine is None:
@@ -114,7 +114,7 @@ class EngineOwner:
             return self._engine
 
     def count_forward(self) -> int:
-        """Count a forward with gradients, and return how many preceded it since the last `stats`."""
+        """Count a forward with gradients, and return the number of earlier ones since the last `stats`."""
         with self._lock:
             self._forwards += 1
             self._is_reported = False
@@ -133,7 +133,7 @@ class EngineOwner:
         self._watch_forward()
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive window and prefetch from what was offloaded, unless the user gave them."""
+        """Derive window and prefetch sizes from the offloaded bytes, unless the user gave them."""
         largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
         if self._engine is None or largest_bytes == 0:
             return
@@ -145,7 +145,7 @@ class EngineOwner:
     def count_shadowed(self, tag: str | None, hook: Any) -> None:
         """Count a region of `tag`, or a forward if None, that ran below the foreign pack hook `hook`.
 
-        Without `hook`, it ran where hooks are not allowed.
+        Without a `hook`, it ran where hooks are not allowed.
         """
         if tag is None:
             self._watch_forward()
@@ -169,15 +169,15 @@ class EngineOwner:
             self._uses.setdefault(tag, TagUse()).hidden += 1
 
     def expect_tag(self, tag: str) -> None:
-        """Expect a manual region's tag to offload something too."""
+        """Add a manual region's tag to the tags that should offload something."""
         with self._lock:
             self._uses.setdefault(tag, TagUse())
 
     def stats(self) -> StepStats:
-        """Return the statistics since the last call. Call it once a step.
+        """Return the statistics since the last call. Call it once per step.
 
-        After the first step, one warning names each tag that offloaded nothing, with the reason. Without calls of `stats`, it
-        comes after the third forward.
+        After the first step, one warning names each tag that offloaded nothing, with the reason. Without calls of `stats`, the
+        warning comes after the third forward.
         """
         stats = StepStats() if self._engine is None else self._engine.finish_step()
         with self._lock:
@@ -197,7 +197,7 @@ class EngineOwner:
         """Offload one tensor now, by the same rules as for saved tensors.
 
         Lifetime:
-            See `OffloadedTensor`. Your own references to `tensor` keep its device memory.
+            See `OffloadedTensor`. Your own references to `tensor` keep its device memory alive.
 
         Raises:
             ConfigError: `tensor` is not a strided tensor.
@@ -227,11 +227,11 @@ class EngineOwner:
             logger.info("offload of %s ends after %s", self.name, self._totals)
 
     def _find_tensors(self, given: Any) -> Iterable[torch.Tensor] | None:
-        """Return tensors that show the device of the forward, or None; see `make_device`."""
+        """Return tensors that show the device of the forward, or None. See `make_device`."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineOwner":
-        """Return itself: copies share memory and statistics."""
+        """Return itself, since copies share memory and statistics."""
         return self
 
     def _watch_forward(self) -> None:

@@ -1,8 +1,8 @@
-"""Module names and globs: which modules are regions, with which tag and layer.
+"""Selects the modules that are regions by globs over their names, and gives each a tag and a layer.
 
 [Note: Globs]
-A pattern matches a module's name part by part; dots separate parts. `*`, `?` and `[...]` work as in a shell
-within one part; `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
+A pattern matches a module's name part by part. Dots separate parts. `*`, `?` and `[...]` work as in a shell
+within one part. `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
 `layers.0.cross.attn`, and `**.attn` matches both. The model itself has no name and is never a region: its tensors would be
 offloaded at the end of forward, just before backward needs them.
 
@@ -27,30 +27,30 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 """Attribute names of the wrapped module in `torch.compile`, torch's checkpoint wrapper and FSDP1."""
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
-"""Containers without a forward: a region around one would do nothing."""
+"""Containers without a forward. A region around one would do nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleSite:
-    """A module that is a region."""
+    """Module that is a region."""
 
     module: torch.nn.Module
     name: str
-    """Name as in `layers.3.attn`, without the parts of wrappers."""
+    """Name as in `layers.3.attn`, without the parts that wrappers add."""
     tag: str
     layer: int
-    """The first number in the name, or 0."""
+    """First number in the name, or 0."""
     is_checkpointed: bool = False
-    """Whether the region recomputes the module in backward, and saves only its inputs."""
+    """Whether the region recomputes the module in backward and saves only its inputs."""
 
 
 def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     """Return the modules of `model` that match `patterns`, in the model's order.
 
     Args:
-        model: The module tree.
-        patterns: See [Note: Globs]. Without tags, a module's tag is the last part of its name that is a word: `attn` for
-            `layers.3.attn`, `mlp` for `mlp.0`; without one, the name of its class.
+        model: Module tree.
+        patterns: See [Note: Globs]. Without tags, a module's tag is the last part of its name that is a word, such as `attn`
+            for `layers.3.attn` and `mlp` for `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
         ConfigError: `model` is not a module, a pattern is not text or matches no module, two patterns give a module different
@@ -67,7 +67,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
 
 
 def check_model(model: object) -> None:
-    """Refuse a value that is not a module.
+    """Reject a value that is not a module.
 
     Raises:
         ConfigError: `model` is not a module.
@@ -77,7 +77,7 @@ def check_model(model: object) -> None:
 
 
 def check_tag(tag: object) -> None:
-    """Refuse a tag that is not one word.
+    """Reject a tag that is not one word.
 
     Raises:
         ConfigError: `tag` is not one word.
@@ -103,7 +103,7 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
 
 
 def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every possible region once, with its name without wrappers."""
+    """Yield every possible region once, with its name without the parts of wrappers."""
     outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
@@ -139,11 +139,11 @@ def _find_wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
-    """Return the name parts that DDP and PEFT put first."""
+    """Return the name parts that DDP and PEFT prepend."""
     parts = ["module"] if _is_data_parallel(unwrap(model)) else []
     inner = unwrap_model(model)
-    # A PEFT model holds its tuner, which holds the model; prompt methods have no tuner. A transformers model with its own
-    # adapters has the config too, and its `model` is a part of it.
+    # A PEFT model holds its tuner, which holds the model. Prompt methods have no tuner. A transformers model with its own
+    # adapters has `peft_config` too, but its `model` is a part of the model.
     for part in ("base_model", "model"):
         if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
             break
@@ -168,9 +168,9 @@ def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]
     """Return the region around `module`.
 
     Args:
-        module: The module of the region.
-        name: Its name without wrappers.
-        tags: Tags by matching pattern; None takes the last word of the name.
+        module: Module of the region.
+        name: Name of the module, without the parts of wrappers.
+        tags: Tags by matching pattern. None takes the last word of the name.
 
     Raises:
         ConfigError: Two patterns give different tags.
@@ -196,7 +196,7 @@ def _say_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str
 
 
 def _list_near(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns near `pattern` that match: the same at any depth, else the nearest spelling."""
+    """Return matching patterns close to `pattern`: the same pattern at any depth, else the nearest spellings."""
     deeper = f"**.{pattern}"
     if any(_matches(deeper, name) for name in names):
         return [deeper]

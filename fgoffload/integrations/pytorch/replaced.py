@@ -1,21 +1,21 @@
-"""Replaces a module's `forward` by one that runs it as a region.
+"""Replaces a module's `forward` with one that runs it as a region.
 
 [Note: A replaced forward]
 The replacement is an attribute of the module, not a pair of forward hooks: hooks disable torch's
-fast paths for evaluation and do not run after a BaseException. Nor is it a new class: other code compares classes, and
+fast paths for evaluation and do not run after a BaseException. It is not a new class either: other code compares classes, and
 transformers checks the class to decide on recompute.
 
-Without grad mode it only calls the original forward. It holds the module weakly, so that no reference cycle arises.
+Without grad mode the replacement only calls the original forward. It references the module weakly to avoid a reference cycle.
 
 An attribute does not know the module that it is called for, so copies of the module must not have it. Copies and pickles use
-`__getstate__`, or the class's `__reduce__` as in `fx.GraphModule`; `nn.DataParallel` uses a method of the module. All of these
-are replaced too, and leave our attributes out.
+`__getstate__`, or the class's `__reduce__` as in `fx.GraphModule`. `nn.DataParallel` uses a method of the module. All of these
+are replaced too, to leave our attributes out.
 
 [Note: A checkpoint around the call]
 Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs
 inside the checkpoint, where a region does nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is
-replaced too: that region wraps the checkpoint and offloads its saved tensors, the layer's inputs. The region of `forward`
-serves layers without a checkpoint.
+replaced too. That region wraps the checkpoint and offloads its saved tensors, which are the layer's inputs. The region of
+`forward` serves layers without a checkpoint.
 """
 
 import functools
@@ -33,44 +33,44 @@ from fgoffload.integrations.pytorch.forward import Surroundings
 from fgoffload.integrations.pytorch.patterns import ModuleSite
 
 HANDLE = "_fgoffload_handle"
-"""Attribute of an offloaded model with its handle."""
+"""Attribute of an offloaded model that has its handle."""
 
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of a transformers layer with its checkpoint function."""
+"""Attribute of a transformers layer that has its checkpoint function."""
 
 _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
 _CALLED = (_FORWARD, CHECKPOINT)
-"""The type of a forward."""
+"""Attributes that a `ReplacedForward` may replace."""
 
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
 
 class Run(Protocol):
-    """One run of a module with gradients."""
+    """Run of a module with gradients."""
 
     def finish(self, output: Any) -> None:
-        """The module has returned `output`."""
+        """End the run, after the module has returned `output`."""
 
 
 class OffloadHandle(Protocol):
-    """What a replaced forward tells its handle."""
+    """Interface of a handle that replaced forwards use."""
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return what runs in place of `forward`."""
+        """Return the function to run instead of `forward`."""
 
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Run | None:
-        """Begin to run `module`, or return None where everything has to be left alone."""
+        """Begin a run of `module`, or return None if offload does nothing here."""
 
 
 class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
     Args:
-        module: The module whose forward it replaces.
-        handle: None for a copy, which runs without offload.
-        site: The region; None for the model itself.
+        module: Module whose forward is replaced.
+        handle: Handle of the model. None for a copy, which runs without offload.
+        site: Region of the module. None for the model itself.
         name: Name of the replaced attribute.
-        before: The module's own attribute, such as another wrapper; set by `put`.
+        before: The module's own attribute, such as another wrapper. `put` sets it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ReplacedForward:
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
-        """Restore the original forward. Later wrappers around this one stay and call through it."""
+        """Restore the original forward. Later wrappers around this one stay in place and call through it."""
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
@@ -112,10 +112,10 @@ class ReplacedForward:
 
     @property
     def is_removed(self) -> bool:
-        """Whether it only calls the original forward."""
+        """Whether the replacement only calls the original forward."""
         return self._handle is None
 
-    @skip  # only the called function is compiled: torch does not break graphs inside a `try`
+    @skip  # only the called function is compiled, since torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a region if there are gradients."""
         module = None if self._module is None else self._module()
@@ -140,7 +140,7 @@ class ReplacedForward:
                 if around.is_left():
                     around.restore()
         finally:
-            if around.is_left():  # an exception of the module, or an interrupt in the lines above
+            if around.is_left():  # after an exception of the module, or an interrupt in the lines above
                 around.restore()
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
@@ -150,20 +150,20 @@ class ReplacedForward:
         return _make_removed, (None if self._module is None else self._module(), self._before)
 
     def __getattr__(self, name: str) -> Any:
-        """Look like the original forward, but not like a bound method, which code might unwrap."""
+        """Return an attribute of the original forward, except those of a bound method, which code might unwrap."""
         if name in ("__func__", "__self__") or (name.startswith("_") and not name.startswith("__")):
             raise AttributeError(name)
         return getattr(self._find_before(), name)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The original forward, for `inspect.getsource`."""
+        """Original forward, for `inspect.getsource`."""
         before: Callable[..., Any] = self._find_before()
         return before
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of the original forward."""
+        """Signature of the original forward."""
         return inspect.signature(self._find_before())
 
     @property
@@ -182,7 +182,7 @@ class ReplacedForward:
 
 
 class _Method:
-    """Calls `function` with `module`, held weakly.
+    """Calls `function` with `module`, which it references weakly.
 
     Classes with their own `__deepcopy__`, such as parametrized modules, copy this attribute. The copy calls `function` with
     the copied module.
@@ -197,7 +197,7 @@ class _Method:
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Do the same for the module's copy."""
+        """Reduce to a `_Method` of the module's copy."""
         return _Method, (self._function, None if self._module is None else self._module())
 
 
@@ -211,7 +211,7 @@ def _get_living(reference: "weakref.ref[torch.nn.Module] | None") -> torch.nn.Mo
 
 @skip
 def _bind_forward(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the forward of the class of `module`, bound to it."""
+    """Return the class's forward, bound to `module`."""
     for kind in type(module).__mro__:
         if _FORWARD in vars(kind):
             found = vars(kind)[_FORWARD]
@@ -239,7 +239,7 @@ def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | N
 
 
 def _leave_out_removed(attributes: dict[str, Any]) -> None:
-    """Delete removed forwards from a module's attributes, and with the last one all our attributes."""
+    """Delete removed forwards from a module's attributes. Delete all our attributes with the last one."""
     for name in _CALLED:
         _leave_out(attributes, name, lambda replaced: replaced.is_removed)
     if not any(isinstance(attributes.get(name), ReplacedForward) for name in _CALLED):
@@ -247,7 +247,7 @@ def _leave_out_removed(attributes: dict[str, Any]) -> None:
 
 
 def _leave_out_ours(attributes: dict[str, Any]) -> None:
-    """Delete all our attributes of a module."""
+    """Delete all our attributes from a module's attributes."""
     for name in _CALLED:
         _leave_out(attributes, name, lambda replaced: True)
     for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
@@ -283,7 +283,7 @@ def _reduces_itself(kind: type) -> bool:
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
     """Return the module's `__reduce_ex__` value, without our attributes."""
     kind: Any = type(module)
-    plain = object.__new__(kind)  # not by the class: `fx.GraphModule` would create another one
+    plain = object.__new__(kind)  # not by a call: `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
     _leave_out_ours(vars(plain))
     return plain.__reduce_ex__(protocol)

@@ -1,4 +1,4 @@
-"""Totals of a run in one line, and the reasons for idle tags."""
+"""Sums up a run in one log line, and explains idle tags."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from fgoffload.units import format_bytes
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Totals of one step of a handle, or of all steps."""
+    """Totals of one step of a handle, or of all its steps."""
 
     forwards: int = 0
-    """Forwards in grad mode."""
+    """Number of forwards in grad mode."""
     d2h_bytes: int = 0
     freed_bytes: int = 0
-    """Offloaded bytes that were freed on the device: neither cancelled nor still referenced."""
+    """Offloaded bytes that were freed on the GPU, neither cancelled nor still referenced elsewhere."""
     kept_bytes: int = 0
     host_peak_bytes: int = 0
 
@@ -36,12 +36,12 @@ class RunTotals:
 
     @property
     def percent(self) -> float:
-        """Percentage of the saved bytes that was freed on the device."""
+        """Percentage of the saved bytes that were freed on the GPU."""
         return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     @property
     def freed_bytes_per_forward(self) -> float:
-        """Bytes that were free on the device between a forward and its backward."""
+        """Bytes per forward that were free on the GPU until its backward."""
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
@@ -56,25 +56,25 @@ class RunTotals:
 
 @dataclasses.dataclass(slots=True)
 class TagUse:
-    """A handle's counts of one tag that the engine does not have."""
+    """Counts of a tag's runs that only the handle knows."""
 
     shadowed: int = 0
-    """Runs below foreign saved-tensor hooks, or where hooks are not allowed: a region does nothing there."""
+    """Number of runs below foreign saved-tensor hooks, or where hooks are not allowed. A region does nothing there."""
     shadow: str = ""
-    """Where the first of these was, as the end of a sentence. The hook itself may hold tensors, so it is not kept."""
+    """Place of the first shadowed run, as the end of a sentence. The hook itself is not kept, since it may hold tensors."""
     recomputed: int = 0
-    """Runs in a backward."""
+    """Number of runs in a backward."""
     hidden: int = 0
-    """Runs in which foreign hooks took all saved tensors."""
+    """Number of runs in which foreign hooks took all saved tensors."""
 
     @property
     def was_inert(self) -> bool:
-        """Whether regions ran where offload does nothing."""
+        """Whether some regions ran where offload does nothing."""
         return self.shadowed > 0 or self.recomputed > 0
 
 
 def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
-    """Return why `tag` offloaded nothing and what to do, or None."""
+    """Return why `tag` offloaded nothing and what to do. None if it offloaded something."""
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
     return f"tag {tag!r} offloaded nothing: {_find_reason(stats, use)}"
@@ -115,7 +115,7 @@ def _find_reason_to_be_inert(use: TagUse) -> str:
 
 
 def say_where(hook: Any) -> str:
-    """Describe where the foreign `hook` receives saved tensors or, without one, where hooks are not allowed."""
+    """Describe the place below the foreign `hook` or, without one, the place where hooks are not allowed."""
     if hook is None:
         return "where saved-tensor hooks are not allowed, as inside `torch.func` and `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]

@@ -12,14 +12,14 @@ from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import SavedState
 
 TAG = "by_hand"
-"""Tag of such tensors in the statistics."""
+"""Tag of manually offloaded tensors in the statistics."""
 
 
 def check_config(config: object) -> TransferConfig | None:
     """Check the type of `config` and return it.
 
     Raises:
-        ConfigError: It is neither a `TransferConfig` nor None.
+        ConfigError: `config` is neither a `TransferConfig` nor None.
     """
     if config is None or isinstance(config, TransferConfig):
         return config
@@ -29,7 +29,7 @@ def check_config(config: object) -> TransferConfig | None:
 
 
 def check_tensor(tensor: object) -> None:
-    """Refuse values without a strided storage.
+    """Reject values without a strided storage.
 
     Raises:
         ConfigError: `tensor` is not a strided tensor.
@@ -44,15 +44,15 @@ def check_tensor(tensor: object) -> None:
 
 
 class OffloadedTensor:
-    """A tensor that was offloaded to the host.
+    """Tensor that was offloaded to the host.
 
-    By the rules for saved tensors it may have stayed on the device: a parameter, below the minimum size, no host memory left.
-    `reload` works all the same, and the statistics have the reason.
+    The tensor may have stayed on the GPU by the rules for saved tensors: a parameter, below the minimum size, or no host
+    memory left. `reload` works all the same, and the statistics have the reason.
 
     Lifetime:
-        This object owns the host memory and releases it when dropped. The tensor's device memory is freed once its copy is
-        done and no reference is left: drop yours, views included. The result of `reload` lives as long as you hold it or this
-        object; each call returns the same memory.
+        This object owns the host memory and releases it when dropped. The tensor's GPU memory is freed once its copy is done
+        and no reference is left. Drop your references, views included. The result of `reload` lives as long as you hold it or
+        this object. Each call returns the same memory.
     """
 
     __slots__ = ("_engine", "_group", "_handle", "_kind", "_lane")
@@ -67,7 +67,7 @@ class OffloadedTensor:
         self._group = group
 
     def __repr__(self) -> str:
-        """Return shape, dtype and place, without a query of the device."""
+        """Return shape, dtype and location, without a query of the device."""
         saved = () if self._group is None else self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED)
         return f"<OffloadedTensor of {self._kind}, {'on the host' if saved else 'on its device'}>"
 
@@ -98,10 +98,10 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was changed in place before its copy was done, or the result of an earlier `reload` was.
+            StateError: The tensor, before its copy was done, or the result of an earlier `reload` was changed in place.
         """
         tensor = self._handle.take()
-        return tensor.detach() if tensor.requires_grad else tensor  # a parameter stays as it is
+        return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
 
 
 def offload_tensor(
@@ -109,13 +109,13 @@ def offload_tensor(
 ) -> OffloadedTensor:
     """Offload one tensor, without a model.
 
-    Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. For tensors
-    of every step, call `offload_tensor` of one `saved_tensors` object or of the handle of `offload`.
+    Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. To offload
+    tensors in every step, call `offload_tensor` of one `saved_tensors` object or of the handle of `offload`.
 
     Args:
-        tensor: Drop your references, so that its device memory is freed.
-        config: None offloads a tensor of any size.
-        device: None takes the tensor's.
+        tensor: Tensor to offload. Drop your references, so that its device memory is freed.
+        config: Options of offload. None offloads a tensor of any size.
+        device: Device of the engine. None takes the tensor's device.
 
     Raises:
         ConfigError: `tensor` is not a strided tensor, or `device` is not a device.
@@ -132,14 +132,14 @@ def offload_tensor(
         min_offloaded_bytes=config.min_offloaded_bytes,
         keep=config.keep,
         is_timed=config.is_timed,
-        # The arena takes whole slabs, up to its budget.
+        # The arena reserves whole slabs, up to its budget.
         host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes),
     )
     return offload_with(engine, tensor)
 
 
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
-    """Offload `tensor` with `engine`; without one it stays on the device."""
+    """Offload `tensor` with `engine`. Without an engine it stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
         return OffloadedTensor(keep_tensor(tensor, lane.place), tensor, engine=None, lane=lane, group=None)

@@ -13,7 +13,7 @@ __all__ = ["OffloadCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    # `launch` must not import transformers.
+    # Loaded on first use, since `launch` must not import transformers.
     if name in __all__:
         return getattr(importlib.import_module("fgoffload.integrations.transformers.callback"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

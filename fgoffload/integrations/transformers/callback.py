@@ -1,4 +1,4 @@
-"""The callback that offloads the activations of a `Trainer`'s model."""
+"""Callback that offloads the activations of a `Trainer`'s model."""
 
 import logging
 from typing import Any
@@ -18,10 +18,10 @@ from fgoffload.units import GIB
 logger = logging.getLogger(__name__)
 
 KEY = "activation_cpu_offload"
-"""The switch in `fsdp_config`, with or without FSDP."""
+"""Key of the switch in `fsdp_config`, with or without FSDP."""
 
 REPORTED_STEP = 3
-"""The step after which saved memory is logged. Earlier steps may be warm-up."""
+"""Step after which saved memory is logged. Earlier steps may be warm-up."""
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -30,15 +30,15 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
 
     Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. The trainer's
-    log gets three numbers of the last step: `offload/saved_gib`, the memory that was free between a forward and its backward;
-    `offload/percent`, its share of what the layers save; `offload/wait_ms`, how long compute waited for copies.
-    `fsdp_config={"activation_cpu_offload": False}` disables offload.
+    log gets three numbers of the last step. `offload/saved_gib` is the memory that was free between a forward and its backward.
+    `offload/percent` is its share of the bytes that the layers save. `offload/wait_ms` is the time that compute waited for
+    copies. `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
-        modules: Globs as for `fgoffload.offload`; None finds the layers.
+        modules: Globs as for `fgoffload.offload`. None finds the layers.
         config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
-        memory: A memory budget, as for `fgoffload.offload`, in place of `modules`. The config's `use_cache` is off meanwhile: a
-            layer that fills a cache cannot be recomputed.
+        memory: Memory budget as for `fgoffload.offload`, instead of `modules`. It switches the model config's `use_cache` off
+            during the training, since a layer that fills a cache cannot be recomputed.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
         self.handle: ModelOffload | None = None
-        """The handle; None outside of training."""
+        """Handle of the model. None outside of training."""
         self._modules = modules
         self._memory = memory
         self._config = config or TransferConfig(is_timed=True)
         self._steps = 0
         self._uses_cache: bool | None = None
-        """The config's `use_cache` before the training, with a memory budget."""
+        """Value of the model config's `use_cache` before a training with a memory budget."""
 
     def add_to(self, trainer: Trainer) -> None:
         """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers."""
@@ -62,7 +62,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
     ) -> None:
-        """Offload the model. A training that restarts with a smaller batch keeps its handle."""
+        """Offload the model. If the training restarts with a smaller batch, the handle is kept."""
         self._steps = 0
         if not (args.fsdp_config or {}).get(KEY, True):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
@@ -106,7 +106,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             return
         found = _list_numbers(self.handle)
         logs.update(found)
-        state.log_history[-1].update(found)  # a copy of `logs`
+        state.log_history[-1].update(found)  # its last entry is a copy of `logs`
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any

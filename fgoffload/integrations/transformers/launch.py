@@ -1,6 +1,6 @@
 """Adds `OffloadCallback` to each `Trainer` of an unchanged script.
 
-It does not import transformers: a script without a trainer must not wait for that.
+This module does not import transformers, since a script without a trainer must not wait for the import.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
     """Add the callback to every trainer created in the body. Yields the trainers' class names, in order.
 
     Args:
-        memory: A memory budget in bytes; None offloads the layers.
+        memory: Memory budget in bytes. None offloads the layers.
     """
     made: list[str] = []
     patch = functools.partial(_patch, made=made, memory=memory)

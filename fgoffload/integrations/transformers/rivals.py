@@ -22,10 +22,10 @@ def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
 
 
 def find_rivals(args: Any, model: torch.nn.Module) -> Iterator[str]:
-    """Yield each of these switches as typed.
+    """Yield each switch that offloads activations, as the user types it.
 
     Args:
-        args: `TrainingArguments` of any version, also TRL's.
+        args: `TrainingArguments` of any version, TRL's included.
         model: The trainer's model.
     """
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
