@@ -1,10 +1,10 @@
 """Bytes that the units of `fgoffload.tags.RECOMPUTE_UNITS` free in a layer, and their cost.
 
-Two kinds. A checkpoint saves its input, and runs again right before its own backward: `layer`, `core_attn`, `mlp`, `moe` and
-`shared_expert`. The others drop what they return, which the module behind them would save; they run again as soon as backward
-reaches the end of what used it, and make it as a new tensor, which nobody copies. In FP8 they are checkpoints of Megatron's,
-which fill the dropped storage with a copy, beside which what ran again is there once more. `qkv_linear`, `mlp_fc1`,
-`expert_fc1` and `dispatch` run again right before the backward of what they ran for.
+There are two kinds. A checkpoint saves its input and is recomputed right before its own backward: `layer`, `core_attn`, `mlp`,
+`moe` and `shared_expert`. The others drop their output, which the next module would save. They are recomputed when backward
+reaches the end of the modules that use it, as a new tensor without a copy. In FP8 they are Megatron's checkpoints, which copy
+the recomputed tensor into the dropped storage, so both exist for a moment. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch`
+are recomputed right before the backward of the module that they feed.
 
 Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
 megatron/core/tensor_parallel/random.py and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
@@ -30,7 +30,7 @@ _ACTIVATION_INPUTS = ("first linears' output", "permuted probabilities")
 """Input of the experts' activation, from which it is recomputed."""
 
 _AROUND = ("mtp_projection", "mtp_norm")
-"""Stretches of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
+"""Segments of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
 
 
 def make_units(
@@ -40,13 +40,13 @@ def make_units(
     *,
     copy_bytes_per_s: float = math.inf,
 ) -> tuple[UnitModel, ...]:
-    """Return the units that such a layer can run again by themselves, in the order of `RECOMPUTE_UNITS`.
+    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`.
 
     Args:
-        shape: Of the layer.
-        segments: Its stretches, in the order of forward.
-        tensors: What it saves.
-        copy_bytes_per_s: What a copy within the device reads and writes a second, both together. By default it takes no time.
+        shape: Shape of the layer.
+        segments: Its segments, in forward order.
+        tensors: Its saved tensors.
+        copy_bytes_per_s: Bytes that a copy within the device reads and writes a second. By default it takes no time.
 
     Raises:
         InternalError: A tensor that a unit drops is not among `tensors`.
@@ -61,11 +61,11 @@ def make_units(
 
 
 def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    # What all layers share stays whoever runs again: other layers, and the model, hold it.
+    # Storages that all layers share stay: other layers and the model reference them.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # Query, key and value are the checkpoint's input, and stay, with what they are views of. The output is there once: the
-    # projection saved it, and let go of it. But with delayed scaling that saved a copy in fp8.
+    # Query, key and value are the checkpoint's input and stay, with the storage that they view. The output exists once: the
+    # projection saved it and released it. With delayed scaling the projection saved an fp8 copy instead.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
     sinks = ("attention sinks",) if shape.has_attention_sinks else ()
     dropped = _pick(tensors, "log-sum-exp", "random state", *sinks, *made)
@@ -75,12 +75,12 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
 
 
 def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...], int]:
-    """Return what a checkpoint around attention keeps beside its query, key and value, and the bytes that it copies of them.
+    """Return the tensors that a checkpoint around attention keeps beside query, key and value, and the bytes that it copies.
 
-    One linear returns query, key and value in one storage. Rotary embeddings and head norms make tensors of their own of query
-    and key; the value is a view. Attention copies what is not contiguous, and saves the copy, so that the storage goes with the
-    forward. A checkpoint keeps the view, and with it the storage: of that, as much as attention would have copied is counted
-    as query, key and value, and the rest here.
+    One linear returns query, key and value in one storage. Rotary embeddings and head norms make new tensors of query and key;
+    the value is a view. Attention copies tensors that are not contiguous and saves the copies, so the storage is freed with the
+    forward. A checkpoint keeps the view, and with it the storage: the part that attention would have copied counts as query,
+    key and value, and the rest counts here.
 
     Source: `SelfAttention.get_query_key_value_tensors` and `Attention._checkpointed_attention_forward` of megatron-core 0.16.1,
     `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's with a stand-in for
@@ -93,9 +93,9 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
     views = sizes.value
     if not shape.rotary_channels and not shape.has_qk_norm:
         if shape.num_query_groups == shape.num_attention_heads:
-            # All three are views, which attention reads as they lie: without a recompute it saves the storage too.
+            # All three are views, which attention reads in place: without recompute it saves the storage too.
             return (), 0
-        # The heads of a group lie side by side, and not with those of the next group: only the query is copied on its way.
+        # Heads of a group are adjacent, groups are not: only the query is copied.
         views = sizes.key + sizes.value
     rest = SavedTensor(name="rest of the projections' output", tags=("core_attn",), size_bytes=sizes.query_key_value - views)
     return (rest,), views
@@ -105,15 +105,15 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     experts, hidden = shape.experts, LayerSizes(shape).hidden
     half = names[names.index("attn_proj") + 1 :]
     stretches = tuple(name for name in half if name != "mlp_norm")
-    # The input is the residual where the norm is fused into the first linear, else the norm's output.
+    # The input is the residual if the norm is fused into the first linear, else the norm's output.
     has_norm = "mlp_norm" in half
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
     inside = tuple(one.name for one in tensors if _is_within(one, stretches) and one.name not in own)
-    # Megatron's checkpoint around an MLP that returns a bias never ends.
+    # Megatron's checkpoint around an MLP that returns a bias hangs.
     if experts is not None or not shape.has_linear_bias:
         yield _make_checkpoint("mlp" if experts is None else "moe", stretches, inside, extra_bytes=hidden)
-    # Overlapped shared experts are a part of the dispatcher, and no checkpoint can be around them.
+    # Overlapped shared experts are a part of the dispatcher, so no checkpoint can surround them.
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
         yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
@@ -149,27 +149,27 @@ def _list_refills(
         )
 
     if shape.latent is not None:
-        # What the linears save of what they are given. In bf16 and without norms that is what the checkpoint keeps, too.
+        # Saved inputs of the linears. In bf16 and without norms the checkpoint keeps the same tensors.
         starts = ("normed input",) if _keeps_compressed(shape, shape.latent) else ("normed input", "compressed")
         inputs = (one.name for one in tensors if one.name.startswith(starts))
         drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
     if shape.fp8_recipe == "delayed":
-        # What is behind the others would have to save its input as it was given, which delayed scaling cannot.
+        # The modules after the others would have to save their input as given, which delayed scaling cannot.
         return
-    # Megatron hangs the recompute of a norm on the output of its half of the layer.
+    # Megatron attaches the recompute of a norm to the output of its half of the layer.
     if not has_fused_attention_norm(shape):
         yield make("attn_norm", "attn_norm", "attn_proj", sizes.hidden, _pick(tensors, *_ATTENTION_NORM))
     if "mlp_norm" in names:
         yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
     if shape.experts is not None:
-        # Whatever operators inside of the activation save is not saved either.
+        # Tensors inside of the activation are not saved either.
         inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
 
 
 def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield first linears, with the norm that is fused with them and what is behind them, up to what saves what they made.
+    """Yield first linears, with their fused norm and the ops up to the module that saves their result.
 
     Source: `partial_recompute.py` of the Megatron integration.
     """
@@ -186,7 +186,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
             before=until,
         )
 
-    # What goes in stays. Without a norm in the linear, it is what the linear saves.
+    # The input stays. Without a fused norm it is the tensor that the linear saves.
     if shape.latent is None:
         kept = () if has_fused_attention_norm(shape) else ("output of the norm before attention",)
         yield make(("qkv_linear",), "core_attn", "query, key and value", *kept)
@@ -198,7 +198,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
 
 
 def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield the permutation of tokens where a rank has all experts, and all of each: it runs again from what the router saves.
+    """Yield the permutation of tokens if a rank has all experts whole: it is recomputed from the router's saved tensors.
 
     Source: `permutations.py` of the Megatron integration.
     """
@@ -218,9 +218,9 @@ def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iter
 
 
 def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
-    """Return what the checkpoint around the up-projections keeps that a layer does not save without it.
+    """Return the inputs of the checkpoint around the up-projections that a layer does not save without it.
 
-    It keeps what it is given. The rotary embedding among that is cached by its module, and counted nowhere.
+    The rotary embedding among its inputs is cached by its module and counted nowhere.
 
     Source: `MLASelfAttention.get_query_key_value_tensors` of megatron-core 0.16.1.
     """
@@ -228,12 +228,12 @@ def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...
     if not _keeps_compressed(shape, latent):
         for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
             if rank is not None:
-                # 2sb rank/t: linears in fp8 save a copy of their own, and only when they run again.
+                # 2sb rank/t: linears in fp8 save a copy of their own, and only in the recompute.
                 size_bytes = BF16 * shape.tokens * rank
                 kept.append(SavedTensor(name=f"compressed {name} in bf16", tags=("qkv_linear",), size_bytes=size_bytes))
-    # The compressed key-value is a view of what the projection returned, beside the key's channels that rotary embeddings
-    # turn: 2sb dpos/t. They are the checkpoint's too, but where ranks gather them: then as 2sb dpos, of the whole sequence on
-    # each rank, and the view reaches over all of its own but those of the last token.
+    # The compressed key-value is a view of the projection's output, beside the key's rotary channels: 2sb dpos/t. Those are
+    # inputs of the checkpoint too, unless ranks gather them: then they are 2sb dpos, the whole sequence on each rank, and the
+    # view spans all of its own except those of the last token.
     channels = BF16 * latent.qk_pos_emb_head_dim
     size_bytes = channels * LayerSizes(shape).rows
     kept.append(SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes))

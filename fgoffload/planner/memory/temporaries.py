@@ -1,11 +1,11 @@
-"""Device bytes that are there while a stretch runs and gone when it is over, beside what the layer saves.
+"""Temporary device bytes of a segment, beside the tensors that the layer saves.
 
-The rule, for forward: what the stretch is given and what it returns, where no stretch before it saved them; what tensor
-parallelism gathers; and what Megatron's callers hold meanwhile, such as the output of the shared experts until it is added. A
-tensor that the stretch itself saves counts here while it runs, and as saved from its end on.
+In forward: input and output of the segment, unless an earlier segment saved them; tensors that tensor parallelism gathers; and
+tensors that Megatron's callers reference meanwhile, such as the output of the shared experts until it is added. A tensor that
+the segment itself saves counts here while it runs, and as saved from its end on.
 
-For backward: the gradient of the residual, which waits for the sum at the norm; the gradients of what the stretch returned and
-was given; what is gathered again; and the gradients of weights that wait to be added. What it saved is counted as saved.
+In backward: the gradient of the residual, which waits for the sum at the norm; gradients of the segment's output and input;
+tensors gathered again; and weight gradients that wait to be added. Saved tensors are counted as saved.
 
 Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; compared with no measurement yet.
 """
@@ -28,20 +28,20 @@ from fgoffload.planner.operations.ops import BF16, FP32, Execution
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraBytes:
-    """Of one stretch."""
+    """Temporary bytes of one segment."""
 
     forward: int = 0
-    """While forward runs."""
+    """Bytes in forward."""
     backward: int = 0
-    """While backward runs."""
+    """Bytes in backward."""
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
-    """Return the temporaries of each stretch of a layer, by its name."""
+    """Return the temporaries of each segment of a layer, by name."""
     found = _count_attention(shape, execution)
     if shape.has_mtp_projection:
         hidden = LayerSizes(shape).hidden
-        # Two norms' inputs and outputs, the latter side by side, and what the projection returns; a norm behind the layer.
+        # Inputs and outputs of two norms, the outputs concatenated, and the projection's output; a norm after the layer.
         found |= {
             "mtp_projection": ExtraBytes(forward=7 * hidden, backward=5 * hidden),
             "mtp_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden),
@@ -81,9 +81,9 @@ def _count_projections(shape: LayerShape, execution: Execution) -> ExtraBytes:
     linear = make_linear(shape, sizes.rows, shape.hidden_size, together // (BF16 * sizes.rows))
     turned = sizes.query + sizes.key if shape.rotary_channels else 0
     return ExtraBytes(
-        # The gathered input is gone when query and key turn.
+        # The gathered input is freed before the rotary embedding of query and key.
         forward=norm + hidden + together + max(sizes.gathered, turned),
-        # First the three gradients are put side by side, then come the matrix products.
+        # First the three gradients are concatenated, then come the matrix products.
         backward=hidden
         + max(
             2 * together,
@@ -97,12 +97,12 @@ def _count_latent(shape: LayerShape, latent: LatentShape) -> dict[str, ExtraByte
     compressed = count_compressed_bytes(shape, latent)
     gathered = compressed * shape.tensor_parallel_size if shape.tensor_parallel_size > 1 else 0
     normed = count_normed_bytes(shape, latent)
-    # Both projections return tensors from which query, key and value are put together: as large again.
+    # Query, key and value are assembled from the outputs of both projections, which are as large again.
     widened = 2 * sizes.query_key_value
     return {
         "qkv_down": ExtraBytes(
             forward=sizes.hidden + compressed,
-            # What it saved went with the tag's group, which ends behind it; it is still needed here.
+            # Its saved tensors belong to the tag's group, which ends after it; they are still needed here.
             backward=3 * sizes.hidden + 2 * compressed,
         ),
         "qkv_linear": ExtraBytes(
@@ -134,7 +134,7 @@ def _count_mixture(shape: LayerShape, experts: ExpertsShape, execution: Executio
     if experts.shared_ffn_hidden_size:
         found["shared_expert"] = _count_shared(shape, experts, execution)
     routed = _count_router(sizes, experts) | _count_experts(sizes, experts, execution)
-    # What the shared experts return waits until it is added.
+    # The output of the shared experts waits until it is added.
     waiting = sizes.hidden if experts.shared_ffn_hidden_size else 0
     return found | {name: ExtraBytes(forward=one.forward + waiting, backward=one.backward) for name, one in routed.items()}
 
@@ -171,7 +171,7 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
     weights = BF16 * sizes.shape.hidden_size * experts.local_experts
     weights *= experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     waiting = 0 if execution.has_fused_gradient_accumulation else weights
-    # The dispatcher's callers hold the tokens as they were before each step of their way until the layer has returned.
+    # The dispatcher's callers reference the tokens of each step until the layer returns.
     held = sum(sizes.way_to_experts[:-1])
     return {
         "expert_fc1": ExtraBytes(forward=held + arrived + wide, backward=hidden + wide + arrived + sizes.gates * waiting),
@@ -188,17 +188,17 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
 
 
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
-    """Return the temporaries of the experts' second linears with their biases, which are added behind them.
+    """Return the temporaries of the experts' second linears with biases, which are added after them.
 
-    Each expert's rows are added to its bias times their probabilities, in the type of those, and then all are put side by side.
-    In backward the output's gradient is in that type first, or is cut into experts, and then put side by side again.
+    Each expert's rows are added to its bias times their probabilities, in the type of those, and then all are concatenated. In
+    backward the output's gradient is in that type first, or is split by experts, and then concatenated again.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, run on the CPU with a count of what lives.
 
     Args:
-        sizes: Of the layer.
-        experts: Of the layer.
-        linear: Without biases.
+        sizes: Sizes of the layer.
+        experts: Experts of the layer.
+        linear: Temporaries without biases.
     """
     if not sizes.shape.has_linear_bias:
         return linear
@@ -209,23 +209,24 @@ def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) ->
 
 
 def _count_factors(shape: LayerShape, inner: int) -> int:
-    """Return what an activation makes on its way where its operators are not fused: both factors of its product."""
+    """Return the bytes of both factors of an unfused activation's product."""
     return 2 * inner if shape.is_gated and not shape.has_fused_activation else 0
 
 
 def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
-    """Return the temporaries of the experts' activation, with `held` bytes of the dispatcher's callers in forward."""
+    """Return the temporaries of the experts' activation, with `held` bytes that the dispatcher's callers reference in
+    forward."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
-    # The product with the probabilities has their type. In backward it has a gradient, of which that of the rows and one number
-    # a row are made, the latter by way of a tensor as large; what comes after has no more at once.
+    # The product with the probabilities has their type. Its gradient gives those of the rows and one number a row, the latter
+    # through a tensor as large; later steps need no more at once.
     weighted = inner * experts.router.dtype_bytes // BF16
     copied = inner if weighted > inner else 0
     return ExtraBytes(forward=held + wide + factors + inner + weighted + copied, backward=sizes.hidden + 3 * weighted)
 
 
 def _find_most(steps: Sequence[int]) -> int:
-    """Return the most bytes of two neighbours among `steps`: each is there while the next one is made of it."""
+    """Return the most bytes of two adjacent `steps`: each exists while the next one is computed from it."""
     return max(one + other for one, other in itertools.pairwise(steps))

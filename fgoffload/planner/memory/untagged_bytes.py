@@ -1,4 +1,4 @@
-"""The bytes that a layer saves for backward outside of all tags, which never leave. Letters as in `saved_bytes`."""
+"""Bytes that a layer saves for backward outside of all tags, which stay on the device. Letters as in `saved_bytes`."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ _INT64 = 8
 
 
 def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return what a layer saves outside of all tags, in the order of forward. It never leaves.
+    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the device.
 
-    A layer that is recomputed as a whole saves none of it, but for what is of multi-token prediction.
+    A layer that is recomputed as a whole saves only those of multi-token prediction.
 
     Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
     the functions of the former on the CPU. Not measured on a GPU.
@@ -28,11 +28,11 @@ def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 
 
 def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
-    # Norms of the next tokens' embeddings and of the hidden states, and one behind the layer: inputs 2sbh/t, and statistics.
+    # Norms of the next tokens' embeddings and of the hidden states, and one after the layer: inputs 2sbh/t, and statistics.
     for name in ("embedding", "hidden states", "layer's output"):
         size_bytes = _BF16 * shape.tokens * shape.hidden_size + count_norm_statistics(shape)
         yield SavedTensor(name=f"{name} before the norm of multi-token prediction", tags=(), size_bytes=size_bytes)
-    # 4sbh/t: the first two norms' outputs side by side.
+    # 4sbh/t: the concatenated outputs of the first two norms.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
     yield SavedTensor(name="input of the projection of multi-token prediction", tags=(), size_bytes=size_bytes)
 
@@ -51,28 +51,28 @@ def _list_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
     if shape.has_hidden_dropout:
-        # sbh/t bytes behind attention, and as many behind the MLP.
+        # sbh/t bytes after attention, and as many after the MLP.
         size_bytes = 2 * shape.tokens * shape.hidden_size
         yield SavedTensor(name="masks of dropout", tags=(), size_bytes=size_bytes)
 
 
 def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield what permutes tokens saves beyond what `moe_combine` does."""
+    """Yield the tensors that the permutation saves beside those of `moe_combine`."""
     if not experts.has_fused_permutation:
-        # 8sbE/t: the places of all tokens for all experts in int64, of which the chosen ones, which come first, are used.
+        # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
         size_bytes = _INT64 * shape.tokens * experts.num_experts
         yield SavedTensor(name="sorted places of the permutation", tags=(), size_bytes=size_bytes)
     elif experts.local_experts > 1:
-        # 4sbke/t: as for the way back.
+        # 4sbke/t: as in the unpermutation.
         size_bytes = _INT32 * experts.count_rows(shape.tokens)
         yield SavedTensor(name="order of arrival by expert", tags=(), size_bytes=size_bytes)
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield what adds the biases of the experts' second linears: each times the probabilities of its rows.
+    """Yield the tensors saved for the biases of the experts' second linears, each times the probabilities of its rows.
 
-    The product keeps those, which `moe_act` saves too: the copy on the host of what that tag moves frees nothing. Where the tag
-    stays they are counted twice, which is a number a row.
+    The product saves those probabilities, and `moe_act` does too: offloading them with that tag frees nothing. If the tag stays
+    they are counted twice, a number a row.
 
     Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
     """

@@ -1,7 +1,7 @@
 """The order in which a pipeline rank runs the forwards and backwards of a step, as Megatron-Core's schedules do.
 
-One stage, 1F1B and the interleaved schedule are the same three phases, with other numbers: forwards alone (warm-up), then a
-forward and a backward in turn, then the backwards that are left. Rank 1 of 4 runs two forwards before its first backward:
+One stage, 1F1B and the interleaved schedule have the same three phases with other numbers: forwards alone (warm-up), then
+alternating forwards and backwards, then the remaining backwards. Rank 1 of 4 runs two forwards before its first backward:
 
     >>> passes = list_passes(Pipeline(stages=4, microbatches=3), rank=1)
     >>> " ".join(map(str, passes))
@@ -23,55 +23,56 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 
 MOST_FORWARDS = 1_000_000
-"""Of a step: microbatches x stages x chunks. The largest batches are of tens of thousands of sequences, which data-parallel
-ranks share; with so many, their list takes a third of a gigabyte and a plan about half a minute."""
+"""Most passes of a step: microbatches x stages x chunks. The largest batches have tens of thousands of sequences, shared by
+data-parallel ranks; so many passes take a third of a gigabyte and a plan about half a minute."""
 
 
 class PassKind(enum.Enum):
-    """Which way a pass goes through a model chunk."""
+    """Direction of a pass through a model chunk."""
 
     FORWARD = "forward"  # saves activations
-    BACKWARD = "backward"  # needs them, and lets go of them
+    BACKWARD = "backward"  # needs and frees them
 
     __hash__ = object.__hash__
-    """Members are themselves alone. The hash of `Enum` is Python, and takes several times as long."""
+    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One microbatch through one model chunk of a rank, one way."""
+    """Forward or backward of one microbatch through one model chunk of a rank."""
 
     kind: PassKind
     """Forward or backward."""
     chunk: int
     """Model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0."""
     microbatch: int
-    """Of the step, from 0."""
+    """Microbatch of the step, from 0."""
 
     def __str__(self) -> str:
-        """Return a short label, with the chunk where it is not the first: `F3`, `B0.1` for microbatch 0 of chunk 1."""
+        """Return a short label, with the chunk unless it is the first: `F3`, `B0.1` for microbatch 0 of chunk 1."""
         label = f"{'F' if self.kind is PassKind.FORWARD else 'B'}{self.microbatch}"
         return f"{label}.{self.chunk}" if self.chunk else label
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How the layers and microbatches of a step are spread over pipeline ranks."""
+    """Distribution of a step's layers and microbatches over pipeline ranks."""
 
     microbatches: int
-    """Of a step, on each data-parallel rank."""
+    """Microbatches of a step on each data-parallel rank."""
     stages: int = 1
     """Pipeline ranks: `--pipeline-model-parallel-size`."""
     chunks: int = 1
     """Model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one."""
     group_size: int | None = None
-    """Microbatches that a rank runs through one chunk before it turns to the next: Megatron's
-    `--microbatch-group-size-per-virtual-pipeline-stage`. None is as many as stages, as in Megatron."""
+    """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
+    `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of stages, as in Megatron."""
     has_expert_overlap: bool = False
-    """With `--overlap-moe-expert-parallel-comm`: a backward runs beside another microbatch's forward. One more is in flight."""
+    """Whether backwards run beside another microbatch's forward, with one more in flight:
+    `--overlap-moe-expert-parallel-comm`."""
 
     def __post_init__(self) -> None:
-        """Refuse what Megatron refuses, and what would have no effect.
+        """Refuse values that Megatron refuses or that would have no effect.
 
         Raises:
             ConfigError: With the value, the limit and the fix.
@@ -102,15 +103,15 @@ class Pipeline:
 
     @property
     def microbatches_of_group(self) -> int:
-        """Microbatches of each group but the last, which has what is left."""
+        """Microbatches of each group; the last one has the rest."""
         return self.stages if self.group_size is None else self.group_size
 
     @property
     def is_full(self) -> bool:
-        """Whether further microbatches of a step would leave as many in flight at once, on all ranks and of each chunk.
+        """Whether more microbatches would not raise the number in flight, on any rank and in any chunk.
 
-        The first rank has the most. It is full where it comes to a backward before it runs out of forwards, and with chunks
-        where a second group comes behind the first: its forwards of the first chunk are beside backwards of the others.
+        The first rank has the most. It is full if it reaches a backward before it runs out of forwards, and with several chunks
+        if a second group follows: its forwards of the first chunk run beside backwards of the others.
         """
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
@@ -138,13 +139,13 @@ class Pipeline:
 
 
 def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
-    """Return what pipeline rank `rank` runs in a step, in order.
+    """Return the passes of pipeline rank `rank` in a step, in order.
 
-    Where Megatron runs a forward and a backward of two microbatches at once, under expert overlap, the forward is first.
+    Under expert overlap Megatron runs a forward and a backward of two microbatches at once: the forward is listed first.
 
     Args:
-        pipeline: One stage, 1F1B where it has several stages, and interleaved where it has several chunks too.
-        rank: From 0, the stage that the model begins with.
+        pipeline: One stage; with several stages 1F1B; with several chunks interleaved.
+        rank: Pipeline rank from 0, the first stage.
 
     Returns:
         A forward and a backward of every microbatch through every chunk.
@@ -155,7 +156,7 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
     warmup = count_warmup_passes(pipeline, rank=rank)
     table = _list_table(pipeline)
     forwards = [Pass(kind=PassKind.FORWARD, chunk=chunk, microbatch=microbatch) for chunk, microbatch in table]
-    # Backward has the order of forward, with the chunks the other way round.
+    # Backward has the order of forward with reversed chunks.
     backwards = [
         Pass(kind=PassKind.BACKWARD, chunk=pipeline.chunks - 1 - chunk, microbatch=microbatch) for chunk, microbatch in table
     ]
@@ -165,10 +166,10 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
 
 
 def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
-    """Return the forwards that rank `rank` runs before forwards and backwards take turns.
+    """Return the number of forwards of rank `rank` before forwards and backwards alternate.
 
     With p stages, m microbatches, v chunks and groups of g, on rank r: 0 on one stage, min(p - r - 1, m) under 1F1B, and
-    min(2 (p - r - 1) + (v - 1) g, m v) interleaved. Expert overlap adds 1, up to the same most.
+    min(2 (p - r - 1) + (v - 1) g, m v) interleaved. Expert overlap adds 1, up to the same limit.
 
     Source: `get_pp_rank_microbatches` of Megatron-Core.
 
@@ -183,10 +184,10 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
 
 
 def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
-    """Return the chunk of rank `rank` in which each backward comes right after its forward, or None where there is none.
+    """Return the chunk of rank `rank` in which each backward follows its forward at once, or None.
 
-    It is the one that ends the model. Under expert overlap the forward of another microbatch runs beside that backward; and
-    where the last group of microbatches is smaller than the others, some interleaved passes come in between.
+    It is the last chunk of the model. Under expert overlap another microbatch's forward runs beside that backward; if the last
+    group of microbatches is smaller than the others, some interleaved passes come in between.
 
     Raises:
         ConfigError: The pipeline has no such rank.
@@ -196,14 +197,13 @@ def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
 
 
 def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
-    """Return the most microbatches whose forward ran and whose backward did not end, at any time of a step.
+    """Return the most microbatches in flight at any time of a step.
 
-    A microbatch counts once in each chunk: what it saves there is the activations of the layers of that chunk. While its
-    backward runs it is in flight.
+    A microbatch counts once in each chunk, from its forward to the end of its backward there.
 
     Args:
-        passes: What a rank runs, in order.
-        chunk: Count in this chunk alone. None counts in all together, whose chunks may have their most at different times.
+        passes: Passes of a rank, in order.
+        chunk: Count in this chunk alone. None counts all chunks together, which may peak at different times.
     """
     most = current = 0
     for one in passes:
@@ -215,7 +215,7 @@ def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
 
 
 def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
-    """Return chunk and microbatch of each forward, in order: a group of microbatches through all chunks, then the next group.
+    """Return chunk and microbatch of each forward in order: a group of microbatches through all chunks, then the next group.
 
     Source: `get_schedule_table` of Megatron-Core.
     """
