@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Activation offload for Megatron-Core. Where a config is expected, None disables offload.
+    """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
         offload_modules: Tags to offload, as in `--offload-modules core_attn attn_proj`. Empty takes the tags of the plan;

@@ -47,7 +47,7 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         raise ConfigError(f"{name} has {len(match['number'])} digits. Give a size that memory can have, as in 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
         raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, as in {match['number']}GiB.")
-    # Most decimal fractions of a GiB are not whole bytes, and nobody means the last byte.
+    # Most decimal fractions of a GiB are not whole bytes, and the last byte does not matter.
     if bytes_per_unit == 1 and not size_bytes.is_integer():
         raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")
     return int(size_bytes)

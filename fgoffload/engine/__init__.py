@@ -1,4 +1,4 @@
-"""The engine that offloads and reloads saved tensors. It needs torch, but no framework."""
+"""Engine that offloads and reloads saved tensors. It needs torch, but no framework."""
 
 from fgoffload.engine.capture import Capture, CapturedRegion
 from fgoffload.engine.delayed import DelayedCpuDevice

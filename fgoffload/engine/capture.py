@@ -34,7 +34,7 @@ class CapturedHandle:
         self._part = part
         self._view = view
         self.place = place
-        """Where the tensor was saved."""
+        """Place of the save."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd. In a captured backward it lies at the address that a replay reads."""

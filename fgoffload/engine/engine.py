@@ -109,7 +109,7 @@ class OffloadEngine:
         with self._lock:
             self._schedule.policy = policy
 
-    # Regions: what an integration calls in forward.
+    # Regions, which an integration calls in forward.
 
     def begin_forward(self, lane: Lane) -> None:
         """Note that forward begins in the new `lane`. It may reload tensors of the next backward meanwhile: `pass_order.py`."""
@@ -248,7 +248,7 @@ class OffloadEngine:
         with self._lock:
             self.submission.flush()
 
-    # Hooks: what autograd calls.
+    # Hooks, which autograd calls.
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
         """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if None."""

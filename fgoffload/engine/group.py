@@ -63,7 +63,7 @@ class Group(ScheduledGroup):
     def add(self, saved: SavedStorage) -> None:
         """Offload `saved` with this group."""
         if self.state is GroupState.SAVING:
-            self._saved[id(saved)] = weakref.ref(saved)  # weakly: see [Note: What owns what]
+            self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: What owns what]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
         """Count `tensor`, which stays on the device. Each tensor counts once, and a storage counts at most its size."""

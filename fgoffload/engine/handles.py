@@ -42,7 +42,7 @@ class Handle:
 
     @property
     def place(self) -> Place:
-        """Where the tensor was saved."""
+        """Place of the save."""
         return self._lane.place if self._group is None else self._group.place
 
     def __init__(
@@ -93,7 +93,7 @@ class WrappedHandle:
 
     @property
     def place(self) -> Place:
-        """Where the tensor was saved."""
+        """Place of the save."""
         return self._inner.place
 
     def take(self) -> torch.Tensor:
@@ -108,7 +108,7 @@ class KeptHandle:
         tensor: Tensor that autograd unpacks, without a graph.
         version: Version of the tensor when it was saved.
         nbytes: Bytes of its storage, which must not change. None if the tensor has no storage, or may get another one.
-        place: Where the tensor was saved.
+        place: Place of the save.
     """
 
     __slots__ = ("_nbytes", "_tensor", "_version", "place")
@@ -118,7 +118,7 @@ class KeptHandle:
         self._version = version
         self._nbytes = nbytes
         self.place = place
-        """Where the tensor was saved."""
+        """Place of the save."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd.
@@ -155,7 +155,7 @@ class FollowedHandle:
 
     @property
     def place(self) -> Place:
-        """Where the tensor was saved."""
+        """Place of the save."""
         return self._kept.place
 
     def take(self) -> torch.Tensor:

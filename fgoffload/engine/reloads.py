@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reloads:
-    """Reloads what the schedule decides, and releases what backward no longer needs. Called under the engine's lock.
+    """Executes the schedule's reloads, and releases memory that backward no longer needs. Called under the engine's lock.
 
     Args:
         device: The engine's device.

@@ -231,7 +231,7 @@ class Staging:
     # While they are replayed.
 
     def replay_forward(self, forward: CapturedForward, replay: Callable[[], Result]) -> Result:
-        """Replay a captured forward by calling `replay`, and offload what it staged.
+        """Replay a captured forward by calling `replay`, and offload the staged bytes.
 
         Streams:
             The current stream, on which the graph is replayed, waits for earlier copies of its slot. The host does not block.

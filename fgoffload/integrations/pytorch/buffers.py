@@ -31,7 +31,7 @@ class BufferWatch:
         new = []
         for buffer in module.buffers():
             if type(buffer) is not torch.Tensor:
-                continue  # the engine leaves subclasses alone
+                continue  # the engine keeps subclasses on the device anyway
             try:
                 address = buffer.data_ptr()
             except RuntimeError:
