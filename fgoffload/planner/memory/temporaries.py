@@ -214,8 +214,7 @@ def _count_factors(shape: LayerShape, inner: int) -> int:
 
 
 def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
-    """Return the temporaries of the experts' activation, with `held` bytes that the dispatcher's callers reference in
-    forward."""
+    """Return the temporaries of the experts' activation, with `held` bytes of the dispatcher's callers in forward."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
     if not factors:
