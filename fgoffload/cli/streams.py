@@ -141,12 +141,12 @@ def discard_native_output() -> Iterator[None]:
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
     libc.fflush(None)
-    stdout = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     try:
         yield
     finally:
         libc.fflush(None)
         os.dup2(stdout, 1)
         os.close(stdout)
+        os.close(nowhere)

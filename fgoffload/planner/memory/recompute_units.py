@@ -104,29 +104,29 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
 def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
     experts, hidden = shape.experts, LayerSizes(shape).hidden
     half = names[names.index("attn_proj") + 1 :]
-    stretches = tuple(name for name in half if name != "mlp_norm")
+    segments = tuple(name for name in half if name != "mlp_norm")
     # The input is the residual if the norm is fused into the first linear, else the norm's output.
     has_norm = "mlp_norm" in half
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
-    inside = tuple(one.name for one in tensors if _is_within(one, stretches) and one.name not in own)
+    inside = tuple(one.name for one in tensors if _is_within(one, segments) and one.name not in own)
     # Megatron's checkpoint around an MLP that returns a bias hangs.
     if experts is not None or not shape.has_linear_bias:
-        yield _make_checkpoint("mlp" if experts is None else "moe", stretches, inside, extra_bytes=hidden)
+        yield _make_checkpoint("mlp" if experts is None else "moe", segments, inside, extra_bytes=hidden)
     # Overlapped shared experts are a part of the dispatcher, so no checkpoint can surround them.
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
         yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
 
 
-def _is_within(tensor: SavedTensor, stretches: tuple[str, ...]) -> bool:
-    return set(tensor.tags) <= set(stretches)
+def _is_within(tensor: SavedTensor, segments: tuple[str, ...]) -> bool:
+    return set(tensor.tags) <= set(segments)
 
 
 def _make_checkpoint(
-    name: str, stretches: tuple[str, ...], drops: tuple[str, ...], *, keeps: tuple[SavedTensor, ...] = (), extra_bytes: int
+    name: str, segments: tuple[str, ...], drops: tuple[str, ...], *, keeps: tuple[SavedTensor, ...] = (), extra_bytes: int
 ) -> UnitModel:
-    return UnitModel(name=name, segments=stretches, drops=drops, keeps=keeps, before=stretches[-1], extra_bytes=extra_bytes)
+    return UnitModel(name=name, segments=segments, drops=drops, keeps=keeps, before=segments[-1], extra_bytes=extra_bytes)
 
 
 def _list_refills(
@@ -134,11 +134,11 @@ def _list_refills(
 ) -> Iterator[UnitModel]:
     sizes = LayerSizes(shape)
 
-    def make(name: str, stretch: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
+    def make(name: str, segment: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
         copy_s, own = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is None
         return UnitModel(
             name=name,
-            segments=(stretch,),
+            segments=(segment,),
             drops=drops,
             keeps=_list_kept(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
             before=before,
@@ -177,11 +177,11 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
         return
     experts = shape.experts
 
-    def make(stretches: tuple[str, ...], until: str, made: str, *kept: str) -> UnitModel:
-        inside = (one.name for one in tensors if set(one.tags) <= set(stretches) and one.name not in kept)
+    def make(segments: tuple[str, ...], until: str, made: str, *kept: str) -> UnitModel:
+        inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
         return UnitModel(
-            name=stretches[0],
-            segments=stretches,
+            name=segments[0],
+            segments=segments,
             drops=(*inside, *_pick(tensors, made)),
             before=until,
         )

@@ -375,8 +375,8 @@ def _has_fused_attention_norm(shape: LayerShape) -> bool:
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
     """Return what an activation saves of the first linear's output, `[rows, 2 channels]`, or without a gate half as wide.
 
-    Where nothing is fused it saves the gate alone. That is a view, of more than a byte in two of the stretch from its first row
-    to its last, so that the whole stretch stays and leaves: all but the up-projection of the last row, 2f/t.
+    Where nothing is fused it saves the gate alone. That is a view, of more than a byte in two of the segment from its first row
+    to its last, so that the whole segment stays and leaves: all but the up-projection of the last row, 2f/t.
     """
     if not shape.is_gated:
         return _BF16 * rows * channels

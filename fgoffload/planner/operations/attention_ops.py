@@ -1,6 +1,6 @@
 """Operations of the attention half of a layer, from its norm to the residual add after the projection.
 
-The stretches are `attn_norm`, where the norm is a module, `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
+The segments are `attn_norm`, where the norm is a module, `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
 `qkv_down` ahead of `qkv_linear`: what widens the compressed tensors can run again without what compresses them.
 """
 
@@ -21,7 +21,7 @@ from fgoffload.planner.operations.ops import (
 
 
 def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    """Return what each stretch of the attention half does, in the order of forward."""
+    """Return what each segment of the attention half does, in the order of forward."""
     norm = make_norm_work("attn_norm", shape)
     projections = (
         _list_projection_work(shape, execution) if shape.latent is None else _list_latent_work(shape, shape.latent, execution)
@@ -47,7 +47,7 @@ def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
-    """Return the stretch of a linear that has the norm before it."""
+    """Return the segment of a linear that has the norm before it."""
     return SegmentWork(
         name=linear.name,
         forward=PassWork(

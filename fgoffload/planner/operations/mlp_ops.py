@@ -1,6 +1,6 @@
 """Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
 
-The stretches of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc1`, `mlp_act` and `mlp_fc2`; those of a mixture
+The segments of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc1`, `mlp_act` and `mlp_fc2`; those of a mixture
 `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
 """
 
@@ -68,7 +68,7 @@ to fp32 first, and that of the rows back."""
 
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    """Return what each stretch of the second half does, in the order of forward."""
+    """Return what each segment of the second half does, in the order of forward."""
     norm = make_norm_work("mlp_norm", shape)
     if shape.experts is not None:
         return (norm, *_list_mixture_work(shape, shape.experts, execution))

@@ -13,8 +13,8 @@ from fgoffload.planner.simulation.simulation_result import (
     MemorySample,
     RankResult,
     RankTimeline,
+    SegmentKey,
     StreamName,
-    StretchKey,
     TagTraffic,
     Waits,
 )
@@ -75,7 +75,7 @@ class RankClock:
         """Whether the engine's view depends on `_host_s`."""
         self._host_s = 0.0
         """Time of compute at which the host is, at most `clock_s`; not updated if nothing needs it."""
-        self._peaks: dict[StretchKey, int] | None = {} if notes_peaks else None
+        self._peaks: dict[SegmentKey, int] | None = {} if notes_peaks else None
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
         """Return the traffic of `mover`."""

@@ -93,7 +93,7 @@ class RankTimeline:
             self.spans.append(Span(stream, label, start_s, end_s, size_bytes))
 
 
-StretchKey = tuple[bool, int, str]
+SegmentKey = tuple[bool, int, str]
 """A segment: whether it is in forward, its chunk, and its label: `layers.12.expert_fc1`."""
 
 
@@ -122,7 +122,7 @@ class RankResult:
     h2d_s: float  # seconds of copies to the device
     tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
     timeline: RankTimeline | None = None
-    peaks: Mapping[StretchKey, int] | None = None
+    peaks: Mapping[SegmentKey, int] | None = None
     """With `Detail.PEAKS`: peak device bytes of each segment; adjacent ones count as one."""
 
 

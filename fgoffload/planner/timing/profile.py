@@ -315,9 +315,9 @@ def _check_names(layer: LayerModel, source: str) -> None:
     Raises:
         ConfigError: With the name.
     """
-    known = {"stretch": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
+    known = {"segment": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
     for unit in layer.units:
-        named = [*(("stretch", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
+        named = [*(("segment", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
         for kind, name in named:
             if name not in known[kind]:
                 raise ConfigError(

@@ -67,7 +67,7 @@ def test_dense_mlps_and_shared_experts_save_the_bytes_of_the_formulas(is_fused):
 
 
 def run_experts(dtype, *, rows=240, channels=20, **options):
-    """Return the bytes of each stretch that Megatron's grouped experts save, and the gradients of what they are given."""
+    """Return the bytes of each segment that Megatron's grouped experts save, and the gradients of what they are given."""
     grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
     generator = torch.Generator().manual_seed(1)
     leaves = (
@@ -75,15 +75,15 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
         torch.rand(rows, dtype=dtype, generator=generator),
     )
     first, probabilities = (leaf.requires_grad_() * 1 for leaf in leaves)
-    stretches, kept = {}, []
+    segments, kept = {}, []
 
     def pack(tensor):
         kept.append(tensor)  # so that no other storage has its place
         end = tensor.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-        stretch = (tensor.storage_offset() * tensor.itemsize, end * tensor.itemsize)
+        segment = (tensor.storage_offset() * tensor.itemsize, end * tensor.itemsize)
         key = tensor.untyped_storage().data_ptr()
-        found = stretches.setdefault(key, stretch)
-        stretches[key] = (min(found[0], stretch[0]), max(found[1], stretch[1]))
+        found = segments.setdefault(key, segment)
+        segments[key] = (min(found[0], segment[0]), max(found[1], segment[1]))
         return tensor
 
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
@@ -95,7 +95,7 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
             )
         assert output.dtype is torch.bfloat16
         output.float().sum().backward()
-    return [end - start for start, end in stretches.values()], [leaf.grad for leaf in leaves]
+    return [end - start for start, end in segments.values()], [leaf.grad for leaf in leaves]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -58,9 +58,9 @@ def count_launches(number, graphs):
     return round(layer.forward_s), round(layer.backward_s)
 
 
-def count_kernels(number, *stretches):
+def count_kernels(number, *segments):
     model, parallelism, _ = read()
-    works = [work for work in list_layer_work(make_layer_shape(model, parallelism, number)) if work.name in stretches]
+    works = [work for work in list_layer_work(make_layer_shape(model, parallelism, number)) if work.name in segments]
     return sum(work.forward.kernels for work in works), sum(work.backward.kernels for work in works)
 
 
@@ -70,7 +70,7 @@ PERMUTATION = 10
 
 
 @pytest.mark.parametrize(
-    ("number", "graphs", "stretches", "others"),
+    ("number", "graphs", "segments", "others"),
     [
         (DENSE, Graphs(TRANSFORMER_ENGINE, ("attn",)), ATTENTION, 0),
         (MOE, Graphs(TRANSFORMER_ENGINE, ("attn",)), ATTENTION, 0),
@@ -79,9 +79,9 @@ PERMUTATION = 10
         (MOE, WHOLE_BLOCK, (*ATTENTION, "mlp_norm", "router"), PERMUTATION),
     ],
 )
-def test_the_host_launches_a_graph_in_place_of_the_kernels_that_it_holds(number, graphs, stretches, others):
+def test_the_host_launches_a_graph_in_place_of_the_kernels_that_it_holds(number, graphs, segments, others):
     eager, captured = count_launches(number, NO_CAPTURE), count_launches(number, graphs)
-    kernels = count_kernels(number, *stretches)
+    kernels = count_kernels(number, *segments)
     assert captured == tuple(all_ - held - others + GRAPH_LAUNCHES for all_, held in zip(eager, kernels, strict=True))
 
 

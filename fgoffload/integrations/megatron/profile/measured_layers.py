@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from fgoffload.integrations.megatron.profile.measured_recomputes import MeasureGather, UnitBuilder
 from fgoffload.integrations.megatron.profile.measured_units import LAYER_INPUT, LayerFacts
 from fgoffload.integrations.megatron.profile.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
-from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, Stretch
+from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, SegmentRecord
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
@@ -102,7 +102,7 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:
     """Return the tags that save a storage; where none does, the segment that does so first, which nobody can select."""
-    return tuple(record.tags) or tuple(record.stretches)[:1]
+    return tuple(record.tags) or tuple(record.segments)[:1]
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
@@ -121,7 +121,7 @@ def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: boo
             if not storages.is_static(key)
             and storages.is_owned(key, run)
             and (run.number < 0 or record.is_held)
-            and is_last == (run.number < 0 and next(iter(record.stretches)) == LAST)
+            and is_last == (run.number < 0 and next(iter(record.segments)) == LAST)
         )
         found[run.microbatch] = found.get(run.microbatch, 0) + size_bytes
     return max(found.values(), default=0)
@@ -150,19 +150,19 @@ def _build_segments(
 ) -> tuple[Segment, ...]:
     """Return the segments of some runs of the same place, with the median of their times."""
     timed = _list_timed(runs)
-    names = list(dict.fromkeys(name for run in runs for name in run.stretches))
+    names = list(dict.fromkeys(name for run in runs for name in run.segments))
 
-    def measure(get_spans: Callable[[Stretch], object], name: str) -> float:
-        stretches = [run.stretches[name] for run in timed if name in run.stretches]
-        return statistics.median(recorder.measure_seconds(get_spans(one)) for one in stretches) if stretches else 0.0  # type: ignore[arg-type]
+    def measure(get_spans: Callable[[SegmentRecord], object], name: str) -> float:
+        segments = [run.segments[name] for run in timed if name in run.segments]
+        return statistics.median(recorder.measure_seconds(get_spans(one)) for one in segments) if segments else 0.0  # type: ignore[arg-type]
 
     return tuple(
         Segment(
             name=name,
             forward_s=measure(lambda one: one.forward, name),
             backward_s=measure(lambda one: one.backward, name),
-            forward_extra_bytes=max(run.stretches[name].forward_extra_bytes for run in runs if name in run.stretches),
-            backward_extra_bytes=max(run.stretches[name].backward_extra_bytes for run in runs if name in run.stretches),
+            forward_extra_bytes=max(run.segments[name].forward_extra_bytes for run in runs if name in run.segments),
+            backward_extra_bytes=max(run.segments[name].backward_extra_bytes for run in runs if name in run.segments),
             host_wait=wait[1] if wait is not None and wait[0] == name else None,
         )
         for name in names
@@ -225,9 +225,9 @@ class _LayerBuilder:
             if key == run.input_key:
                 names[key] = LAYER_INPUT
                 continue
-            stretch = next(iter(record.stretches))
-            counts[stretch] = counts.get(stretch, 0) + 1
-            names[key] = f"{stretch} {counts[stretch]}"
+            segment = next(iter(record.segments))
+            counts[segment] = counts.get(segment, 0) + 1
+            names[key] = f"{segment} {counts[segment]}"
         return names
 
     def _build_tensors(self) -> tuple[SavedTensor, ...]:
@@ -250,5 +250,5 @@ class _LayerBuilder:
     def _find_wait(self) -> tuple[str, HostWait] | None:
         if self._facts.wait is None:
             return None
-        name = next((name for name in ("expert_fc1", "after router") if name in self._run.stretches), None)
+        name = next((name for name in ("expert_fc1", "after router") if name in self._run.segments), None)
         return None if name is None else (name, self._facts.wait)

@@ -69,9 +69,9 @@ class UnitBuilder:
 
     def _build_watched(self, unit: WatchedUnit, segments: Sequence[Segment]) -> UnitModel | None:
         record = self._run.modules.get(unit.name)
-        if record is None or not record.stretches or not keeps_bits(unit, record):
+        if record is None or not record.segments or not keeps_bits(unit, record):
             return None
-        inside = tuple(record.stretches)
+        inside = tuple(record.segments)
         dropped = {key for key, saved in self._run.saved.items() if unit.name in saved.modules and key not in record.inputs} | (
             record.outputs if unit.form is UnitForm.REFILL else frozenset()
         )
@@ -98,7 +98,7 @@ class UnitBuilder:
         )
 
     def _build_activation(self) -> UnitModel | None:
-        if not {"moe_act", "expert_fc2"} <= self._run.stretches.keys():
+        if not {"moe_act", "expert_fc2"} <= self._run.segments.keys():
             return None
         outputs = {key: saved for key, saved in self._run.saved.items() if next(iter(saved.tags), None) == "expert_fc2"}
         output_bytes = sum(saved.size_bytes for saved in outputs.values())
@@ -151,9 +151,9 @@ class UnitBuilder:
         inside = tuple(names[names.index(unit) : names.index(until)])
         given = self._run.input_keys.get(unit)
         handed_on = {key for key, saved in self._run.saved.items() if self._is_handed_on(key, saved, until)}
-        dropped = {
-            key for key, saved in self._run.saved.items() if saved.stretches and saved.stretches.keys() <= set(inside)
-        } - {given}
+        dropped = {key for key, saved in self._run.saved.items() if saved.segments and saved.segments.keys() <= set(inside)} - {
+            given
+        }
         return UnitModel(
             name=unit,
             segments=inside,
@@ -172,8 +172,8 @@ class UnitBuilder:
 
     def _find_end(self, norm: str) -> str:
         """Return the segment before whose backward a norm runs again: the end of what the norm is for."""
-        names = list(self._run.stretches)
-        tagged = [name for name in names if self._run.stretches[name].tag is not None]
+        names = list(self._run.segments)
+        tagged = [name for name in names if self._run.segments[name].tag is not None]
         if norm == "mlp_norm":
             return (tagged or names)[-1]
         before_mlp = [name for name in tagged if name in ("qkv_linear", "core_attn", "attn_proj")]

@@ -134,7 +134,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
                 inputs=frozenset(map(run.name_storage, tensors)),
                 input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
                 tensor_bytes=frozenset(one.numel() * one.element_size() for one in tensors if one.requires_grad),
-                stretches={} if around is None or around.tag != unit else {around.name: None},
+                segments={} if around is None or around.tag != unit else {around.name: None},
             )
             run.open_modules |= {unit}
 

@@ -30,7 +30,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.torch_internals import get_graph_task, queue_after_backward
 from fgoffload.integrations.megatron.profile.device_memory import DeviceMemory
-from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, Stretch
+from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, SegmentRecord
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
@@ -40,19 +40,19 @@ STALLED_MICROBATCHES = 3
 """Of a chunk, from the first: that one's times do not count where there are others, and those of later ones never do."""
 
 FIRST, LAST = "first", "last"
-"""Stretches of a model chunk: what is before its layers, and what is behind them."""
+"""Segments of a model chunk: what is before its layers, and what is behind them."""
 
 
 class RecordedHandle(KeptHandle):
     """Handle of a tensor saved in a measured step: the engine's handle, and the segment."""
 
-    __slots__ = ("_handle", "_saving", "stretch")
+    __slots__ = ("_handle", "_saving", "segment")
 
-    def __init__(self, handle: Packed, saving: Saving | None, stretch: Stretch) -> None:  # no tensor of its own
+    def __init__(self, handle: Packed, saving: Saving | None, segment: SegmentRecord) -> None:  # no tensor of its own
         self._handle = handle
         self._saving = saving
         self.place = handle.place
-        self.stretch = stretch
+        self.segment = segment
 
     @property
     def is_kept(self) -> bool:
@@ -90,7 +90,7 @@ class RecordedRegion(Region):
 
     def __enter__(self) -> None:
         """Begin to save, and begin the segment."""
-        self._recorder.enter(self._run.get_stretch(self._tag, tag=self._tag))
+        self._recorder.enter(self._run.get_segment(self._tag, tag=self._tag))
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -151,12 +151,12 @@ class StepRecorder:
         self.largest_layer_bytes = 0
         """The most that one layer saved."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
-        self._stack: list[Stretch] = []
+        self._stack: list[SegmentRecord] = []
         self._layer: Run | None = None
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
         """By chunk."""
-        self._open: tuple[Stretch, bool] | None = None
+        self._open: tuple[SegmentRecord, bool] | None = None
         """The segment that runs now, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
@@ -175,7 +175,7 @@ class StepRecorder:
         """Record the forward of a model chunk; its layers are inside."""
         self._forwards[chunk] = self._forwards.get(chunk, 0) + 1
         run = self._model = self._add_run(chunk, number=-1)
-        self._switch(run.get_stretch(FIRST), is_backward=False)
+        self._switch(run.get_segment(FIRST), is_backward=False)
         try:
             with _RecordedWatch(self, run):
                 yield
@@ -199,7 +199,7 @@ class StepRecorder:
             run.is_leaving, run.is_sampled = True, False
         run.input_key, run.input_bytes = run.name_storage(hidden), hidden.untyped_storage().nbytes()
         outer, self._layer = self._layer, run
-        self._switch(run.get_stretch("start"), is_backward=False)
+        self._switch(run.get_segment("start"), is_backward=False)
         try:
             with _RecordedWatch(self, run, inner):
                 yield
@@ -207,7 +207,7 @@ class StepRecorder:
             self._layer = outer
             size_bytes = sum(record.size_bytes for record in run.saved.values())
             self.largest_layer_bytes = max(self.largest_layer_bytes, size_bytes)
-            self._switch(None if self._model is None else self._model.get_stretch(LAST), is_backward=False)
+            self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
     @property
     def current_layer(self) -> Run | None:
@@ -225,22 +225,22 @@ class StepRecorder:
         run = self._layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
-    def enter(self, stretch: Stretch) -> None:
+    def enter(self, segment: SegmentRecord) -> None:
         """Forward enters a region."""
-        self._stack.append(stretch)
-        self._switch(stretch, is_backward=False)
+        self._stack.append(segment)
+        self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
         """Forward leaves the region that it entered last."""
         left = self._stack.pop()
-        stretch = run.current = self._stack[-1] if self._stack else run.get_stretch(f"after {left.name}")
-        self._switch(stretch, is_backward=False)
+        segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
+        self._switch(segment, is_backward=False)
 
     # What autograd saves and takes.
 
     def save(self, tensor: torch.Tensor, run: Run, place: Place, inner: Saving | None) -> KeptHandle:
         """Return the handle for a tensor that autograd saves in `run`, and that `inner` keeps or offloads, if there is one."""
-        stretch = self._open[0] if self._open is not None else run.get_stretch(FIRST)
+        segment = self._open[0] if self._open is not None else run.get_segment(FIRST)
         if self._is_activation(tensor):
             storage = StorageRef(tensor)
             record = run.saved.get(storage.key)
@@ -250,18 +250,18 @@ class StepRecorder:
                 if storage.key not in self._known and not run.is_leaving:
                     self._known.add(storage.key)
                     self.live_bytes += size_bytes
-                    stretch.born_bytes += size_bytes
+                    segment.born_bytes += size_bytes
             record.modules &= run.open_modules
             record.is_held |= is_of_leaf(tensor)
             record.views.add(get_view(tensor))
-            record.stretches[stretch.name] = None
-            if stretch.tag is not None:
-                record.tags[stretch.tag] = None
+            record.segments[segment.name] = None
+            if segment.tag is not None:
+                record.tags[segment.tag] = None
         if inner is not None:
-            return RecordedHandle(inner(tensor), inner, stretch)
+            return RecordedHandle(inner(tensor), inner, segment)
         for ledger in self._observers:
             ledger.count_save(tensor, place=place)
-        return RecordedHandle(keep_tensor(tensor, place), None, stretch)
+        return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
         """Return a saved tensor; in backward it tells where backward is."""
@@ -271,8 +271,8 @@ class StepRecorder:
                 self._graph_task = task
                 # Runs when this backward is through, on the thread that called it.
                 queue_after_backward(self._end_backward)
-            if self._open != (handle.stretch, True):
-                self._switch(handle.stretch, is_backward=True)
+            if self._open != (handle.segment, True):
+                self._switch(handle.segment, is_backward=True)
         waits = isinstance(handle, RecordedHandle) and handle.may_wait
         with self.apart() if waits else contextlib.nullcontext():
             tensor = handle.take()
@@ -318,32 +318,32 @@ class StepRecorder:
         self._graph_task = -1
         self._switch(None, is_backward=True)
 
-    def _switch(self, stretch: Stretch | None, *, is_backward: bool) -> None:
-        """What runs now is over, and `stretch` runs from now on, if any."""
+    def _switch(self, segment: SegmentRecord | None, *, is_backward: bool) -> None:
+        """What runs now is over, and `segment` runs from now on, if any."""
         now = self._mark()
         was_sampled = self._open is not None and self._open[0].is_sampled
         peak_bytes = 0
-        if self._memory is not None and (was_sampled or (stretch is not None and stretch.is_sampled)):
+        if self._memory is not None and (was_sampled or (segment is not None and segment.is_sampled)):
             peak_bytes = self._memory.read().peak_bytes - self._start_bytes
         if self._open is not None:
             self._close(*self._open, now, peak_bytes if was_sampled else 0)
-        self._open = None if stretch is None else (stretch, is_backward)
-        if stretch is not None and not is_backward and self._is_stalled:
+        self._open = None if segment is None else (segment, is_backward)
+        if segment is not None and not is_backward and self._is_stalled:
             self._device.stall(_STALL_S)
             stalled_at, now = now, self._mark()
             self.stalls.append((stalled_at, now))
         self._opened_at = now
         self._live_at_start = self.live_bytes
 
-    def _close(self, stretch: Stretch, is_backward: bool, now: Event, peak_bytes: int) -> None:  # noqa: FBT001 - of a tuple
+    def _close(self, segment: SegmentRecord, is_backward: bool, now: Event, peak_bytes: int) -> None:  # noqa: FBT001 - of a tuple
         if is_backward:
-            stretch.backward.append((self._opened_at, now))
-            stretch.backward_extra_bytes = max(stretch.backward_extra_bytes, peak_bytes - self._live_at_start)
-            self.live_bytes -= stretch.born_bytes
-            stretch.born_bytes = 0
+            segment.backward.append((self._opened_at, now))
+            segment.backward_extra_bytes = max(segment.backward_extra_bytes, peak_bytes - self._live_at_start)
+            self.live_bytes -= segment.born_bytes
+            segment.born_bytes = 0
         else:
-            stretch.forward.append((self._opened_at, now))
-            stretch.forward_extra_bytes = max(stretch.forward_extra_bytes, peak_bytes - self.live_bytes)
+            segment.forward.append((self._opened_at, now))
+            segment.forward_extra_bytes = max(segment.forward_extra_bytes, peak_bytes - self.live_bytes)
 
     def _mark(self) -> Event:
         return self._device.record_event(self._device.current_stream(), is_timed=True)

@@ -9,7 +9,7 @@ from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
 
-class Stretch:
+class SegmentRecord:
     """A segment of one microbatch's forward, and its backward."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Stretch:
 class SavedRecord:
     """One storage that autograd saved in a layer, or in a model outside of its layers."""
 
-    __slots__ = ("element_bytes", "is_held", "modules", "size_bytes", "storage", "stretches", "tags", "views")
+    __slots__ = ("element_bytes", "is_held", "modules", "segments", "size_bytes", "storage", "tags", "views")
 
     def __init__(self, storage: StorageRef, size_bytes: int, element_bytes: int, modules: frozenset[str]) -> None:
         self.storage = storage
@@ -56,7 +56,7 @@ class SavedRecord:
         """Of the first save, by which the engine's minimum size counts."""
         self.tags: dict[str, None] = {}
         """Those that save it, in the order of forward."""
-        self.stretches: dict[str, None] = {}
+        self.segments: dict[str, None] = {}
         """The same, with what is between the regions."""
         self.modules = modules
         """The watched modules that all its saves are inside."""
@@ -81,7 +81,7 @@ class ModuleRecord:
     """Of these tensors themselves: copies of views have as many."""
     outputs: frozenset[int] = frozenset()
     """Keys of the storages of its output tensors."""
-    stretches: dict[str, None] = dataclasses.field(default_factory=dict)
+    segments: dict[str, None] = dataclasses.field(default_factory=dict)
     """Names of those that began inside, in the order of forward."""
     input_edges: int = 0
     """How often the graph inside reaches the input."""
@@ -103,8 +103,8 @@ class Run:
         "number",
         "open_modules",
         "saved",
+        "segments",
         "storages",
-        "stretches",
     )
 
     def __init__(self, *, chunk: int, microbatch: int, number: int, is_sampled: bool) -> None:
@@ -122,13 +122,13 @@ class Run:
         """Of the same."""
         self.input_keys: dict[str, int] = {}
         """By tag, of the storage that its site was given."""
-        self.stretches: dict[str, Stretch] = {}
+        self.segments: dict[str, SegmentRecord] = {}
         """By name, in the order of forward."""
         self.saved: dict[int, SavedRecord] = {}
         """By key of the storage, in the order of forward."""
         self.modules: dict[str, ModuleRecord] = {}
         """By the unit that would run the module again."""
-        self.current: Stretch | None = None
+        self.current: SegmentRecord | None = None
         """The segment that forward came to last."""
         self.open_modules: frozenset[str] = frozenset()
         """Those that forward is in."""
@@ -143,12 +143,12 @@ class Run:
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
-    def get_stretch(self, name: str, *, tag: str | None = None) -> Stretch:
+    def get_segment(self, name: str, *, tag: str | None = None) -> SegmentRecord:
         """Return the segment called `name`, which begins now if it is new."""
-        stretch = self.stretches.get(name)
-        if stretch is None:
-            stretch = self.stretches[name] = Stretch(name, tag=tag, is_sampled=self.is_sampled)
+        segment = self.segments.get(name)
+        if segment is None:
+            segment = self.segments[name] = SegmentRecord(name, tag=tag, is_sampled=self.is_sampled)
         for unit in self.open_modules:
-            self.modules[unit].stretches[name] = None
-        self.current = stretch
-        return stretch
+            self.modules[unit].segments[name] = None
+        self.current = segment
+        return segment

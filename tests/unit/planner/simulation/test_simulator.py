@@ -1,6 +1,6 @@
 """The simulator against schedules worked out by hand: seconds, bytes, waits, one rule after the other.
 
-Links move 10 bytes a second unless a test says otherwise, and a layer of one stretch takes 20 s forward and 40 s backward.
+Links move 10 bytes a second unless a test says otherwise, and a layer of one segment takes 20 s forward and 40 s backward.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def test_the_input_of_what_runs_again_is_waited_for_before_it_runs():
     layer = make_moe_layer()
     rank = make_rank(make_chunk(layer), prefetch_bytes=0, link=make_link(d2h=1000, h2d=100, duplex=100))
     result = simulate_rank(rank, make_plan({(0, "moe_act"): B}), detail=Detail.TIMELINE)
-    # 12 s forward; backward of the last stretch until 14. 600 bytes are back at 20, and only then the activation runs again.
+    # 12 s forward; backward of the last segment until 14. 600 bytes are back at 20, and only then the activation runs again.
     assert list_copies(result, StreamName.H2D) == [(14, 20)]
     again = next(span for span in result.timeline.spans if span.label.endswith("again"))
     assert (again.start_s, again.end_s) == (20, 21.25)

@@ -1,6 +1,6 @@
 """The simulator and the engine itself: the same copies in the same order, at the same times, with the same bytes.
 
-The engine runs on a device whose clock is made of numbers: stretches of compute take the seconds that a layer says, copies
+The engine runs on a device whose clock is made of numbers: segments of compute take the seconds that a layer says, copies
 those of a link, one after the other on each stream, and whoever waits for an event goes on at the event's time. Autograd
 functions save tensors of any size. What the engine does there and what the simulator says of it has to be the same.
 """
@@ -29,7 +29,7 @@ from fgoffload.watched import Watched, find_watched
 
 TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "dispatch", "expert_fc1", "moe_act", "expert_fc2")
 ENDS = {"attn_norm": "attn_proj", "mlp_norm": "expert_fc2", "moe_act": "expert_fc2"}
-"""Where Megatron ends a group behind another stretch than its own."""
+"""Where Megatron ends a group behind another segment than its own."""
 
 
 class ClockDevice(CpuDevice):
@@ -99,7 +99,7 @@ class ClockDevice(CpuDevice):
         self.busy_s[stream] += seconds
 
 
-class Stretch(torch.autograd.Function):
+class SegmentRecord(torch.autograd.Function):
     """Takes its seconds both ways, saves tensors, and passes its input on."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class Stretch(torch.autograd.Function):
 
 
 def make_layers(random):
-    """Return layers of stretches that save a tensor each, no two alike; attention shares one with its projection."""
+    """Return layers of segments that save a tensor each, no two alike; attention shares one with its projection."""
     sizes = iter(random.sample(range(50, 500), 100))
     layers = []
     for _ in range(random.randrange(1, 5)):
@@ -205,7 +205,7 @@ class Training:
                 open_[tag].enter(x)
                 saving = open_[tag].saving()
             with saving:
-                x = Stretch.apply(engine.device, segment, x, *tensors)
+                x = SegmentRecord.apply(engine.device, segment, x, *tensors)
             del tensors
             if tag == "attn_proj" and watched is not Watched.LAYER:
                 watching.close()
