@@ -64,7 +64,7 @@ class RunRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags for `--help` alone: `read_request` reads the words."""
+    """Add our flags for `--help` alone: `read_request` parses the words."""
     group = parser.add_argument_group("our flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
         name, _, value = flag.partition(" ")
