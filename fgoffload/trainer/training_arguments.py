@@ -61,7 +61,7 @@ class TrainingArguments:
     vocab_size: int = 256
     """Vocabulary size before padding. 256 is one token for each byte."""
     make_vocab_size_divisible_by: int = 128
-    """Divisor of the padded vocabulary, times the tensor-parallel size. Source: Megatron-LM's default."""
+    """The padded vocabulary is a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output layer has its own weights."""
     rampup_batch_size: list[int] | None = None

@@ -15,7 +15,7 @@ class Update(enum.Enum):
     """Treatment of a step's gradients."""
 
     ADAMW = "adamw"  # updates the parameters
-    NONE = "none"  # keeps them: only forward and backward, without optimizer memory
+    NONE = "none"  # leaves them unchanged: forward and backward only, without optimizer memory
 
 
 class Engine(enum.Enum):
@@ -30,7 +30,7 @@ class TrainingPolicy:
     """Choices of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
 
     kernels: Kernels = Kernels.DETERMINISTIC
-    """Kernels that compute."""
+    """Kind of kernels to use."""
     update: Update = Update.ADAMW
     """Treatment of a step's gradients."""
     engine: Engine = Engine.OURS
