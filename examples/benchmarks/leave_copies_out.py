@@ -5,7 +5,7 @@
 
 Each setting has one model. Each round runs one step of each kind: with all copies; without copies to the host; without any
 copies; and one without offload but with the plan's recompute. Every other round is reversed. Everything but the copies is
-identical to the last call: groups, events, waits and memory. Without copies the reloaded tensors and so the gradients are
+identical down to the last call: groups, events, waits and memory. Without copies the reloaded tensors and so the gradients are
 garbage, but no optimizer runs, and forward does not use them.
 
 What you should see: a row for each kind of step of each setting, with its median and its overhead over the same round's step

@@ -8,7 +8,7 @@ and by more from one minute to the next. `fgoffload bench` runs all steps of a s
 one step of each setting, or as many as `--steps-a-round`, a second or two in total, so that a slow machine slows all of them.
 Every other round is reversed. Each setting has a `baseline` of its own kind of process beside it (Megatron-Core's engine needs
 a variable at start), and its ratio compares the two steps of one round. In each repeat all processes restart, since the
-memory placement of a process is luck too. All models are on the device at once, so it must have room for them.
+placement of a process is luck too. All models are on the device at once, so it must have room for them.
 
 A device at its power limit slows down as it does more: `--energy` measures the energy of each through nvidia-ml-py. Use
 `--steps-a-round 6` or so with it, since the energy counter updates a few dozen times a second.

@@ -57,7 +57,7 @@ class RunRecord:
     """Peak activation bytes on the device in the measured step."""
     samples: tuple[MemorySample, ...]
     activation_peak_place: str = ""
-    """Where in the step the peak was, as in `layers.3.core_attn mb=2`; empty without an engine."""
+    """Place of the peak in the step, as in `layers.3.core_attn mb=2`; empty without an engine."""
     allocator_peak_bytes: int | None = None
     """Peak of the device's allocator, parameters included; None on a CPU."""
     transfers: Transfers | None = None

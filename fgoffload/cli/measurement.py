@@ -47,7 +47,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSource:
-    """Where a training is loaded from."""
+    """Files and flags that describe a training."""
 
     arguments_file: str
     """Path as the user typed it, for errors."""

@@ -58,7 +58,7 @@ class RunRequest:
     torchrun_options: tuple[str, ...]
     """Words before `--`; empty to run in this process."""
     script: str
-    """As typed."""
+    """Path of the script, as typed."""
     words: tuple[str, ...]
     """Words after the script."""
 
