@@ -1,8 +1,8 @@
-"""Any PyTorch model: name its modules, and what they save for backward leaves the device until it is needed.
+"""Any PyTorch model: name its modules, and their saved tensors are offloaded until backward needs them.
 
     python examples/01_plain_pytorch.py
 
-What you should see: what an estimate says before anything moves, gradients that are bitwise identical, and how much left by
+What you should see: an estimate before any offload, gradients that are bitwise identical, and the bytes offloaded under each
 tag.
 """
 
@@ -51,7 +51,7 @@ def get_gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Estimate, compare, and read the numbers."""
+    """Print an estimate, compare gradients, and print the statistics."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(LAYERS))).to(device)

@@ -1,9 +1,9 @@
-"""Megatron-Core in code: apply, train, read the numbers, remove.
+"""Megatron-Core in code: apply, train, read the statistics, remove.
 
     python examples/02_megatron_in_code.py
 
-What you should see: a loss for each of three steps, and then a line for each tag with the bytes that it moved in the last one.
-The model is that of `arguments/tiny_moe.sh`, on Megatron-Core's own schedule; on a machine without a GPU it runs on the CPU.
+What you should see: a loss for each of three steps, and then a line for each tag with its bytes in the last step.
+The model is that of `arguments/tiny_moe.sh`, on Megatron-Core's own schedule. Without a GPU it runs on the CPU.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ def main() -> None:
     """Train three steps with offload."""
     arguments = parse_arguments(read_argument_file(ARGUMENTS), source=str(ARGUMENTS))
     Trainer.initialize_parallel(arguments)
-    # The trainer calls `megatron.apply(arguments.offload)` before it builds the model, and `remove` when it is closed. In a
-    # training of your own these are the two calls to add.
+    # The trainer calls `megatron.apply(arguments.offload)` before it builds the model, and `remove` when it is closed. Add
+    # these two calls to your own training.
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=arguments.offload)) as trainer:
         for _ in range(3):
             result = trainer.run_step()

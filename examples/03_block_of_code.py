@@ -1,9 +1,9 @@
-"""No module to name: whatever autograd saves in a block of code leaves, and backward may be in the block too.
+"""A block of code: all tensors that autograd saves in it are offloaded, without module names. Backward may be inside too.
 
     python examples/03_block_of_code.py
 
-What you should see: three losses, each equal to the one without offload; then how much left, and that no host memory is in use
-at the end.
+What you should see: three losses, each equal to the one without offload; then the bytes offloaded, and that no host memory is
+in use at the end.
 """
 
 import torch
@@ -17,7 +17,7 @@ def main() -> None:
     """Train two copies of a model, one in a block."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses: dict[bool, list[float]] = {}
-    # Made once: locking host memory takes longer than a step.
+    # Created once: pinning host memory takes longer than a step.
     block = fgoffload.saved_tensors(group_bytes=4 * fgoffload.MIB, device=device)
     for is_offloaded in (False, True):
         torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""By hand: a region in a model's own code, and one tensor that leaves and comes back when you say so.
+"""By hand: a region in a model's own code, and a single tensor that you offload and reload.
 
     python examples/04_by_hand.py
 
-What you should see: what the region moved; then a tensor that goes to the host, frees its device memory, and comes back equal.
+What you should see: the bytes of the region; then a tensor that is offloaded, frees its device memory, and returns identical.
 """
 
 import torch
@@ -13,7 +13,7 @@ from fgoffload.units import format_bytes
 
 
 class Model(nn.Module):
-    """A network whose middle is a region. Without `fgoffload.offload` the region does nothing."""
+    """A network with a region in the middle. Without `fgoffload.offload` the region does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ def main() -> None:
         tensor = batch.sin()
         expected = tensor.clone()
         offloaded = handle.offload_tensor(tensor)
-        del tensor  # the last reference to the device memory, but for the copy under way
+        del tensor  # now only the running copy references the device memory
         if device == "cuda":
             torch.cuda.synchronize()
         print(f"on the host: {offloaded.is_on_host}")
-        offloaded.prefetch()  # optional: starts the way back
+        offloaded.prefetch()  # optional: starts the reload
         print(f"back and bitwise identical: {torch.equal(offloaded.reload(), expected)}")
-        del offloaded  # its host memory goes back
+        del offloaded  # releases its host memory
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The engine by itself, for those who write an integration: sites, lanes and marks in a small network.
+"""The engine alone, for authors of integrations: sites, lanes and marks in a small network.
 
     python examples/05_engine_alone.py
 
-What you should see: three lines. The gradients are bitwise identical; eight storages of 1 MiB left and came back or were called
-back; no host memory is in use at the end.
+What you should see: three lines. The gradients are bitwise identical; eight storages of 1 MiB were offloaded and reloaded, or
+their offload was canceled; no host memory is in use at the end.
 """
 
 import torch
@@ -16,7 +16,7 @@ LAYERS, SIZE = 4, 512  # a matrix of 512 x 512 in fp32 is 1 MiB
 
 
 def run_forward(weights: list[torch.nn.Parameter], inputs: torch.Tensor, engine: OffloadEngine | None) -> torch.Tensor:
-    """Return the sum of the last layer's outputs; with an engine each layer is a site of the tag `layer`."""
+    """Return the sum of the last layer's outputs. With an engine each layer is a site of the tag `layer`."""
     lane = Lane(chunk=0, microbatch=0)
     hidden = inputs
     for number, weight in enumerate(weights):

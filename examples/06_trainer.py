@@ -2,7 +2,7 @@
 
     python examples/06_trainer.py
 
-What you should see: two trainings that log the same losses, the second one with the memory that it saved.
+What you should see: two trainings that log the same losses. The second one logs the memory that it saved.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2,
 
 
 def train(*callbacks: TrainerCallback) -> list[float]:
-    """Return the loss of each step."""
+    """Train three steps and return the loss of each."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 128, (8, 512))]

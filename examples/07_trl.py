@@ -1,8 +1,8 @@
-"""TRL's `SFTTrainer`: its own switch, `activation_offloading=True`, with the engine of fgoffload behind it.
+"""TRL's `SFTTrainer`: its own switch, `activation_offloading=True`, runs the engine of fgoffload.
 
     python examples/07_trl.py
 
-What you should see: two trainings that log the same losses, and what the second one moved to the host in its last step.
+What you should see: two trainings that log the same losses, and the bytes that the second one offloaded in its last step.
 """
 
 import tempfile
@@ -13,14 +13,14 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-import fgoffload.integrations.trl  # noqa: F401 - takes the place of TRL's own
+import fgoffload.integrations.trl  # noqa: F401 - replaces TRL's own
 from fgoffload.units import format_bytes
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}
 
 
 def train(*, activation_offloading: bool) -> SFTTrainer:
-    """Return the trainer after three steps."""
+    """Train three steps and return the trainer."""
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({str(number): number for number in range(128)}, unk_token="0"))
     data = Dataset.from_dict({"input_ids": torch.randint(0, 128, (8, 512)).tolist()})

@@ -3,7 +3,7 @@
     python examples/08_fsdp2.py
     torchrun --nproc-per-node 2 examples/08_fsdp2.py
 
-What you should see: gradients that are bitwise identical, and how much left for the host, for both.
+What you should see: gradients that are bitwise identical, and the bytes offloaded, for both.
 """
 
 import os

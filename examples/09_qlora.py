@@ -1,8 +1,8 @@
-"""QLoRA: a model in nf4 of bitsandbytes with LoRA of PEFT, and the activations of its layers on the host.
+"""QLoRA: a model in bitsandbytes' nf4 with PEFT's LoRA, and the activations of its layers offloaded to the host.
 
     python examples/09_qlora.py
 
-What you should see: the log of a training with the memory that it saved. Quantized weights never move.
+What you should see: the log of a training with the memory that it saved. Quantized weights are never offloaded.
 """
 
 import tempfile

@@ -1,16 +1,16 @@
-"""What a region costs the host: microseconds of Python and driver calls, forward and backward together, copies launched.
+"""Measures the host cost of a region: microseconds of Python and driver calls, forward and backward together, with copies.
 
     python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
 
-Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions; its host time is what
-passes until both calls have returned, with an idle device before and no synchronization inside, less the same without regions.
-Systems take turns, repeat by repeat, so that a slow host slows all of them.
+Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its host time is the
+time until both calls return, with an idle device before and no synchronization inside, minus the same without regions.
+Systems alternate in each repeat, so that a slow host slows all of them.
 
-With `--megatron` Megatron-Core's own engine runs beside ours. It needs megatron-core, Transformer Engine and a GPU, and sets
-NVTE_CPU_OFFLOAD_V1=1, which that engine wants. With `--profile` the functions that take longest come after the table.
+With `--megatron` Megatron-Core's own engine runs too. It needs megatron-core, Transformer Engine and a GPU, and the script
+sets NVTE_CPU_OFFLOAD_V1=1 for it. With `--profile` the slowest functions are listed after the table.
 
-What you should see: a row for each system, median with p20 and p80. On the CPU copies happen at once and count as host time, so
-only a GPU tells what the engine's own cost is.
+What you should see: a row for each system, median with p20 and p80. On the CPU copies run synchronously and count as host
+time, so only a GPU shows the engine's own cost.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlainChain:
-    """The same ops without regions."""
+    """The chain of ops without regions."""
 
     name = "no regions"
 
@@ -44,17 +44,17 @@ class PlainChain:
         self.regions = regions
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Return the end of the chain that begins at `h`."""
+        """Return the output of the chain for `h`."""
         for _ in range(self.regions):
             h = h.sin()
         return h
 
     def finish(self) -> None:
-        """Nothing is left to finish."""
+        """Do nothing: there is nothing to finish."""
 
 
 class OurChain(PlainChain):
-    """A region around each op, by this engine."""
+    """A region of our engine around each op."""
 
     name = "fgoffload"
 
@@ -64,7 +64,7 @@ class OurChain(PlainChain):
         self.sites = [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(regions)]
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Return the end of the chain that begins at `h`."""
+        """Return the output of the chain for `h`."""
         lane = Lane(chunk=0, microbatch=0)
         for site in self.sites:
             region = self.engine.find_region(site, lane)
@@ -77,14 +77,14 @@ class OurChain(PlainChain):
         return h
 
     def finish(self) -> None:
-        """Check that everything left."""
+        """Check that all saved tensors were offloaded."""
         moved = self.engine.finish_step()
         if moved.d2h_bytes != self.regions * SAVED_BYTES:
             raise RuntimeError(f"{moved.d2h_bytes} bytes left, and {self.regions * SAVED_BYTES} were saved")
 
 
 class MegatronChain(PlainChain):
-    """A region around each op, by Megatron-Core's own engine."""
+    """A region of Megatron-Core's own engine around each op."""
 
     name = "Megatron-Core"
 
@@ -92,13 +92,13 @@ class MegatronChain(PlainChain):
         super().__init__(regions)
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 
-        if not torch.distributed.is_initialized():  # its summary after the first step is a reduction over ranks
+        if not torch.distributed.is_initialized():  # its summary after the first step reduces over ranks
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.interface = module.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Return the end of the chain that begins at `h`."""
+        """Return the output of the chain for `h`."""
         self.interface.init_chunk_handler(1, None, 0)
         for _ in range(self.regions):
             with self.interface(True, h, "core_attn") as h:  # noqa: FBT003 - Megatron's signature
@@ -112,7 +112,7 @@ class MegatronChain(PlainChain):
 
 
 def synchronize(device: str) -> None:
-    """Wait for all work of the device."""
+    """Wait until the device is idle."""
     if device != "cpu":
         torch.accelerator.synchronize()
 
@@ -135,7 +135,7 @@ def run_once(chain: PlainChain, x: torch.Tensor, profile: cProfile.Profile | Non
 
 
 def main() -> None:
-    """Run the systems in turn and print what each adds."""
+    """Run the systems alternately and print the cost of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--regions", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=40)
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
-    """Print a row for each system."""
+    """Print a table with a row for each system."""
     plain = seconds["no regions"]
     table = Table(title=f"host time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
     for column in ("system", "p20 us", "p50 us", "p80 us"):
@@ -182,8 +182,8 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def report_profile(chain: PlainChain, x: torch.Tensor) -> None:
-    """Print the functions that take longest."""
-    # Backward of a CUDA graph runs on autograd's own thread: profile that one too.
+    """Print the slowest functions."""
+    # Backward of CUDA tensors runs on autograd's own thread: profile that thread too.
     profile = cProfile.Profile()
     for _ in range(20):
         x.grad = None

@@ -1,13 +1,13 @@
-"""What the planner predicts beside what a GPU measures: three models, six settings each, from the table and from a profile.
+"""Compares the planner's predictions with GPU measurements: three models, six settings each, from the table and a profile.
 
     python examples/benchmarks/check_predictions.py --out predictions [--minutes 8] [--steps 4] [ARGUMENTS.sh ...]
 
-Runs `fgoffload bench ... --profile` on one model after the other, by default the reference workload, one with latent attention
-and a dense one. Each may take an equal part of the minutes that are left; what was measured when they are over counts. Needs
-one GPU of 80 GB and Transformer Engine; with arguments/tiny_moe.sh it runs anywhere, and says nothing.
+Runs `fgoffload bench ... --profile` on one model after another: by default the reference workload, one with latent attention
+and a dense one. Each model gets an equal share of the remaining minutes; results from before the time is up count. Needs one
+GPU of 80 GB and Transformer Engine. With arguments/tiny_moe.sh it runs anywhere, but the results mean nothing.
 
 What you should see: a line for each model, then a table, the worst prediction first, and a line with the worst of each source
-against its limits. `--out` has the table as `predictions.md` and all else as `predictions.tar.gz`.
+against its limits. `--out` has the table as `predictions.md` and everything else as `predictions.tar.gz`.
 """
 
 import argparse
@@ -38,30 +38,30 @@ HEADINGS = (
     "peak",
     *(f"peak by {source.value}" for source in Source),
 )
-"""Of the table: step times in ms, then peaks; a prediction has its error behind it."""
+"""Headings of the table: step times in ms, then peaks. Each prediction is followed by its error."""
 
 LIMITS = {Source.TABLE: {"step": 8.0, "peak": 5.0}, Source.PROFILE: {"step": 4.0, "peak": 2.0}}
-"""How far a prediction may be from the measurement, in percent of it."""
+"""Maximum error of a prediction, in percent of the measurement."""
 
 LOG_LINES = 15
-"""Of a benchmark's output, where it left nothing to compare."""
+"""Lines of a benchmark's output to show if it left nothing to compare."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """What is run of a model."""
+    """Settings and flags of one model."""
 
     settings: tuple[str, ...]
-    """Beside `baseline`, in the order in which they run: first those that say most, since a model's time can end too early."""
+    """Settings beside `baseline`, in order: the most informative first, since a model's time can end early."""
     budgets: tuple[str, ...] = ()
-    """Four fifths and a quarter of the way from the predicted peak of `baseline` to that of full recompute, on an H200. They
-    run after the settings, since each is planned first; the one that offloads and recomputes more runs first."""
+    """Budgets at four fifths and a quarter of the way from the predicted peak of `baseline` to full recompute's, on an H200.
+    They run after the settings, since each is planned first; the one that offloads and recomputes more runs first."""
     flags: tuple[str, ...] = ()
-    """Megatron's."""
+    """Flags of Megatron."""
 
 
 FOUR_SEQUENCES = ("--moe-permute-fusion", "--micro-batch-size", "4", "--global-batch-size", "16")
-"""With two, forward of such layers takes a slow host longer than the device, and the step is the host's."""
+"""With two sequences, forward of such layers takes a slow host longer than the device, and the step is launch-bound."""
 
 MODELS = {
     "w2_moe": Model(
@@ -76,14 +76,14 @@ MODELS = {
     ),
     "llama3_8b_layers": Model(("ours:core_attn+attn_proj", "recompute:full", "recompute:core_attn"), ("40.5GiB", "55.9GiB")),
 }
-"""By the name of the argument file."""
+"""Models by the name of the argument file."""
 
 ANY_OTHER = Model(("ours:core_attn+attn_proj", "recompute:full", "recompute:core_attn"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One setting of a model: predicted by one source beside measured."""
+    """One setting of a model: the prediction of one source and the measurement."""
 
     model: str
     setting: str
@@ -91,12 +91,12 @@ class Comparison:
     measured_step_s: float
     predicted_step_s: float
     measured_peak_bytes: int
-    """0 where nothing counted it."""
+    """Measured peak; 0 where nothing counted it."""
     predicted_peak_bytes: int
 
     @property
     def errors(self) -> dict[str, float]:
-        """By name: how far the prediction is above the measurement, in percent of that."""
+        """Errors by name: prediction above measurement, in percent of the measurement."""
         errors = {"step": 100 * (self.predicted_step_s / self.measured_step_s - 1)}
         if self.measured_peak_bytes:
             errors["peak"] = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
@@ -104,12 +104,12 @@ class Comparison:
 
     @property
     def badness(self) -> float:
-        """The larger of both errors in parts of its limit: above 1 where one is missed."""
+        """The larger of both errors relative to its limit: above 1 if one exceeds it."""
         return max(abs(error) / LIMITS[self.source][name] for name, error in self.errors.items())
 
 
 def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[str]:
-    """Return the command that benchmarks one model."""
+    """Return the benchmark command for one model."""
     model = MODELS.get(path.stem, ANY_OTHER)
     command = [sys.executable, "-m", "fgoffload", "bench", str(path), *model.flags, "--profile", "--out", str(folder)]
     command += ["--settings", "baseline", *model.settings, "--steps", str(steps), "--warmup", str(warmup)]
@@ -117,11 +117,11 @@ def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[s
 
 
 def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
-    """Run `command` for so long at most, with its output in `log`, and return how it ended."""
+    """Run `command` for at most `seconds`, with its output in `log`, and return how it ended."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
-        # A session of its own, so that the end of the time ends the processes that the benchmark has started too.
+        # In its own session, so that a timeout also ends the processes that the benchmark started.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             code = process.wait(timeout=max(1.0, seconds))
@@ -134,7 +134,7 @@ def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
 
 
 def read_run(folder: Path) -> tuple[list[Comparison], list[str]]:
-    """Return the comparisons of the CSV file of a benchmark, and a line for each setting that failed."""
+    """Return the comparisons from a benchmark's CSV file, and a line for each failed setting."""
     try:
         rows = list(csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines()))
     except OSError:
@@ -157,7 +157,7 @@ def read_run(folder: Path) -> tuple[list[Comparison], list[str]]:
 
 
 def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
-    """Return the cells of each setting of each model, under `HEADINGS`, the worst first."""
+    """Return the cells of each setting of each model under `HEADINGS`, the worst first."""
     found: dict[tuple[str, str], dict[Source, Comparison]] = {}
     for one in comparisons:
         found.setdefault((one.model, one.setting), {})[one.source] = one
@@ -166,7 +166,7 @@ def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
 
 
 def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
-    """Return one line: the largest errors of one source over all models, against its limits."""
+    """Return one line with the largest errors of one source over all models, against its limits."""
     own = [one for one in comparisons if one.source is source]
     if not own:
         return f"predicted from the {source.value}: nothing"
@@ -189,7 +189,7 @@ def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], line
 
 
 def main() -> int:
-    """Run all models and show the table; 1 where a model left nothing to compare."""
+    """Run all models and show the table. Return 1 if a model left nothing to compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", metavar="ARGUMENTS.sh", nargs="*", type=Path)
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("predictions"))
@@ -221,7 +221,7 @@ def main() -> int:
                 tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
                 console.print("\n".join(tail), highlight=False, markup=False, soft_wrap=True)
             lines = [*(describe_worst(source, comparisons) for source in Source), *notes]
-            # After each model, so that an end from outside costs the model that runs alone.
+            # After each model, so that stopping the script only loses the running model.
             write_report(options.out, work, list_rows(comparisons), lines)
     table = Table(*HEADINGS, title="predicted beside measured, worst first", title_justify="left")
     for cells in list_rows(comparisons):

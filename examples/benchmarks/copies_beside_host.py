@@ -1,14 +1,14 @@
-"""What copies between host and device cost the host's own work, which has the same memory.
+"""Measures how much copies between host and device slow the host's own work, which uses the same memory.
 
     python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
 
-Two kinds of work are timed while nothing is copied, and while copies of 256 MiB run back to back: to the host, to the device,
-and both ways. Objects that are looked up in random order are found in memory and not in a cache, and feel who else uses it. A
-view of a small tensor is code and data that caches have. Launching a training's kernels is between the two. The processor has
-no part in the copies: they are queued before, and the copy engines of the device do them.
+Two kinds of work are timed without copies, and while copies of 256 MiB run back to back: to the host, to the device, and both
+ways. Look-ups of objects in random order miss the caches, so they notice other users of the memory. A view of a small tensor
+runs from the caches. Launching a training's kernels is between the two. The processor takes no part in the copies: they are
+queued before, and the device's copy engines run them.
 
-What you should see: how long locking the copies' host memory took, then a row for each kind of traffic, with nanoseconds of one
-look-up and of one view, medians of the repeats, and GB/s of the copies in each direction.
+What you should see: the time to pin the copies' host memory, then a row for each kind of traffic, with nanoseconds per look-up
+and per view, medians of the repeats, and GB/s of the copies in each direction.
 """
 
 import argparse
@@ -30,22 +30,22 @@ from fgoffload.units import GIB, MIB
 COPY_BYTES = 256 * MIB
 SLABS = 4
 OBJECTS = 400_000
-"""Forty megabytes and more: beyond a core's own caches."""
+"""Number of objects. They take more than forty megabytes, beyond a core's own caches."""
 LOOKUPS, VIEWS = 60_000, 3_000
-"""Of one look at the clock: some ten milliseconds."""
+"""Look-ups and views per reading of the clock: some ten milliseconds."""
 MOST_SECONDS = 1
-"""Copies of more would fill the driver's queue, and the host would wait where it queues them."""
+"""Maximum seconds. More copies would fill the driver's queue, and the host would wait while it queues them."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
     ("nothing", ()),
     ("to the host", (True,)),
     ("to the device", (False,)),
     ("both ways", (True, False)),
 )
-"""What is copied, and which of its directions are those to the host."""
+"""Name of each kind of traffic, and whether each of its directions is to the host."""
 
 
 class HostWork:
-    """Two kinds of work that the host does over and over."""
+    """Two kinds of work that the host repeats."""
 
     def __init__(self) -> None:
         self._objects = [(index, float(index)) for index in range(OBJECTS)]
@@ -55,7 +55,7 @@ class HostWork:
         self._tensor = torch.zeros(8)
 
     def measure(self) -> tuple[float, float]:
-        """Return the seconds of one look-up and of one view."""
+        """Return the seconds per look-up and per view."""
         begin = time.perf_counter()
         total = 0.0
         for index in self._order:
@@ -82,7 +82,7 @@ class Copies:
         stream = device.d2h_stream if to_host else device.h2d_stream
         start = device.record_event(stream, is_timed=True)
         for number in range(count):
-            # Each direction has half of the slabs, so that both together read and write no byte of each other.
+            # Each direction uses half of the slabs, so that the two never touch the same bytes.
             on_host = self._slabs[2 * (number % (SLABS // 2)) + to_host].buffer
             on_device = self._on_device[to_host]
             destination, source = (on_host, on_device) if to_host else (on_device, on_host)
@@ -91,7 +91,7 @@ class Copies:
         return start, device.record_event(stream, is_timed=True)
 
     def close(self) -> None:
-        """Give the host memory back."""
+        """Release the host memory."""
         for slab in self._slabs:
             slab.close()
 
@@ -99,8 +99,8 @@ class Copies:
 def measure_beside(
     device: Device, copies: Copies, work: HostWork, directions: Sequence[bool], seconds: float
 ) -> tuple[float, float, list[float]]:
-    """Return the seconds of one look-up and of one view beside copies, and the bytes a second in each direction."""
-    # At 60 GB/s a copy takes 4.5 ms: half as many again as the work's time has room for, so that they outlast it.
+    """Return the seconds per look-up and per view beside copies, and the bytes per second in each direction."""
+    # At 60 GB/s a copy takes 4.5 ms. Queue half as many again as fit the time of the work, so that copies outlast it.
     count = max(1, round(1.5 * seconds / 4.5e-3))
     events = [device.record_event(device.current_stream())]
     device.synchronize(events[0])
@@ -118,7 +118,7 @@ def measure_beside(
 
 
 def main() -> int:
-    """Measure and show."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=4, help="of all kinds of traffic in turn")
@@ -132,7 +132,7 @@ def main() -> int:
         return 2
     copies, work = Copies(device), HostWork()
     measured: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name, _ in TRAFFIC}
-    for _ in range(options.repeats):  # in turn, since the pace of a host changes
+    for _ in range(options.repeats):  # alternating, since the speed of a host changes
         for name, directions in TRAFFIC:
             measured[name].append(measure_beside(device, copies, work, directions, options.seconds))
     copies.close()

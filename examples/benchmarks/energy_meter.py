@@ -1,7 +1,7 @@
-"""What a GPU draws while something runs on it: joules, and clock and power by many samples. For scripts beside this one.
+"""Measures the energy of a GPU while work runs on it, in joules, with samples of clock and power. For scripts in this folder.
 
-Reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`), from a process that need not use the
-GPU itself. A device's counter of energy moves every few dozen milliseconds: read a second or more of work at a time.
+Reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`), in a process that need not use the
+GPU itself. A device's energy counter updates every few dozen milliseconds: measure at least a second of work at a time.
 """
 
 import contextlib
@@ -19,32 +19,32 @@ SAMPLE_SECONDS = 0.01
 
 @dataclasses.dataclass
 class Reading:
-    """What was read of one stretch of time."""
+    """Readings over one period."""
 
     joules: float = 0.0
     clocks_mhz: list[int] = dataclasses.field(default_factory=list)
-    """Of the multiprocessors, by sample."""
+    """Clock of the multiprocessors, by sample."""
     watts: list[float] = dataclasses.field(default_factory=list)
     is_capped: list[bool] = dataclasses.field(default_factory=list)
-    """Whether the power limit held the clock down, by sample."""
+    """Whether the power limit lowered the clock, by sample."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """What several readings of the same work say together."""
+    """Summary of several readings of the same work."""
 
     joules_a_step: float
     clock_mhz: float
     watts: float
     capped_part: float
-    """Of the samples, those in which the power limit held the clock down, as a part."""
+    """Fraction of the samples in which the power limit lowered the clock."""
 
 
 class EnergyMeter:
-    """Reads one GPU, the first that a process with these variables would use. A context, which lets go of it.
+    """Reads one GPU, the first that a process with these variables would use. As a context manager, it closes the library.
 
     Raises:
-        ConfigError: The library is not installed, there is no such GPU, or it does not count its energy.
+        ConfigError: The library is not installed, there is no such GPU, or the GPU does not count its energy.
     """
 
     def __init__(self) -> None:
@@ -69,12 +69,12 @@ class EnergyMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the library."""
+        """Close the library."""
         self._nvml.nvmlShutdown()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Reading]:
-        """Read what is drawn inside: the result is filled when it ends."""
+        """Measure the body. The result is filled when the body ends."""
         reading, is_over = Reading(), threading.Event()
 
         def sample() -> None:
@@ -103,7 +103,7 @@ class EnergyMeter:
 
 
 def summarize(readings: list[Reading], *, steps: int) -> Energy:
-    """Return what `readings` of `steps` steps, all together, say."""
+    """Summarize `readings` of `steps` steps in total."""
 
     def average(name: str) -> float:
         samples = [sample for reading in readings for sample in getattr(reading, name)]

@@ -1,15 +1,15 @@
-"""What the host takes for a step, setting by setting: launching forward and backward, and waiting for the device.
+"""Measures the host time of a step for each setting: launching forward and backward, and waiting for the device.
 
-    python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings nothing plan:FILE ...] [--steps 8] [--warmup 3]
+    python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings baseline plan:FILE ...] [--steps 8] [--warmup 3]
         [--out FILE] [Megatron's flags]
 
-In a forward with experts the host waits for the device in each layer. Between two waits it has to launch a layer in the time
-that the device takes for one: what "forward" is above that, the device waits for. The first wait of each forward is for the
-backward before it, in which the host is ahead; so waits can be long where nobody is late. No profiler runs, which would make
-the host twice as slow.
+In a forward with experts the host waits for the device in each layer. Between two waits it must launch a layer within the time
+that the device takes for one. If "forward" takes longer, the device waits. The first wait of each forward is for the previous
+backward, in which the host is ahead, so waits can be long although nothing is launch-bound. No profiler runs, since it would
+double the host time.
 
-What you should see: a table with the median of each setting, in ms of a step: the step, what the host takes for forward and for
-backward without waits, and how long it waits in each. `--out` has every step, as JSON.
+What you should see: a table with the median of each setting, in ms per step: the step, the host's time for forward and for
+backward without waits, and its waits in each. `--out` has every step, as JSON.
 """
 
 import argparse
@@ -48,19 +48,19 @@ class HostStep:
     """Seconds of one step."""
 
     step_s: float
-    """Until the device was done."""
+    """Seconds until the device was done."""
     forward_s: float
-    """Of the host in all forwards, without waits."""
+    """Host seconds in all forwards, without waits."""
     forward_waits_s: float
-    """In which the host waited for an event in them."""
+    """Seconds in which the host waited for an event in forwards."""
     backward_s: float
-    """The same of all backwards."""
+    """Host seconds in all backwards, without waits."""
     backward_waits_s: float
-    """The same of all backwards."""
+    """Seconds in which the host waited for an event in backwards."""
 
 
 class Clock:
-    """Adds up what the host takes inside of calls that it wraps."""
+    """Sums the host time of the calls that it wraps."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -82,7 +82,7 @@ class Clock:
         return call
 
     def wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original`, a wait, with its time counted as a wait of what it is in."""
+        """Return `original`, a wait, with its time counted as a wait of the surrounding call."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def read(self, step_s: float) -> HostStep:
-        """Return what a step came to."""
+        """Return the sums of a step."""
         times = [self.seconds.get(name, 0.0) for name in ("forward", "forward waits", "backward", "backward waits")]
         return HostStep(
             step_s=step_s,
@@ -110,20 +110,20 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Count what the host does in Megatron's schedules inside."""
+    """Measure the host time of Megatron's schedules in the body."""
     import megatron.core.pipeline_parallel.schedules as schedules
 
     clock = Clock()
     with Patches() as patches:
         for name, what in (("forward_step", "forward"), ("backward_step", "backward")):
             patches.replace(SCHEDULES, name, clock.wrap(getattr(schedules, name), what))
-        # Backward runs on a thread of autograd's, while the one that called it waits.
+        # Backward runs on autograd's own thread, while its caller waits.
         patches.replace("torch.cuda:Event", "synchronize", clock.wrap_wait(torch.cuda.Event.synchronize))
         yield clock
 
 
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
-    """Return what the host takes in each of some steps of a setting."""
+    """Return the host time of each timed step of a setting."""
     found = []
     with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
         for _ in range(warmup):
@@ -136,7 +136,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> lis
 
 
 def build_table(title: str, results: dict[str, list[HostStep]]) -> Table:
-    """Return the medians of all settings."""
+    """Return the table of medians of all settings."""
     table = Table(title=Text(title), title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
@@ -147,13 +147,13 @@ def build_table(title: str, results: dict[str, list[HostStep]]) -> Table:
 
 
 def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console) -> None:
-    """Measure all settings and show them.
+    """Measure all settings and print the table.
 
     Raises:
         OffloadError: A setting cannot be trained here, in one process.
     """
     settings = [parse_setting(word) for word in options.settings]
-    check_plans(settings)  # before a model is built: nobody makes plans here
+    check_plans(settings)  # before a model is built: this script makes no plans
     own_flags = ("--settings", "--steps", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}
@@ -165,7 +165,7 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
 
 
 def main() -> int:
-    """Measure and show."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", type=Path)
     parser.add_argument("--settings", metavar="NAME", nargs="+", default=["baseline", "ours:expert_fc1"])
@@ -175,7 +175,7 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps} is below 1.")
-    # As launch scripts of Megatron have it.
+    # As in Megatron's launch scripts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 120)

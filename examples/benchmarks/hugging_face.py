@@ -1,11 +1,11 @@
-"""Hugging Face models under FSDP2: offload and checkpointing side by side, each setting in the same process.
+"""Hugging Face models under FSDP2: compares offload and checkpointing, with each setting in the same process.
 
     python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
         [--budgets 26GiB 22GiB 18GiB 15.1GiB] [--steps 8] [--out FILE.json]
     python examples/benchmarks/hugging_face.py --draw FILE.csv --out PICTURE.png
 
-`dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as Qwen3-30B
-has them (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
+`dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as in
+Qwen3-30B (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
 run on a GPU where `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
 
 What you should see: a row for each setting with the median step, its ratio to the first setting, the peak of the allocator, the
@@ -74,7 +74,7 @@ WORKLOADS = {  # the model's class and configuration, its layers, sequences and 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Row:
-    """The result of one setting. A plan's predictions are those it was chosen by."""
+    """Result of one setting. A plan's predictions are from when it was chosen."""
 
     setting: str
     step_ms: float | None = None
@@ -216,7 +216,7 @@ def synchronize() -> None:
 
 
 def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) -> torch.Tensor:
-    """Return the last loss of a step that the device has finished."""
+    """Run a step, wait for the device, and return the last loss."""
     model.zero_grad()
     for _ in range(microbatches):
         loss = model(tokens, labels=tokens).loss
@@ -226,7 +226,7 @@ def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) ->
 
 
 def find_digest(model: torch.nn.Module, tokens: torch.Tensor) -> str:
-    """Return a digest of the loss and the gradients of a step of one microbatch with deterministic kernels."""
+    """Return a digest of loss and gradients of a step of one microbatch with deterministic kernels."""
     torch.use_deterministic_algorithms(mode=True)
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's is not deterministic
@@ -243,7 +243,7 @@ def find_digest(model: torch.nn.Module, tokens: torch.Tensor) -> str:
 
 
 def measure_rates() -> tuple[float, float]:
-    """Return the link's bytes a second to the host and to the device, of large copies one way at a time."""
+    """Return the link's bytes per second to the host and to the device, for large copies in one direction at a time."""
     device, host = (torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     host = torch.empty_like(device, device="cpu", pin_memory=DEVICE.type == "cuda")
     rates = []
@@ -260,7 +260,7 @@ def measure_rates() -> tuple[float, float]:
 
 
 def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """Return the least seconds of a forward that saves for backward."""
+    """Return the minimum seconds of a forward that saves for backward."""
     seconds = []
     for _ in range(3):
         synchronize()
@@ -268,14 +268,14 @@ def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
         loss = model(tokens, labels=tokens).loss
         synchronize()
         seconds.append(time.perf_counter() - begin)
-        loss.backward()  # FSDP is in the middle of a step until then
+        loss.backward()  # ends the step for FSDP
     return min(seconds)
 
 
 def measure(
     name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
 ) -> tuple[Row, Baseline]:
-    """Return the row of a setting, and the baseline: `baseline`, or this setting where there is none yet."""
+    """Return the row of a setting, and the baseline: `baseline`, or this setting if there is none yet."""
     model = make_model(options)
     *_, (sequences, tokens_each) = WORKLOADS[options.workload]
     shape = (2, 32) if options.smoke else (sequences, tokens_each)
@@ -300,7 +300,7 @@ def measure(
         row.digest = find_digest(model, tokens)
         if baseline is None:
             baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), digest=row.digest)
-            # Again: a baseline that does not reproduce itself says nothing about the others.
+            # Repeat it: a baseline that does not reproduce itself says nothing about the others.
             row.digest = find_digest(model, tokens)
     forward_s = baseline.forward_s * options.microbatches
     bound_s = max(forward_s, moved[0] / rates[0]) + max(baseline.step_s - forward_s, moved[1] / rates[1])
@@ -311,7 +311,7 @@ def measure(
 
 
 def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Namespace, handle: object, row: Row) -> None:
-    """Run the steps before the measured ones, and note what the last plan predicted when it was made."""
+    """Run the steps before the measured ones, and record what the last plan predicted when it was made."""
     planned = None
     for _ in range(max(options.warmup, PLAN_SETTLES_STEPS) if row.setting.startswith("budget") else options.warmup):
         run_step(model, tokens, options.microbatches)
@@ -322,7 +322,7 @@ def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Name
 
 
 def draw(source: Path, picture: Path) -> None:
-    """Draw peak memory against step time of the settings in `source`; those above 1.5 of the baseline are named."""
+    """Plot peak memory against step time of the settings in `source`. Settings above 1.5 of the baseline are named."""
     from matplotlib.figure import Figure
 
     with source.open(encoding="utf-8") as stream:
@@ -344,7 +344,7 @@ def draw(source: Path, picture: Path) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--workload", choices=WORKLOADS, default="dense")
     parser.add_argument(
@@ -367,7 +367,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def can_run(name: str) -> bool:
-    """Return whether the package that a setting needs, and the GPU that this package needs, are there."""
+    """Return whether the package of a setting, and the GPU that the package needs, are available."""
     module = PACKAGES.get(name.split()[0])
     try:
         return module is None or (DEVICE.type == "cuda" and importlib.util.find_spec(module) is not None)
@@ -378,18 +378,18 @@ def can_run(name: str) -> bool:
 def try_to_measure(
     name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
 ) -> tuple[Row, Baseline | None]:
-    """Measure a setting. One that fails has a row too, and the others go on."""
+    """Measure a setting. If it fails, its row has the error, and the other settings go on."""
     if not can_run(name):
         return Row(setting=name, error=f"left out: needs a GPU and {PACKAGES[name.split()[0]]}"), baseline
     try:
         return measure(name, options, baseline, rates)
-    except Exception as error:  # noqa: BLE001 - whatever a rival or a budget raises belongs in its row
+    except Exception as error:  # noqa: BLE001 - any error of an alternative or a budget belongs in its row
         traceback.print_exc(limit=-6)
         return Row(setting=name, error=f"{type(error).__name__}: {error}"), baseline
 
 
 def main() -> int:
-    """Measure, show and write."""
+    """Measure, print and write the rows."""
     options = parse_options()
     if options.draw is not None:
         draw(options.draw, options.out or options.draw.with_suffix(".png"))
@@ -407,7 +407,7 @@ def main() -> int:
             torch.cuda.empty_cache()
         print(row, flush=True)
         rows.append(row)
-        if options.out is not None:  # after each: a run that is stopped has the rows before
+        if options.out is not None:  # after each: a stopped run has the earlier rows
             options.out.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1), encoding="utf-8")
         if baseline is None:
             break  # nothing to compare the others with

@@ -1,16 +1,16 @@
-"""What copies cost a step, and what the rest of offload does: the same steps with all copies, and with some left out.
+"""Separates the cost of copies from the rest of offload: the same steps with all copies, and with some omitted.
 
     python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
         [--warmup 2] [--out FILE] [Megatron's flags]
 
-One model for each setting, and in each round one step of each kind: with all copies; without those to the host; without any;
-and one in which nothing leaves, while what a plan runs again runs again. Every other round goes backwards. All but the copies
-is the same to the last call: groups, events, waits and memory. Without copies what comes back is garbage, and so gradients are;
-no optimizer runs, and forward has nothing of it.
+Each setting has one model. Each round runs one step of each kind: with all copies; without copies to the host; without any
+copies; and one without offload but with the plan's recompute. Every other round is reversed. Everything but the copies is
+identical down to the last call: groups, events, waits and memory. Without copies the reloaded tensors and so the gradients are
+garbage, but no optimizer runs, and forward does not use them.
 
-What you should see: of each setting a row for each kind of step, with its median and what it takes over the step of the same
-round in which nothing leaves, with an interval of 95% over the rounds. "without any copy" is what groups cost the host; what is
-beyond that is the copies': compute that waits for them, or a host whose memory they take. `--out` has every step, as JSON.
+What you should see: a row for each kind of step of each setting, with its median and its overhead over the same round's step
+without offload, with a 95% interval over the rounds. "without any copy" is the host cost of groups. The rest is the cost of
+copies: compute that waits for them, or a host that shares its memory with them. `--out` has every step, as JSON.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LEAVING = (System.OURS, System.PLAN)
 
 
 class Kind(enum.Enum):
-    """What is left out of a step."""
+    """Kinds of steps, by the copies that they omit."""
 
     ALL = "all copies"
     NONE_OUT = "without those to the host"
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 
 class Omission:
-    """Which copies are left out now."""
+    """Kind of copies that are omitted now."""
 
     def __init__(self) -> None:
         self.kind = Kind.ALL
@@ -64,7 +64,7 @@ class Omission:
 
 @contextlib.contextmanager
 def omitting(integration: MegatronOffload) -> Iterator[Omission]:
-    """Let copies of `integration` be left out inside."""
+    """Omit copies of `integration` in the body, by the yielded kind."""
     omission, device = Omission(), integration.engine.device
     copy_bytes, find_region = device.copy_bytes, integration.find_region
 
@@ -101,7 +101,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> di
 
 
 def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Table:
-    """Return the medians of all settings and kinds of steps."""
+    """Return the table of medians of all settings and kinds of steps."""
     table = Table(title=Text(title), title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
@@ -114,14 +114,14 @@ def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Tabl
 
 
 def describe_ratios(ratios: Sequence[float]) -> str:
-    """Return the mean of ratios, with its interval of 95% where there are enough for one."""
+    """Return the mean of ratios, with its 95% interval if there are enough for one."""
     interval = find_ratio_interval(ratios)
     mean = statistics.geometric_mean(ratios)
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
 
 
 def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console) -> None:
-    """Measure all settings and show them.
+    """Measure all settings and print the table.
 
     Raises:
         OffloadError: A setting cannot be trained here, in one process, or offloads nothing.
@@ -141,7 +141,7 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
 
 
 def main() -> int:
-    """Measure and show."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", type=Path)
     parser.add_argument("--settings", metavar="NAME", nargs="+", default=["ours:expert_fc1"])
@@ -151,7 +151,7 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} is below 1.")
-    # As launch scripts of Megatron have it.
+    # As in Megatron's launch scripts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 120)

@@ -1,17 +1,17 @@
-"""What the waits of Megatron's host cost a step: without offload, with it but no remedy, and with it as shipped.
+"""Measures the cost of the waits of Megatron's host: without offload, with offload but no remedy, and as shipped.
 
     python examples/benchmarks/measure_waits.py [ARGUMENTS.sh] [--tags core_attn attn_proj] [--steps 10] [--warmup 2]
         [--repeats 2] [--trace FOLDER] [--out FOLDER] [Megatron's flags]
 
-By default `arguments/w2_moe.sh`, which needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere.
-One process trains the three settings in turn, a model each time, and the whole list again in each repeat. "before" leaves out
-what `host_waits/waits.py` of the integration does: nothing is held until a wait is over, and what the host waits for takes the
-copy engine. Megatron's flags, as `--moe-permute-fusion`, come behind the file and win over it.
+The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
+process trains the three settings in order, with a new model each time, and repeats the whole list. "before" omits
+`host_waits/waits.py` of the integration: it holds no copies back until a wait is over, and the bytes that the host waits for
+use the copy engine. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
 
-What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU a second one: when no kernel ran
-in one step of the first repeat under torch's profiler, and how much of that lies at the waits of the token dispatchers
-([Note: What idle means] in `idle_time.py`). `--out` has everything as `waits.json`, up to date after each run,
-and `--trace` the traces of those steps.
+What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU a second table shows when no
+kernel ran in one step of the first repeat under torch's profiler, and how much of that was at waits of the token dispatchers
+([Note: What idle means] in `idle_time.py`). `--out` has everything as `waits.json`, updated after each run, and `--trace` the
+traces of those steps.
 """
 
 import argparse
@@ -75,7 +75,7 @@ IDLE_HEADINGS = (
 
 
 class Remedies(enum.Enum):
-    """What is measured; the values are the names of the rows."""
+    """Measured settings. The values are the names of the rows."""
 
     NO_OFFLOAD = "no offload"
     BEFORE = "before"  # offload without any remedy
@@ -84,27 +84,27 @@ class Remedies(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one setting measured in one repeat."""
+    """Result of one setting in one repeat."""
 
     remedies: Remedies
     repeat: int
-    """From 0."""
+    """Number of the repeat, from 0."""
     step_seconds: tuple[float, ...]
-    """Of the timed steps, in order."""
+    """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None
-    """None where no allocator counts."""
+    """Peak of the allocator; None where no allocator counts."""
     d2h_bytes: int
-    """To the host in a step."""
+    """Bytes offloaded in a step."""
     idle: IdleTime | None = None
-    """Of one more step; None where none was traced, or no kernel ran in it."""
+    """Idle time of one more step; None if none was traced, or no kernel ran in it."""
 
     @property
     def ms(self) -> float:
-        """The median step."""
+        """The median step in milliseconds."""
         return 1e3 * statistics.median(self.step_seconds)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return everything for the JSON file."""
+        """Return all data for the JSON file."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["remedies"] = self.remedies.value
         if self.idle is not None:
@@ -130,7 +130,7 @@ class Run:
 
 @contextlib.contextmanager
 def leave_out_remedies() -> Iterator[None]:
-    """Let offload that is applied inside do nothing about waits. The library has no such option: nobody needs one."""
+    """Disable the wait remedies of offload that is applied in the body. The library has no such option: no user needs it."""
     with Patches() as patches:
         patches.replace("fgoffload.integrations.megatron.host_waits.waits", "step_aside", lambda *_: None)
         patches.replace("fgoffload.integrations.megatron.adapter.layers", "has_held_wait", lambda _: False)
@@ -139,7 +139,7 @@ def leave_out_remedies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mark_waits() -> Iterator[None]:
-    """Put a range of the profiler around every method of a token dispatcher that may wait."""
+    """Put a profiler range around every method of a token dispatcher that may wait."""
     with Patches() as patches:
         for wait in WAITS:
             if wait.owner.startswith(f"{DISPATCHERS}:"):
@@ -156,10 +156,10 @@ def _mark(original: Any) -> Any:
 
 
 def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *, repeat: int) -> Run:
-    """Train one setting and return what it measured; in the first repeat with a traced step.
+    """Train one setting and return its result, in the first repeat with a traced step.
 
     Raises:
-        OffloadError: The setting cannot be trained, or nothing leaves.
+        OffloadError: The setting cannot be trained, or nothing is offloaded.
     """
     setting = BASELINE if remedies is Remedies.NO_OFFLOAD else Setting(system=System.OURS, modules=tuple(tags))
     change = leave_out_remedies() if remedies is Remedies.BEFORE else contextlib.nullcontext()
@@ -188,7 +188,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
 
 
 def time_step(trainer: Trainer) -> float:
-    """Run a step and return its seconds: of the device where it is a GPU, else of the clock."""
+    """Run a step and return its seconds: the device's on a GPU, else the clock's."""
     gc.collect()
     if not torch.cuda.is_available():
         return trainer.run_step(with_digests=False).seconds
@@ -201,7 +201,7 @@ def time_step(trainer: Trainer) -> float:
 
 
 def trace_step(trainer: Trainer, path: Path) -> IdleTime | None:
-    """Run one more step, write its trace, and return when no kernel ran in it."""
+    """Run one more step, write its trace, and return its idle time."""
     gc.collect()
     with mark_waits():
         write_trace(functools.partial(trainer.run_step, with_digests=False), path)
@@ -209,14 +209,14 @@ def trace_step(trainer: Trainer, path: Path) -> IdleTime | None:
 
 
 def warm_profiler() -> None:
-    """Let the profiler load what it needs, which would make the first traced step longer than the others."""
+    """Load the profiler's libraries, which would make the first traced step longer than the others."""
     if torch.cuda.is_available():
         with tempfile.TemporaryDirectory(prefix="fgoffload-") as name:
             write_trace(lambda: torch.ones(1, device="cuda").item(), Path(name) / "trace.json")
 
 
 def list_time_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the cells under `TIME_HEADINGS`, a row for each setting."""
+    """Return a row of cells for each setting under `TIME_HEADINGS`."""
     plain = {run.repeat: run.ms for run in runs if run.remedies is Remedies.NO_OFFLOAD}
     rows = []
     for remedies in Remedies:
@@ -237,7 +237,7 @@ def list_time_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def list_idle_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return the cells under `IDLE_HEADINGS`, a row for each setting of which a step was traced."""
+    """Return a row of cells under `IDLE_HEADINGS` for each setting with a traced step."""
     rows = []
     for run in runs:
         if run.idle is None:
@@ -271,7 +271,7 @@ def build_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, .
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
-    """Return the script's own options, and what is left for Megatron."""
+    """Return the script's own options, and the remaining words for Megatron."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", nargs="?", type=Path, default=ARGUMENTS / "w2_moe.sh")
     parser.add_argument("--tags", metavar="TAG", nargs="+", default=["core_attn", "attn_proj"])
@@ -288,7 +288,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def make_job(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> Job:
-    """Return what all settings have in common, with traces in `folder`."""
+    """Return the job that all settings share, with traces in `folder`."""
     return Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
@@ -302,7 +302,7 @@ def make_job(options: argparse.Namespace, flags: Sequence[str], folder: Path) ->
 
 
 def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
-    """Measure all settings and show them.
+    """Measure all settings and print the tables.
 
     Raises:
         OffloadError: The model cannot be trained here, in one process.
@@ -344,9 +344,9 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
 
 
 def main() -> int:
-    """Measure, show and write."""
+    """Measure, print and write the results."""
     options, flags = parse_options()
-    # As launch scripts of Megatron have it; read when CUDA starts, which nothing has done yet.
+    # As in Megatron's launch scripts. CUDA reads it when it starts, which has not happened yet.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

@@ -1,4 +1,4 @@
-"""Activation memory of a Llama over one step, without and with offload: the picture of docs/how_to/huggingface.md.
+"""Plots the activation memory of a Llama over one step, without and with offload, for docs/how_to/huggingface.md.
 
     python examples/benchmarks/memory_of_a_step.py images/memory_huggingface.png
 
@@ -20,12 +20,12 @@ SETTINGS = {"baseline": None, "MLPs offloaded": ["model.layers.*.mlp"], "layers 
 
 
 def measure(patterns: list[str] | None) -> list[float]:
-    """Return the MiB of activations on the device at each tensor that autograd saves or takes back in the second step."""
+    """Return the MiB of activations on the device whenever autograd saves or unpacks a tensor in the second step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 512))
     handle = None if patterns is None else fgoffload.offload(model, patterns)
-    model(input_ids=tokens, labels=tokens).loss.backward()  # makes the engine
+    model(input_ids=tokens, labels=tokens).loss.backward()  # creates the engine
     ledger = ActivationLedger(parameters=model.parameters())
     engine = None if handle is None else handle.engine
     with ledger.watch(), contextlib.nullcontext() if engine is None else engine.observe(ledger):
@@ -34,7 +34,7 @@ def measure(patterns: list[str] | None) -> list[float]:
 
 
 def main(path: str) -> None:
-    """Measure the settings, print their peaks and draw them."""
+    """Measure the settings, print their peaks and draw the picture."""
     axes = (figure := Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")).add_subplot()
     for (name, patterns), color in zip(SETTINGS.items(), ("#8a8f98", "#e08e0b", "#1f77b4"), strict=True):
         found = measure(patterns)

@@ -1,4 +1,4 @@
-"""What scripts begin with that measure settings of one training in this process, one after the other."""
+"""Set-up of scripts that measure settings of one training in this process, one after another."""
 
 import contextlib
 import os
@@ -16,17 +16,17 @@ from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 @contextlib.contextmanager
 def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], warmup: int, steps: int) -> Iterator[Runner]:
-    """Hold a runner for the trainings of `file` while the body runs, and the process groups that it needs.
+    """Yield a runner for the trainings of `file`, within the process groups that it needs.
 
     Args:
         file: A Megatron argument file.
-        flags: Megatron's, typed beside it.
-        own_flags: Those of the script.
-        warmup: Steps of each setting that do not count.
-        steps: Steps of each setting that do.
+        flags: Megatron's flags, typed beside it.
+        own_flags: Flags of the script.
+        warmup: Untimed steps of each setting.
+        steps: Timed steps of each setting.
 
     Raises:
-        OffloadError: The file or a flag is refused, or the model takes several processes.
+        OffloadError: The file or a flag is refused, or the model needs several processes.
     """
     with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
         job = Job(

@@ -1,11 +1,11 @@
-"""Every model of `arguments/` on three devices: what it takes, and what half of its activations cost to be without.
+"""Plans every model of `arguments/` on three devices: its memory, and the cost of halving its activations.
 
     python examples/benchmarks/plan_models.py [--models llama3_8b ...] [--gpus h100 h200 gb200]
 
-For each model and device, the memory of the fullest rank and the step time that are predicted for keeping everything, for full
-recompute, and for the plan whose budget lies halfway between the two. It needs no GPU; large models take seconds each.
+For each model and device it predicts the memory of the fullest rank and the step time for the baseline, for full recompute, and
+for the plan whose budget is halfway between the two. It needs no GPU; large models take seconds each.
 
-What you should see: the table of arguments/README.md, as Markdown, a row for each model and device.
+What you should see: the table of arguments/README.md as Markdown, with a row for each model and device.
 """
 
 import argparse

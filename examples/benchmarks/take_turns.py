@@ -1,24 +1,23 @@
-"""What settings cost where a machine's own noise is larger: each is a process, and they run one step after the other in turn.
+"""Compares settings on noisy machines: each setting has its own process, and their steps alternate in rounds.
 
     python examples/benchmarks/take_turns.py [ARGUMENTS.sh] [--settings ours:expert_fc1 megatron:expert_fc1] [--rounds 15]
         [--warmup 2] [--repeats 6] [--steps-a-round 1] [--energy] [--out FOLDER] [Megatron's flags]
 
-By default `arguments/launch_bound_moe.sh`, whose steps are as long as the host takes to launch them: there a step differs
-from the next by 5 to 10%, and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before
-those of the next; here a round is one step of each, or as many as `--steps-a-round` says, a second or two together, so that
-what makes the machine slower makes all of them slower. Every other round goes backwards. Each setting has a `baseline` of
-its own kind of process beside it (Megatron-Core's engine wants a variable set at start), and its ratio is that of the two
-steps in one round. In each repeat all processes start anew, for where a system puts a process is luck too. All models are
-on the device at once: it has to have room for them.
+Takes `arguments/launch_bound_moe.sh` by default, whose steps are launch-bound: there a step differs from the next by 5 to 10%,
+and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before the next one. Here a round is
+one step of each setting, or as many as `--steps-a-round`, a second or two in total, so that a slow machine slows all of them.
+Every other round is reversed. Each setting has a `baseline` of its own kind of process beside it (Megatron-Core's engine needs
+a variable at start), and its ratio compares the two steps of one round. In each repeat all processes restart, since the
+placement of a process is luck too. All models are on the device at once, so it must have room for them.
 
-A device at its power limit is slower the more it does: `--energy` reads, through nvidia-ml-py, what each draws. Give
-`--steps-a-round 6` or so with it, since the counter of energy moves a few dozen times a second.
+A device at its power limit slows down as it does more: `--energy` measures the energy of each through nvidia-ml-py. Use
+`--steps-a-round 6` or so with it, since the energy counter updates a few dozen times a second.
 
 What you should see: a line for each repeat, then a table. For each setting it has the median step with p20 and p80, the step
 time over baseline, the median of each repeat's rounds, and peak memory. From three repeats on, the step time over baseline is
-the geometric mean of those medians with its 95% interval; for one or two it is their median.
-With `--energy` a second table: joules a step, over baseline, clock, power, and how often the power limit held the clock down.
-`--out` has every step, and the most of each repeat, as `turns.json`, up to date after each, and what the processes printed.
+the geometric mean of those medians with its 95% interval; for one or two it is their median. With `--energy` a second table:
+joules per step, over baseline, clock, power, and how often the power limit lowered the clock. `--out` has every step and the
+peak of each repeat as `turns.json`, updated after each repeat, and the processes' output.
 """
 
 import argparse
@@ -61,10 +60,10 @@ HEADINGS = ("setting", "step ms (p20 p80)", "over baseline", "by repeat", "peak 
 INTERVALS = "Over baseline: the geometric mean of the repeats, with its interval of 95%. By repeat: the median of its rounds."
 ENERGY_HEADINGS = ("setting", "J a step", "over baseline", "clock MHz", "power W", "held down by the power limit")
 PEAK = "peak"
-"""What a process is asked for: how many steps to run, and at last how many bytes tensors took at most in all of them."""
+"""Request to a process for its peak bytes over all steps. Other requests are numbers of steps to run."""
 
 SILENCE_SECONDS = 300.0
-"""After so long without a word a process is given up."""
+"""Seconds without a message before a process is given up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,22 +75,22 @@ class Player:
 
     @property
     def name(self) -> str:
-        """What its row is called."""
+        """Name of its row."""
         return name_row(self.setting, self.kind)
 
 
 Steps = dict[Player, list[float]]
-"""Seconds of each step, by round."""
+"""Seconds of each step of each player, by round."""
 
 Readings = dict[Player, list[Reading]]
-"""What each drew, by round; none where nobody reads it."""
+"""Energy readings of each player, by round; empty without a meter."""
 
 Peaks = dict[Player, int | None]
-"""Bytes of one repeat; None on a device whose allocator does not count."""
+"""Peak bytes of each player in one repeat; None on a device whose allocator does not count."""
 
 
 def list_players(settings: Sequence[Setting]) -> list[Player]:
-    """Return who takes turns: `baseline` of each kind of process before the first setting of that kind."""
+    """Return the players: each setting, after `baseline` of its kind of process."""
     players: dict[Player, None] = {}
     for setting in settings:
         players[Player(BASELINE, setting.process)] = None
@@ -100,23 +99,23 @@ def list_players(settings: Sequence[Setting]) -> list[Player]:
 
 
 def play(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
-    """Build the model of a setting, and run a step whenever somebody asks for one: what each process does."""
+    """Run one process: build the model of a setting, and run steps on request."""
     redirect_output(log)
     try:
         _play(job, setting, connection)
     except OffloadError as error:
         connection.send(error)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the one who waits is told
+    except Exception as error:  # noqa: BLE001 - report any error to the waiting process
         traceback.print_exc()
         connection.send(ConfigError(f"{setting.name} ended: {type(error).__name__}: {error}"))
-    # At once: taking torch down takes seconds, and nobody waits for it.
+    # End at once: shutting torch down takes seconds, and nobody waits for it.
     connection.close()
     sys.stdout.flush()
     os._exit(0)
 
 
 def _play(job: Job, setting: Setting, connection: Connection) -> None:
-    # Here, since it loads torch, and Transformer Engine behind it, which reads its switches then.
+    # Imported here, since it loads torch and Transformer Engine, which reads its switches then.
     from fgoffload.benchmark.loading import describe_workload, load_arguments
     from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
@@ -141,7 +140,7 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def start(job: Job, players: Sequence[Player], folder: Path, *, repeat: int) -> Iterator[dict[Player, Connection]]:
-    """Hold a process for each of `players`; they build their models side by side."""
+    """Start a process for each of `players`, and end them after the body. They build their models in parallel."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections = {}
@@ -149,7 +148,7 @@ def start(job: Job, players: Sequence[Player], folder: Path, *, repeat: int) -> 
             own, its = context.Pipe()
             log = folder / f"log_{make_file_name(player.name)}_{repeat}.txt"
             process = context.Process(target=play, args=(job, player.setting, log, its), daemon=True)
-            with keep_environment(player.kind.environment):  # it has the variables of this process
+            with keep_environment(player.kind.environment):  # the process inherits the variables of this one
                 set_environment(player.kind.environment)
                 process.start()
             its.close()
@@ -160,10 +159,10 @@ def start(job: Job, players: Sequence[Player], folder: Path, *, repeat: int) -> 
 
 
 def hear(player: Player, connection: Connection) -> Any:
-    """Return what a process says next.
+    """Return the next message of a process.
 
     Raises:
-        OffloadError: It cannot train its setting, or is gone.
+        OffloadError: The process cannot train its setting, or has ended.
     """
     if not connection.poll(SILENCE_SECONDS):
         raise ConfigError(f"{player.name} has said nothing for {SILENCE_SECONDS:.0f} s. Look into its log.")
@@ -179,7 +178,7 @@ def hear(player: Player, connection: Connection) -> Any:
 def take_turns(
     connections: Mapping[Player, Connection], rounds: int, *, steps_a_round: int = 1, meter: EnergyMeter | None = None
 ) -> tuple[Steps, Readings]:
-    """Return the seconds of each step, and what they drew: of `rounds` rounds, every other one backwards."""
+    """Run `rounds` rounds, every other one reversed. Return the seconds of each step, and the energy readings."""
     steps: Steps = {player: [] for player in connections}
     readings: Readings = {player: [] for player in connections}
     for number in range(rounds):
@@ -194,19 +193,19 @@ def take_turns(
 
 
 def ask_peaks(connections: Mapping[Player, Connection]) -> Peaks:
-    """Return the bytes that each took at peak; none of them runs a step any more."""
+    """Return the peak bytes of each process. No process runs a step afterwards."""
     for connection in connections.values():
         connection.send(PEAK)
     return {player: hear(player, connection) for player, connection in connections.items()}
 
 
 def find_worst(player: Player, peaks: Sequence[Peaks]) -> int | None:
-    """Return the most bytes of any repeat; None where nothing counted them."""
+    """Return the maximum bytes over all repeats; None where nothing counted them."""
     return max((one for repeat in peaks if (one := repeat[player]) is not None), default=None)
 
 
 def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
-    """Return what all repeats say of one setting: its ratios are the medians of their rounds."""
+    """Return the summary of one setting over all repeats. Its ratios are the medians of their rounds."""
     beside = Player(BASELINE, player.kind)
     ratios = [
         statistics.median(own / other for own, other in zip(steps[player], steps[beside], strict=True)) for steps in repeats
@@ -245,7 +244,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
 
 
 def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
-    """Return the table of what each drew in all repeats."""
+    """Return the table of each player's energy over all repeats."""
     table = Table(title="what the device drew", title_justify="left")
     for heading in ENERGY_HEADINGS:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
@@ -258,7 +257,7 @@ def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
-    """Return the script's own options, and what is left for Megatron."""
+    """Return the script's own options, and the remaining words for Megatron."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", nargs="?", type=Path, default=ARGUMENTS / "launch_bound_moe.sh")
     parser.add_argument("--settings", metavar="NAME", nargs="+", default=["ours:expert_fc1", "megatron:expert_fc1"])
@@ -278,14 +277,14 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 def run_all(
     options: argparse.Namespace, flags: Sequence[str], folder: Path, console: Console, meter: EnergyMeter | None
 ) -> None:
-    """Measure all settings and show them, and what they drew where there is a meter.
+    """Measure all settings and print the tables, with energy if there is a meter.
 
     Raises:
         OffloadError: A setting cannot be trained here, in one process.
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
-    check_plans(settings)  # before a process starts: nobody makes plans here
+    check_plans(settings)  # before a process starts: this script makes no plans
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
@@ -325,7 +324,7 @@ def run_all(
 
 
 def sum_up(drawn: Sequence[Readings], repeats: Sequence[Steps]) -> dict[Player, Energy]:
-    """Return what each drew in all repeats together."""
+    """Return the energy of each player over all repeats."""
     return {
         player: summarize_energy(
             [reading for readings in drawn for reading in readings[player]], steps=sum(len(steps[player]) for steps in repeats)
@@ -335,9 +334,9 @@ def sum_up(drawn: Sequence[Readings], repeats: Sequence[Steps]) -> dict[Player, 
 
 
 def main() -> int:
-    """Measure, show and write."""
+    """Measure, print and write the results."""
     options, flags = parse_options()
-    # As launch scripts of Megatron have it.
+    # As in Megatron's launch scripts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

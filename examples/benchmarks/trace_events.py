@@ -1,4 +1,4 @@
-"""Tells the events of a Chrome trace of torch's profiler apart."""
+"""Reads and classifies the events of a Chrome trace of torch's profiler."""
 
 import gzip
 import json
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-"""One of a trace. `ts` and `dur` are microseconds, of one clock for host and device."""
+"""Event of a trace. `ts` and `dur` are microseconds, of one clock for host and device."""
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a trace that take time."""
+    """Return the events of a trace that have a duration."""
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
     return [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X"]
 
 
 def is_kernel(event: Event) -> bool:
-    """Return whether `event` is a kernel; copies and fills of memory are none."""
+    """Return whether `event` is a kernel. Copies and fills of memory are not."""
     return event.get("cat") == "kernel"
 
 
@@ -25,7 +25,7 @@ def is_copy(event: Event, *, way: str) -> bool:
     """Return whether `event` is a copy between device and host.
 
     Args:
-        event: Of a trace.
+        event: Event of a trace.
         way: `DtoH` or `HtoD`.
     """
     return event.get("cat") == "gpu_memcpy" and way in event["name"]

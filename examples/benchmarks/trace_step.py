@@ -1,13 +1,13 @@
-"""One training step on a GPU as a Chrome trace and a picture: copies against compute.
+"""Traces one training step on a GPU, as a Chrome trace and a picture of copies beside compute.
 
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
-A stack of blocks in bfloat16, each a norm, two wide linears and a residual; what the second linear saves leaves. Writes
-`trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same step, drawn in lanes.
-Needs a CUDA GPU.
+The model is a stack of blocks in bfloat16, each a norm, two wide linears and a residual. The saved tensors of the second linear
+are offloaded. Writes `trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same
+step, drawn in lanes. Needs a CUDA GPU.
 
-What you should see: a table of what moved and how long it took; in the picture, copies to the host below forward, copies to the
-device below backward, both beside kernels.
+What you should see: a table of the copied bytes and their times; in the picture, copies to the host below forward, and copies
+to the device below backward, both beside kernels.
 """
 
 import argparse
@@ -23,11 +23,11 @@ import fgoffload
 from fgoffload.benchmark.traces import write_trace
 
 LANES = {"kernels": "#4c72b0", "copies to the host": "#dd8452", "copies to the device": "#55a868"}
-"""What the picture shows, from the top, and its colors."""
+"""Lanes of the picture, from the top, with their colors."""
 
 
 class Block(torch.nn.Module):
-    """A pre-norm MLP block: `[tokens, hidden]` to the same."""
+    """A pre-norm MLP block, from `[tokens, hidden]` to `[tokens, hidden]`."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def run_to_end(model: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def find_lane(event: Event) -> str | None:
-    """Return the lane of the picture that an event of the trace belongs to, or None."""
+    """Return the lane of the picture for an event of the trace, or None."""
     if is_kernel(event):
         return "kernels"
     if is_copy(event, way="DtoH"):

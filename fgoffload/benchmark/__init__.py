@@ -1,15 +1,15 @@
-"""The benchmark: step time and memory of this package beside what users would pick instead, in one run.
+"""Benchmarks step time and memory of this package against the alternatives, in one run.
 
-| part | what it gives |
+| part | contents |
 |---|---|
-| `settings` | what is measured: names that users type, and the Megatron flags behind them |
-| `steps`, `measurement` | what a step computed, what a setting measured, and ratios: numbers in, numbers out |
+| `settings` | names that users type for settings, and the Megatron flags behind them |
+| `steps`, `measurement` | results of steps, measurements of settings, and ratios: numbers in, numbers out |
 | `model_flop` | the floating-point operations of a model, for its utilization |
-| `job`, `processes` | settings in turn, in processes of their own, on every rank |
+| `job`, `processes` | runs settings one after another, in separate processes, on every rank |
 | `worker`, `runner` | the other end: one setting, one model, one measurement |
-| `rank_models`, `budget_plans` | what the planner takes the training for, and a plan for a memory budget |
+| `rank_models`, `budget_plans` | the planner's model of the training, and a plan for a memory budget |
 | `forecaster`, `prediction` | predicted step time and peak, from the hardware table and from a profile |
-| `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and what it ran on |
+| `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and the machine and versions |
 
 Importing this package loads no torch; `worker`, `runner`, `loading`, `rank_models`, `forecaster` and `traces` do.
 """

@@ -1,8 +1,8 @@
-"""The plan for each memory budget of a benchmark: made from what is known of the training, and tried before it is measured.
+"""Makes the plan for each memory budget of a benchmark, and tries it before the measurement.
 
-A plan from a profile knows how long each layer of this model takes on this device; one from the hardware table does not. What
-operators have for a moment neither knows to the byte. So a plan that turns out to take more than the budget is made again, with
-what was missing left free, as `--offload-modules auto` does.
+A plan from a profile knows how long each layer of this model takes on this device; a plan from the hardware table does not.
+Neither knows the temporary memory of operators to the byte. So a plan that exceeds the budget is made again with the excess
+left free, as `--offload-modules auto` does.
 """
 
 import dataclasses
@@ -23,30 +23,30 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Most plans tried for a budget. The last one counts, whatever it takes."""
+"""Maximum number of plans tried for a budget. The last one counts, whatever its peak."""
 
 TryPlan = Callable[[Setting], Tried | None]
-"""Runs a setting for a few steps, on all ranks alike; None where nobody counts bytes, as on a CPU."""
+"""Runs a setting for a few steps, on all ranks together; None where no allocator counts bytes, as on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """A plan that may be the one for a budget."""
+    """A candidate plan for a budget."""
 
     plan: OffloadPlan
     tried: Tried | None
-    """None where no plan is tried."""
+    """Result of the trial; None where no plan is tried."""
     beyond_bytes: int = 0
-    """How much more it took than was predicted, or a plan before it."""
+    """How far this plan, or one before it, exceeded its predicted peak."""
 
 
 class BudgetPlans:
-    """Makes the plan of each setting that names a budget, once.
+    """Makes the plan of each setting with a budget, once.
 
     Args:
-        job: What is measured.
-        rank: Of this process, from 0: each writes a file of its own.
-        build_ranks: Returns what the planner takes the training for by the hardware table.
+        job: The benchmark's options.
+        rank: Rank of this process, from 0: each rank writes its own file.
+        build_ranks: Returns the planner's model of the training, from the hardware table.
     """
 
     def __init__(self, job: Job, *, rank: int, build_ranks: Callable[[], Sequence[RankModel]]) -> None:
@@ -57,20 +57,20 @@ class BudgetPlans:
         self._found: dict[Setting, Setting] = {}
 
     def learn(self, profile: Profile) -> None:
-        """Plan from `profile` from now on. The same on all ranks."""
+        """Plan from `profile` from now on. All ranks pass the same profile."""
         self._ranks = build_profile_ranks(self._job, profile)
         self._found.clear()
 
     def find(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
-        """Return `setting` with a plan for its budget, the same each time.
+        """Return `setting` with a plan for its budget, the same plan each time.
 
         Args:
-            setting: With a budget.
-            try_plan: Called on all ranks alike; None where the first plan is the one.
+            setting: A setting with a budget.
+            try_plan: Called on all ranks together; None takes the first plan untried.
 
         Raises:
-            ConfigError: The hardware table does not have the device, and there is no profile.
-            PlanError: No plan was found that fits.
+            ConfigError: The device is not in the hardware table, and there is no profile.
+            PlanError: No plan fits the budget.
         """
         if setting not in self._found:
             self._found[setting] = self._make(setting, try_plan)
@@ -82,10 +82,10 @@ class BudgetPlans:
         return self._write(setting, self._fit(setting, self._ranks, try_plan).plan)
 
     def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
-        """Return the plan for `ranks` that keeps to the budget when it is tried, or the last one that was.
+        """Return the first plan for `ranks` that keeps to the budget when it is tried, or else the last one tried.
 
         Raises:
-            PlanError: No plan was found that fits.
+            PlanError: No plan fits the budget.
         """
         candidate = self._make_candidate(setting, ranks, try_plan, free_bytes=0)
         for _ in range(MOST_PLANS - 1):
@@ -103,14 +103,14 @@ class BudgetPlans:
     def _make_candidate(
         self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None, *, free_bytes: int
     ) -> _Candidate:
-        """Return a plan that leaves `free_bytes` free, tried."""
+        """Make a plan that leaves `free_bytes` free, and try it."""
         planned = plan_for_budget(ranks, budget_bytes=setting.budget_bytes or 0, free_bytes=free_bytes)
         tried = None if try_plan is None else try_plan(self._write(setting, planned.plan))
         beyond_bytes = 0 if tried is None else tried.peak_bytes - planned.peak_bytes
         return _Candidate(plan=planned.plan, tried=tried, beyond_bytes=max(free_bytes, beyond_bytes))
 
     def _write(self, setting: Setting, plan: OffloadPlan) -> Setting:
-        """Return `setting` with `plan`, in the file of this process for its budget."""
+        """Write `plan` to this rank's file for the budget, and return `setting` with it."""
         path = self._job.find_plan_path(setting, rank=self._rank)
         write_file(path, plan.to_json())
         return setting.with_plan(path)

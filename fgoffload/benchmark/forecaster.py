@@ -21,15 +21,15 @@ from fgoffload.tags import find_recompute_unit
 logger = logging.getLogger(__name__)
 
 SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
-"""Systems whose copies are scheduled by rules that the simulator has."""
+"""Systems whose copies the simulator can schedule."""
 
 
 class Forecaster:
     """Predicts settings.
 
     Args:
-        job: What is measured.
-        profile: Measured before; None where there is none, or where the benchmark measures one.
+        job: The benchmark's options.
+        profile: An existing profile; None if there is none, or if the benchmark measures one.
     """
 
     def __init__(self, job: Job, *, profile: Profile | None = None) -> None:
@@ -38,7 +38,7 @@ class Forecaster:
         self._ranks: dict[Source, Sequence[RankModel]] = {}
 
     def meet(self, device: str) -> None:
-        """Predict for the device that the benchmark runs on. A device that the table does not have is no fault."""
+        """Predict for the device that the benchmark runs on. A device outside the table is not an error."""
         hardware, profile = find_hardware(device), self._profile
         if hardware is not None:
             self._learn(Source.TABLE, lambda: build_job_ranks(self._job, hardware))
@@ -48,11 +48,11 @@ class Forecaster:
             self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, profile))
 
     def read_profile(self) -> None:
-        """Predict from the profile that the benchmark has measured too."""
+        """Predict from the profile that the benchmark measured, too."""
         self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, Profile.load(self._job.profile_path)))
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
-        """Return what each source predicts of a setting. A fault costs the prediction and never the measurement."""
+        """Return the prediction of each source for a setting. An error loses the prediction, never the measurement."""
         found: dict[Source, Prediction] = {}
         planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
         for source, ranks in self._ranks.items() if setting.system in SIMULATED else ():
@@ -70,11 +70,11 @@ class Forecaster:
 
 
 def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
-    """Simulate a setting of a system in `SIMULATED`; one of a budget has its plan.
+    """Simulate a setting of a system in `SIMULATED`. A setting with a budget needs its plan.
 
     Raises:
-        ConfigError: A module of the setting is none that the planner knows.
-        PlanError: The plan file cannot be read, or `ranks` cannot do what the setting does.
+        ConfigError: The planner does not know a module of the setting.
+        PlanError: The plan file cannot be read, or `ranks` cannot execute the setting.
     """
     plan = _make_plan(ranks, setting)
     # Megatron's own recompute runs without this package.
@@ -101,7 +101,7 @@ def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
         recompute = SelectiveRecompute(modules=setting.recompute)
     flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
     plan = flags.make_plan(ranks)
-    # A profile lacks the recompute of modules whose bits were not sure to stay, and must not predict that nothing reruns.
+    # A profile lacks modules whose recompute may change bits. Do not predict them as if nothing were recomputed.
     units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
     recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
     if missing := [module for module in setting.recompute if module not in recomputed]:

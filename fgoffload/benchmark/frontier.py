@@ -23,7 +23,7 @@ LINES: Mapping[System, tuple[str, str, str]] = {
 
 
 MOST_RATIO = 1.5
-"""Where the picture ends. Full recompute is below it; the caption names what is beyond."""
+"""Largest step time over the baseline in the picture. Full recompute is below it; the caption names settings beyond it."""
 
 
 class Point(NamedTuple):
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def find_frontier(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other beats in both, from the most memory to the least."""
+    """Return the Pareto-optimal points, from the most memory to the least."""
     frontier: list[Point] = []
     # By time, then memory: a point counts if it takes less memory than all faster ones.
     for point in sorted(points, key=lambda point: (point.ratio, point.peak_bytes)):
@@ -77,7 +77,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
         x, y = [point.peak_bytes / scale for point in shown], [point.ratio for point in shown]
         axes.scatter(x, y, color=color, marker=marker, label=label)
         if system is not System.BASELINE:
-            _draw_line(axes, find_frontier([*baseline, *shown]), scale, color=color)  # each system can also do nothing
+            _draw_line(axes, find_frontier([*baseline, *shown]), scale, color=color)  # each system can also run the baseline
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     caption = f"\nbeyond {MOST_RATIO}: {'; '.join(beyond)}" if beyond else ""
     if beyond:

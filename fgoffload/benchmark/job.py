@@ -1,4 +1,4 @@
-"""Requests to the processes of a benchmark, and their messages. All of it can be pickled."""
+"""Requests to the processes of a benchmark, and their messages. All of them can be pickled."""
 
 import dataclasses
 import enum
@@ -14,12 +14,12 @@ from fgoffload.trainer.training_policy import Update
 
 
 def make_file_name(name: str) -> str:
-    """Return the name of a setting as a part of a file's name."""
+    """Return the name of a setting as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
 def name_trace(setting: Setting, *, rank: int = 0) -> str:
-    """Return the name of the file that a rank's trace of a setting goes to."""
+    """Return the file name of a rank's trace of a setting."""
     own = f"_rank{rank}" if rank else ""
     return f"trace_{make_file_name(setting.name)}{own}.json.gz"
 
@@ -28,12 +28,12 @@ class Purpose(enum.Enum):
     """The purpose of a benchmark."""
 
     TIMES = "times"  # step times and memory, with the fastest kernels
-    BITS = "bits"  # losses and gradients, with deterministic ones
+    BITS = "bits"  # losses and gradients, with deterministic kernels
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One setting, to be measured once."""
+    """One measurement of one setting."""
 
     setting: Setting
     repeat: int
@@ -45,54 +45,54 @@ class Job:
     """Options that all settings of a benchmark share."""
 
     source: str
-    """The argument file, as the user named it."""
+    """Path of the argument file, as the user typed it."""
     file_flags: tuple[str, ...]
     """Megatron's flags in that file."""
     typed_flags: tuple[str, ...] = ()
-    """Megatron's flags on the command line; they win over the file's, and a setting's over both."""
+    """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
-    """The flags of the command itself, to be suggested for one typed wrongly."""
+    """The command's own flags, for suggestions."""
     world_size: int = 1
-    """Processes of the training."""
+    """Number of processes of the training."""
     warmup: int
-    """Steps before the timed ones."""
+    """Number of steps before the timed ones."""
     steps: int
-    """Timed steps; where bits are compared, all steps."""
+    """Number of timed steps; if bits are compared, of all steps."""
     steps_until_replay: int = 0
-    """Steps before CUDA graphs only replay: eager ones, and the one that captures. 0 where none are captured."""
+    """Steps before CUDA graphs only replay: eager steps and the capturing one. 0 without graphs."""
     purpose: Purpose = Purpose.TIMES
-    """The purpose."""
+    """Purpose of the benchmark."""
     update: Update = Update.NONE
     """How steps use their gradients."""
     plan_folder: Path
-    """Where the plans of the planner go, and a profile that is measured."""
+    """Folder of the planner's plans and of a measured profile."""
     profile: Path | None = None
-    """A profile that was measured before, to plan from."""
+    """Path of an existing profile to plan from."""
     trace_folder: Path | None = None
-    """Where a Chrome trace of each setting goes, or None for none."""
+    """Folder of a Chrome trace for each setting, or None for no traces."""
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before the timed ones: none of those captures a graph, or is the first to replay one."""
+        """Steps before the timed ones, so that no timed step captures a graph or replays it for the first time."""
         return max(self.warmup, self.steps_until_replay + 1)
 
     @property
     def bit_steps(self) -> int:
-        """Steps whose bits are compared: graphs replay in the last one."""
+        """Number of steps whose bits are compared. Graphs replay in the last one."""
         return max(self.steps, self.steps_until_replay + 1)
 
     @property
     def steps_of_run(self) -> int:
-        """Steps that each setting takes."""
+        """Number of steps of each setting."""
         return self.bit_steps if self.purpose is Purpose.BITS else self.warmup_steps + self.steps
 
     @property
     def profile_path(self) -> Path:
-        """Where a profile goes that is measured among the settings."""
+        """Path of a profile that is measured among the settings."""
         return self.plan_folder / "profile.json"
 
     def find_plan_path(self, setting: Setting, *, rank: int = 0) -> Path:
-        """Return where the plan for a budget goes: a file for each rank, since all write the same and none waits."""
+        """Return the path of the plan for a budget. Each rank has a file: all write the same plan and none waits."""
         return self.plan_folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
 
 
@@ -103,20 +103,20 @@ class Task:
     job: Job
     """The benchmark's options."""
     runs: tuple[Run, ...]
-    """In this order."""
+    """Runs of the process, in order."""
     rank: int
     """Rank of this process, from 0."""
     store: Path
-    """A file by which the ranks meet."""
+    """File through which the ranks connect."""
     environment: Mapping[str, str | None]
-    """Variables that it sets before anything heavy is imported; None removes one."""
+    """Variables that the process sets before heavy imports; None removes one."""
     log: Path
-    """Where its output goes."""
+    """Path of the process's output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """The process has loaded what it needs."""
+    """The process has loaded its imports."""
 
     surroundings: Surroundings
 
@@ -137,7 +137,7 @@ class Stepped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """A step of a plan that is tried is over: it is not among those of the run, and says that the process goes on."""
+    """A step of a plan's trial is over. It is not a step of the run, but shows that the process is alive."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,19 +146,19 @@ class Ended:
 
     run: Run
     measurement: Measurement | None = None
-    """Where times are measured."""
+    """Measurement, if times are measured."""
     bits: tuple[StepRecord, ...] = ()
-    """By step, where bits are compared."""
+    """Results of each step, if bits are compared."""
     failure: str = ""
-    """Why there is neither."""
+    """Reason why there is neither."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crashed:
-    """The process is over before its runs are."""
+    """The process ended before its runs did."""
 
     reason: str
-    """In one line."""
+    """Reason in one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

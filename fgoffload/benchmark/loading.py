@@ -1,4 +1,4 @@
-"""From flags to a training, for each setting, with everything checked that can be before a model is built. Loads torch."""
+"""Loads the training of each setting from flags, and checks all that can be checked before a model is built. Loads torch."""
 
 from collections.abc import Iterable
 
@@ -15,18 +15,18 @@ from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.plan_check import check_plan_file
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
-"""Fields of Megatron's config that no flag sets back: only settings may give them."""
+"""Fields of Megatron's config that no flag can reset, so only settings may set them."""
 
 
 def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArguments:
-    """Return the training of a job as it is with nothing that saves memory.
+    """Return the training of a job as the baseline runs it, without any memory saving.
 
     Args:
-        job: What is measured.
-        world_size: Processes of the training; None takes what one copy of the model needs.
+        job: The benchmark's options.
+        world_size: Number of processes; None takes the fewest that one copy of the model needs.
 
     Raises:
-        ConfigError: A flag cannot be what it is, contradicts what settings choose, or asks for what is not here.
+        ConfigError: A flag has an invalid value, conflicts with the settings, or needs something that is not available.
     """
     arguments = parse_setting_arguments(job, BASELINE, world_size=world_size)
     for name in _CHOSEN_BY_SETTINGS:
@@ -47,23 +47,23 @@ def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | Non
     """Return the training of one setting.
 
     Args:
-        job: What is measured.
-        setting: Adds flags, which win over all others.
-        world_size: Processes of the training; None takes what one copy of the model needs.
+        job: The benchmark's options.
+        setting: The setting, whose flags override all others.
+        world_size: Number of processes; None takes the fewest that one copy of the model needs.
 
     Raises:
-        ConfigError: A flag has a value that it cannot have, or a combination is refused.
+        ConfigError: A flag has an invalid value, or a combination is refused.
     """
     typed = (*job.typed_flags, *setting.list_flags())
     return parse_arguments(job.file_flags, source=job.source, world_size=world_size, typed=typed, known_elsewhere=job.own_flags)
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
-    """Check the plan files among the settings: a process that measures them would find a fault only when their turn comes.
+    """Check the settings' plan files now: a process would find an error only when it reaches the setting.
 
     Raises:
-        ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot leave.
-        PlanError: A file cannot be read, or is of another training.
+        ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot be offloaded.
+        PlanError: A file cannot be read, or was made for another training.
     """
     for setting in settings:
         if setting.plan is not None:
@@ -73,7 +73,7 @@ def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
 
 
 def describe_workload(arguments: TrainingArguments) -> Workload:
-    """Return what tables and rates say about a training."""
+    """Return the description of a training for tables and rates."""
     config = build_transformer_config(arguments, offload=None)
     return Workload(
         arguments_file=arguments.source.places[0],

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 """Confidence level of a ratio's interval."""
 
 FEWEST_REPEATS = 3
-"""An interval from two repeats would be ten times their distance: no number to show."""
+"""Fewest repeats for an interval: from two repeats it would be ten times their distance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,53 +23,53 @@ class Measurement:
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None = None
-    """The most that tensors took during the timed steps; None on a device whose allocator does not count."""
+    """Peak bytes of tensors during the timed steps; None on a device whose allocator does not count."""
     peak_reserved_bytes: int | None = None
-    """The most that the allocator held for them."""
+    """Peak bytes that the allocator reserved during the timed steps."""
     resident_bytes: int | None = None
     """Bytes of tensors between steps: weights and gradients."""
     activation_peak_bytes: int | None = None
-    """The most that autograd kept, in a step of its own: measured where no allocator counts."""
+    """Peak bytes that autograd held, in a separate step. Measured where no allocator counts."""
     host_bytes: int | None = None
-    """Page-locked host memory, what is held for later included; None where nothing counts it."""
+    """Pinned host bytes, including cached ones; None where nothing counts them."""
     d2h_bytes: int | None = None
     """Bytes that our engine offloads in a step; None for other engines."""
     prefetch_misses: int | None = None
-    """Storages of a step that our engine reloaded only when backward asked for them."""
+    """Storages in a step whose reload our engine started only when backward asked for them."""
     window_waits: int | None = None
     """How often compute waited for copies to the host in a step, with our engine."""
 
     @property
     def seconds(self) -> float:
-        """The median time of a step."""
+        """The median step time."""
         return statistics.median(self.step_seconds)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak that a memory budget limits: the allocator's, or that of activations without one."""
+        """The peak that a memory budget limits: the allocator's, or the activation peak where no allocator counts."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One setting, measured once."""
+    """Result of one measurement of one setting."""
 
     setting: Setting
     repeat: int
-    """Of the whole list, from 0."""
+    """Repeat of the whole list, from 0."""
     session: int
-    """The process that it ran in, from 0, over all of a benchmark. Only within one are times compared."""
+    """Number of the session it ran in, from 0, over the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
-    """None where it failed, or where bits are compared."""
+    """Measurement; None if the run failed or bits are compared."""
     bits: tuple[StepRecord, ...] = ()
     """Results of each step, if bits are compared."""
     failure: str = ""
-    """Why it did, in one line."""
+    """Reason of a failure, in one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One setting, all repeats together."""
+    """Results of one setting over all repeats."""
 
     setting: Setting
     process: ProcessKind
@@ -77,21 +77,21 @@ class Summary:
     step_seconds: tuple[float, ...] = ()
     """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()
-    """By repeat: the median step over that of `baseline`: see `find_reference_s`."""
+    """For each repeat, the median step time over the baseline's; see `find_reference_s`."""
     worst: Measurement | None = None
-    """The most of each number over all repeats, but for `step_seconds`, which are the first one's."""
+    """The maximum of each number over all repeats, except `step_seconds`, which come from the first one."""
     failure: str = ""
-    """Why it failed in the last repeat in which it did."""
+    """Reason of the last failure."""
     repeats: int = 1
-    """Of the whole list."""
+    """Number of repeats of the whole list."""
     missed_repeats: int = 0
-    """Of those: in which it was not measured. What is known of it is of the others alone."""
+    """Number of repeats without a measurement of this setting. All results come from the other repeats."""
 
     @property
     def ratio(self) -> float | None:
-        """The shown value over all repeats, or None.
+        """The ratio to show for all repeats, or None.
 
-        From `FEWEST_REPEATS` on it is the geometric mean, around which the interval is; of fewer the median.
+        It is the geometric mean from `FEWEST_REPEATS` repeats on, in the middle of the interval, and the median below that.
         """
         if len(self.ratios) >= FEWEST_REPEATS:
             return statistics.geometric_mean(self.ratios)
@@ -99,7 +99,7 @@ class Summary:
 
     @property
     def seconds(self) -> float | None:
-        """The median step of all repeats, or None where there is none."""
+        """The median step time over all repeats, or None without a measurement."""
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
     @property
@@ -108,17 +108,17 @@ class Summary:
         return None if self.worst is None else self.worst.peak_bytes
 
     def find_interval(self) -> tuple[float, float] | None:
-        """Return where the geometric mean of the ratios is with 95% confidence, or None below `FEWEST_REPEATS`.
+        """Return the 95% confidence interval of the ratios' geometric mean, or None below `FEWEST_REPEATS` repeats.
 
-        The repeats are pairs: each has its own `baseline`, so that a machine that drifts drifts for both.
+        Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
         """
         return find_ratio_interval(self.ratios)
 
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return where the geometric mean of ratios is with 95% confidence, or None with fewer than `FEWEST_REPEATS`.
+    """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `FEWEST_REPEATS` ratios.
 
-    Ratios multiply, so the interval is Student's, of their logarithms: around the geometric mean, and not around a median.
+    Ratios multiply, so this is Student's interval of their logarithms: it surrounds the geometric mean, not a median.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None
@@ -131,13 +131,13 @@ def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 
 def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return p20, p50 and p80, between the two nearest values where a quantile falls between them."""
+    """Return p20, p50 and p80, interpolated between the two nearest values."""
     ordered = sorted(seconds)
     return _find_quantile(ordered, 0.2), statistics.median(ordered), _find_quantile(ordered, 0.8)
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
-    """Return what all ranks of a training measured in the same steps."""
+    """Return the merged measurement of all ranks in the same steps."""
     return Measurement(
         step_seconds=tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True))),
         **{name: _combine(max, (getattr(one, name) for one in measurements)) for name in _MOST},
@@ -146,11 +146,11 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step of `baseline` that the outcome at `index` is compared with, or None where it has none.
+    """Return the baseline step time for the outcome at `index`, or None if there is none.
 
-    That is the median of all steps of `baseline` in its process and repeat. Each time that `baseline` is built its steps are
-    longer or shorter as a whole, and those before and behind a setting are no more like it than others are. `baseline` itself
-    is compared with its own.
+    It is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` has steps that are
+    longer or shorter as a whole, so the ones right before and after a setting are no better references than the others.
+    `baseline` itself is compared with its own steps.
     """
     own = outcomes[index]
     if own.setting == BASELINE:
@@ -159,16 +159,16 @@ def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
 
 
 def find_baseline_s(outcomes: Iterable[Outcome]) -> float | None:
-    """Return the median of all steps of `baseline` among `outcomes`, or None without any."""
+    """Return the median of all steps of `baseline` among `outcomes`, or None if there are none."""
     measured = (one.measurement for one in outcomes if one.setting == BASELINE and one.measurement is not None)
     seconds = [step for measurement in measured for step in measurement.step_seconds]
     return statistics.median(seconds) if seconds else None
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` over that of `baseline`, or None where one of them has none.
+    """Return the step time of the outcome at `index` over the baseline's, or None if one of them is missing.
 
-    A profile has none: its one step is slowed by what measures it, and no setting to compare.
+    A profile has no ratio: measuring slows its only step, and it is not a setting to compare.
     """
     if outcomes[index].setting == PROFILE:
         return None
@@ -179,14 +179,14 @@ def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
 def summarize(
     outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], *, repeats: int | None = None
 ) -> tuple[Summary, ...]:
-    """Return one summary for each setting and kind of process, in the order in which they first ran.
+    """Return one summary for each setting and kind of process, in the order of their first runs.
 
-    A profile that was measured is no setting, and has none; one that failed has, which says why.
+    A measured profile is not a setting and has no summary. A failed profile has one, with the reason.
 
     Args:
-        outcomes: In the order in which they ran.
-        processes: By session.
-        repeats: Of the whole list; None takes those that anything ran in. A setting that crashed does not come again.
+        outcomes: Outcomes in the order of their runs.
+        processes: Kind of process of each session.
+        repeats: Number of repeats of the whole list; None counts those with a run. A setting that crashed does not run again.
     """
     if repeats is None:
         repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
@@ -221,7 +221,7 @@ def _find_worst(measurements: Sequence[Measurement]) -> Measurement:
 
 _MOST = ("peak_allocated_bytes", "peak_reserved_bytes", "resident_bytes", "activation_peak_bytes")
 _SUM = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""The fields of a measurement, by what they are over the ranks."""
+"""Fields of a measurement that are maximized, and those that are summed, over the ranks."""
 
 
 def _combine(function: Callable[[list[Any]], Any], values: Iterable[float | None]) -> Any:

@@ -1,8 +1,8 @@
-"""The floating-point operations of a step that the model asks for, whoever computes what twice.
+"""Counts the floating-point operations that the model needs for a step, without recompute.
 
-A multiplication and an addition are two operations. Backward costs twice what forward does, and recompute counts nothing: so
-utilization falls when a setting recomputes. Attention is causal, so each token meets half of its sequence. Counted are matrix
-products alone, with the padded vocabulary; windows and packed sequences, in which tokens meet fewer, are not known here.
+A multiplication and an addition are two operations. Backward costs twice as much as forward. Recompute does not count, so
+utilization falls when a setting recomputes. Attention is causal, so each token attends to half of its sequence. Only matrix
+products count, with the padded vocabulary. Windows and packed sequences, where tokens attend to fewer, are not modeled.
 
 Source: the same conventions as `num_floating_point_operations` of Megatron-LM's training.py.
 """
@@ -16,24 +16,24 @@ _PASSES = 3
 
 
 def count_model_flop(arguments: TrainingArguments, config: Any) -> int:
-    """Return the operations of one step, all ranks together.
+    """Return the operations of one step, summed over all ranks.
 
     Args:
         arguments: The training.
-        config: Megatron's TransformerConfig for it, whose fields have their defaults.
+        config: The training's TransformerConfig of Megatron, whose fields have their defaults.
     """
     attention = _count_attention(config, arguments.seq_length)
     mlps = [_count_experts(config) if has_experts else _count_dense(config) for has_experts in _list_expert_layers(config)]
     hidden = int(config.hidden_size)
     output = 2 * hidden * arguments.padded_vocab_size
     per_token = len(mlps) * attention + sum(mlps) + output
-    # A layer of multi-token prediction is one of the decoder's last kind, behind a projection of two hidden states to one.
+    # A layer of multi-token prediction is like the decoder's last layer, after a projection of two hidden states to one.
     per_token += int(config.mtp_num_layers or 0) * (attention + mlps[-1] + 4 * hidden * hidden + output)
     return _PASSES * per_token * arguments.seq_length * arguments.global_batch_size
 
 
 def _count_attention(config: Any, seq_length: int) -> int:
-    """Return the operations of a token's forward through attention and its projections."""
+    """Return the forward operations of a token in attention and its projections."""
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     if config.multi_latent_attention:
         query_rank, rank, rotary = config.q_lora_rank, int(config.kv_lora_rank), int(config.qk_pos_emb_head_dim)
@@ -63,7 +63,7 @@ def _count_mlp(config: Any, ffn: int) -> int:
 
 
 def _list_expert_layers(config: Any) -> list[bool]:
-    """Return for each layer of the decoder whether it has experts."""
+    """Return whether each layer of the decoder has experts."""
     layers, pattern = int(config.num_layers), config.moe_layer_freq
     if not config.num_moe_experts:
         return [False] * layers

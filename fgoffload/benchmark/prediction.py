@@ -12,7 +12,7 @@ class Source(enum.Enum):
     """The source of a prediction's times and bytes."""
 
     TABLE = "table"  # the hardware table, and formulas
-    PROFILE = "profile"  # one measured step with everything kept
+    PROFILE = "profile"  # one measured step with everything kept on the device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +20,16 @@ class Prediction:
     """Simulated step of one setting."""
 
     step_s: float
-    """Seconds of a step."""
+    """Step time in seconds."""
     ratio: float
     """Step time over the simulated step of `baseline`."""
     peak_bytes: int
-    """Peak of the fullest rank."""
+    """Peak bytes of the fullest rank."""
     static_bytes: int
-    """The part of `peak_bytes` that is allocated all the time."""
+    """The part of `peak_bytes` that is always allocated."""
 
     def find_peak(self, measurement: Measurement) -> int:
-        """Return the bytes to compare with the peak of `measurement`: activations alone where no allocator counted it."""
+        """Return the bytes to compare with the peak of `measurement`: only activations if no allocator counted it."""
         return self.peak_bytes - (self.static_bytes if measurement.peak_allocated_bytes is None else 0)
 
 
@@ -38,7 +38,7 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 
 
 def choose_source(predictions: Predictions) -> Source:
-    """Return the source of the table's columns: a profile where there is one, since it was measured on this training."""
+    """Return the source for the table's columns: the profile if there is one, since it was measured on this training."""
     return Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
 
 

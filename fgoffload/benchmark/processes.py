@@ -1,8 +1,8 @@
-"""The processes of a benchmark, from outside: starts them, listens to them, and goes on without a setting that fails.
+"""Starts the processes of a benchmark, listens to them, and continues without a setting that fails.
 
-A session is one process for each rank, in which settings run in turn. A setting that is refused costs a row. One that crashes,
-runs out of memory or falls silent costs its session: what comes after it runs in the next one, which measures `baseline` first,
-since times are compared within a session only.
+A session is one process for each rank, in which settings run one after another. A refused setting costs a row. A setting that
+crashes, runs out of memory or stops sending messages ends its session. The remaining settings run in the next session, which
+measures `baseline` first, since times are only compared within a session.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
 SILENCE_SECONDS = 300.0
-"""After so long without a message a session is given up. Loading and building a large model from a slow disk takes a minute."""
+"""Seconds without a message before a session is given up. Building a large model from a slow disk takes a minute."""
 
 _JOIN_SECONDS = 10.0
-"""For a process that has said its last word to end."""
+"""Timeout for a process to end after its last message."""
 
 
 class Session:
-    """The processes of one session. As a context it ends them, whatever they are doing."""
+    """The processes of one session. As a context manager it ends them, whatever they are doing."""
 
     def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
         self._log = log
@@ -36,19 +36,19 @@ class Session:
         store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
         self._processes: list[SpawnProcess] = []
         self._readers: dict[Connection, int] = {}
-        # Spawned and not forked: a process that is forked has what this one has imported, with its switches read.
+        # Spawn, since a forked process would inherit this one's imports, with their environment switches already read.
         context = multiprocessing.get_context("spawn")
         for rank in range(job.world_size):
             task = Task(job=job, runs=tuple(runs), rank=rank, store=store, environment=kind.environment, log=log)
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=run_worker, args=(task, writer), daemon=True)
             process.start()
-            writer.close()  # so that the pipe ends with the process
+            writer.close()  # the pipe then closes with the process
             self._processes.append(process)
             self._readers[reader] = rank
 
     def listen(self, silence_seconds: float = SILENCE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yield rank and message until all processes have finished, or one is lost: then `Crashed` is the last message."""
+        """Yield rank and message until all processes have finished or one is lost; then `Crashed` is the last message."""
         while self._readers:
             ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
             if not ready:
@@ -75,7 +75,7 @@ class Session:
         return message
 
     def __enter__(self) -> "Session":
-        """Return this session; its processes run already."""
+        """Return this session; its processes are already running."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -93,7 +93,7 @@ class Session:
 
 
 StartSession = Callable[[Job, Sequence[Run], ProcessKind, Path], contextlib.AbstractContextManager[Session]]
-"""Starts the processes of one session: `Session` itself, but for tests."""
+"""Starts the processes of one session: `Session`, or a fake in tests."""
 
 
 def run_sessions(
@@ -106,15 +106,15 @@ def run_sessions(
     on_message: Callable[[Message], None] = lambda message: None,
     start: StartSession = Session,
 ) -> Iterator[Outcome]:
-    """Run `runs` in sessions of one kind, and yield what came of each as it ends.
+    """Run `runs` in sessions of one kind, and yield the outcome of each run as it ends.
 
     Args:
-        job: What is measured.
-        runs: `baseline` first.
-        kind: Of the processes.
-        first_session: The number of the first session; each further one has the next.
-        log_folder: Where the output of the processes goes.
-        on_message: Called with what rank 0 says.
+        job: The benchmark's options.
+        runs: Runs in order, `baseline` first.
+        kind: Kind of the processes.
+        first_session: Number of the first session; later ones count up.
+        log_folder: Folder of the processes' output.
+        on_message: Called with each message of rank 0.
         start: Starts a session.
     """
     pending, session = list(runs), first_session
@@ -135,7 +135,7 @@ def run_sessions(
         failed, *rest = pending[ended:]
         yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
         if ended == 0:
-            # Its first `baseline`: no other session would come further. A later one has shown that it can run.
+            # The first `baseline` crashed, so no other session would get further. A later crash shows that it can run.
             for run in rest:
                 reason = f"not measured, since the baseline failed: {crash.reason}"
                 yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
@@ -144,13 +144,13 @@ def run_sessions(
 
 
 def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
-    """Return what a new session runs after `failed` has ended one: the rest without its setting, `baseline` first.
+    """Return the runs of a new session after `failed` ended one: the rest without its setting, `baseline` first.
 
-    Where bits are compared `baseline` comes twice: it has to reproduce itself in each process that others are compared in.
+    If bits are compared, `baseline` runs twice: it must reproduce itself in each process where others are compared.
     """
     left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in left):
-        return []  # they are there for others
+        return []  # baselines only serve other settings
     first = 2 if purpose is Purpose.BITS else 1
     while [run.setting for run in left[:first]].count(BASELINE) < first:
         left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))

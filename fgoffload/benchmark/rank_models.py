@@ -1,4 +1,4 @@
-"""Where the benchmark asks the planner: what it takes a training for, and the plan for a memory budget."""
+"""Builds the planner's model of a training for the benchmark, and plans for a memory budget."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.trainer.training_policy import Update
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Flags of window and sizes are the same for all settings of ours."""
+"""Stands for all settings of ours: they share the flags of window and sizes."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
-"""Without an update: gradients are in the type of the parameters, bf16."""
+"""State without an update: gradients have the parameters' type, bf16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +35,26 @@ class Planned:
     """A plan for a budget."""
 
     plan: OffloadPlan
-    """For all ranks."""
+    """Plan for all ranks."""
     peak_bytes: int
-    """Of a device at its worst moment, as predicted: the most of any rank."""
+    """Predicted peak device bytes, the maximum over ranks."""
 
 
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int = 0) -> Planned:
-    """Return the plan that takes the least step time within a memory budget.
+    """Return the plan with the least step time within a memory budget.
 
     Raises:
-        BudgetError: No plan was found that fits.
+        BudgetError: No plan fits.
     """
     solution = solve_leaving_free(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES)
     return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
 
 def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
-    """Check that a profile is one of a training, measured as the benchmark measures.
+    """Check that a profile belongs to the training, measured as the benchmark measures.
 
     Raises:
-        ConfigError: It is not: with what differs, and what to give instead.
+        ConfigError: It does not; names the difference and the fix.
     """
     here = "Give --profile without a file, and it is measured here."
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
@@ -69,10 +69,10 @@ def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Upd
 
 
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
-    """Return what each pipeline rank of a job runs, as it was measured, with the steps and the sizes of the job.
+    """Return the model of each pipeline rank of a job from its profile, with the job's steps and sizes.
 
     Raises:
-        ConfigError: The schedule cannot have so many microbatches.
+        ConfigError: The schedule does not support the number of microbatches.
     """
     arguments = parse_setting_arguments(job, BASELINE, world_size=job.world_size)
     offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
@@ -84,14 +84,14 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
-    """Return what each pipeline rank of a job runs, with the times of a device.
+    """Return the model of each pipeline rank of a job, with the times of a device.
 
     Args:
-        job: What is measured.
-        hardware: The device; None where the table does not have it.
+        job: The benchmark's options.
+        hardware: The device; None if it is not in the table.
 
     Raises:
-        ConfigError: The table does not have the device, or the planner cannot plan such a model.
+        ConfigError: The device is not in the table, or the planner does not support the model.
     """
     return build_workload(
         parse_setting_arguments(job, BASELINE, world_size=job.world_size),
@@ -112,27 +112,27 @@ def build_workload(
     source: str,
     update: Update,
 ) -> tuple[RankModel, ...]:
-    """Return what each pipeline rank of a benchmark runs, as the planner takes it.
+    """Return the planner's model of each pipeline rank of a benchmark.
 
     Args:
         arguments: The training, without offload and recompute.
-        hardware: The device that it runs on; None where the table does not have it.
-        offload: The window and the sizes that settings of ours run with; None takes the defaults.
-        flags: Megatron's, of which `arguments` were made.
+        hardware: The device; None if it is not in the table.
+        offload: Window and sizes of settings of ours; None takes the defaults.
+        flags: Megatron's flags, from which `arguments` were parsed.
         source: The argument file, for errors.
-        update: What steps do with their gradients.
+        update: How steps use their gradients.
 
     Raises:
-        ConfigError: The table does not have the device, or the planner cannot plan such a model.
+        ConfigError: The device is not in the table, or the planner does not support the model.
     """
     if hardware is None:
         raise ConfigError(f"{source}: the planner's hardware table lacks this device. Give plan files with --plans.")
     model, parallelism = read_model(flags, source=source, num_gpus=arguments.world_size)
     if model.experts is not None:
-        # Tokens are random, and reach all experts about alike.
+        # Tokens are random, so all experts get about the same number.
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
     fields = arguments.transformer
-    # Kernels as they run here, by Megatron-Core's defaults: Megatron-LM's, which `read_model` knows, fuse more.
+    # Kernels as they run here, with Megatron-Core's defaults. `read_model` assumes Megatron-LM's defaults, which fuse more.
     model = dataclasses.replace(model, has_fused_rotary=bool(fields.get("apply_rope_fusion", False)))
     execution = Execution(
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),

@@ -1,4 +1,4 @@
-"""Shows what a benchmark measured: tables for the terminal and for a page, CSV and JSON."""
+"""Shows the results of a benchmark: tables for the terminal and for a page, CSV and JSON."""
 
 import csv
 import dataclasses
@@ -26,22 +26,22 @@ class Workload:
     """The training, for titles and rates."""
 
     arguments_file: str
-    """As the user named it."""
+    """Path of the argument file, as the user typed it."""
     layers: int
-    """Of the decoder."""
+    """Number of decoder layers."""
     dtype: str
-    """Of its parameters, as in `bfloat16`."""
+    """Type of the parameters, as in `bfloat16`."""
     tokens: int
-    """Of a step, all ranks together."""
+    """Tokens of a step, over all ranks."""
     model_flop: int
-    """Of a step, all ranks together: see `model_flop`."""
+    """Floating-point operations of a step, over all ranks; see `model_flop`."""
     world_size: int
-    """Processes of the training."""
+    """Number of processes of the training."""
     device_flop_per_s: float | None = None
-    """Dense, in bf16, of one device; None where the table does not have it, or the model is in another type."""
+    """Dense bf16 rate of one device. None if the device is not in the table, or the model has another type."""
 
     def find_utilization(self, seconds: float) -> float | None:
-        """Return the part of the devices' rate that the model's own operations come to, or None."""
+        """Return the fraction of the devices' rate that the model's own operations use, or None."""
         if self.device_flop_per_s is None:
             return None
         return self.model_flop / seconds / (self.device_flop_per_s * self.world_size)
@@ -60,16 +60,16 @@ HEADINGS = (
     "tokens/s",
     "MFU",
 )
-"""Of the table of times."""
+"""Headings of the table of times."""
 
 INTERVALS = (
     "Over baseline: the geometric mean of the repeats with its 95% interval; with fewer than three repeats, each of them."
 )
-"""Said below a table that has intervals."""
+"""Caption of a table with intervals."""
 
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
-    """Return the cells of each setting, under `HEADINGS`; one that failed has its reason in the second cell."""
+    """Return the cells of each setting under `HEADINGS`. A failed setting has its reason in the second cell."""
     source = choose_source(predictions)
     return [_list_cells(summary, workload, predictions.get(summary.setting, {}).get(source)) for summary in summaries]
 
@@ -93,7 +93,7 @@ def build_times_table(
 def format_csv(
     outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, predictions: Predictions
 ) -> str:
-    """Return one row for each setting and repeat, in the order in which they ran, with what was predicted of it."""
+    """Return one row for each setting and repeat, in the order of the runs, with its prediction."""
     text = io.StringIO()
     measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
     writer = csv.DictWriter(text, [*_COLUMNS, *measured, *COLUMNS, "failure"], lineterminator="\n")
@@ -109,7 +109,7 @@ def format_csv(
         }
         if outcome.measurement is not None:
             row |= _list_numbers(outcome.measurement)
-            if outcome.setting != PROFILE:  # whose one step is slowed by what measures it
+            if outcome.setting != PROFILE:  # measuring slows its only step
                 row |= _list_rates(outcome.measurement, workload)
             row |= list_numbers(outcome.measurement, predictions.get(outcome.setting, {}))
         writer.writerow(row)
@@ -123,14 +123,14 @@ def format_json(
     surroundings: Surroundings | None,
     about: Mapping[str, Any],
 ) -> str:
-    """Return everything that is known of a benchmark, the time of each step included.
+    """Return all data of a benchmark, including the time of each step.
 
     Args:
-        outcomes: In the order in which they ran.
-        processes: By session.
-        workload: What was trained.
-        surroundings: What it ran on; None before a process has said so.
-        about: Date, command and whatever else.
+        outcomes: Outcomes in the order of their runs.
+        processes: Kind of process of each session.
+        workload: The training.
+        surroundings: Machine and versions; None until a process reports them.
+        about: Date, command and other metadata.
     """
     document = {
         **about,
@@ -144,7 +144,7 @@ def format_json(
                 "session": outcome.session,
                 "repeat": outcome.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
-                # As soon as a setting has run: a benchmark that is cut off has compared the ones before.
+                # Written after each setting, so that a benchmark that is cut off has compared the earlier ones.
                 "bits": [step.digest for step in outcome.bits],
                 "failure": outcome.failure or None,
             }
@@ -156,15 +156,15 @@ def format_json(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BitsRow:
-    """Whether one setting computed what `baseline` did."""
+    """Result of the bitwise comparison of one setting with `baseline`."""
 
     setting: Setting
     session: int
-    """The process that it ran in."""
+    """Number of the session it ran in."""
     differences: tuple[str, ...] = ()
-    """Where losses and gradients first differ; empty where all are equal."""
+    """First differences of losses and gradients; empty if all are bitwise identical."""
     failure: str = ""
-    """Why there was nothing to compare."""
+    """Reason why nothing could be compared."""
 
     @property
     def is_equal(self) -> bool:
@@ -177,9 +177,9 @@ _BITS_HEADINGS = ("setting", "identical to baseline", "first difference")
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
-    """Return a row for each outcome but the first `baseline` of each process, with which the others are compared.
+    """Compare each further outcome with the first `baseline` of its process, and return a row for each.
 
-    A second `baseline` shows whether the training reproduces itself: where it does not, the others say nothing.
+    A second `baseline` shows whether the training reproduces itself. If it does not, the other rows mean nothing.
     """
     references: dict[int, Outcome] = {}
     rows = []
@@ -196,7 +196,7 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
 
 
 def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
-    """Return the table of a comparison of bits."""
+    """Return the table of a bitwise comparison."""
     table = _start_table(f"{name_run(workload, surroundings)}: {_BITS}")
     table.caption = Text(name_versions(surroundings))
     for heading in _BITS_HEADINGS:
@@ -215,31 +215,31 @@ def _list_bits(row: BitsRow) -> tuple[str, str, str]:
 
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
-    """Return whether a table of `summaries` shows an interval, and needs to say of what."""
+    """Return whether a table of `summaries` shows an interval, and so needs the caption."""
     return any(one.setting != BASELINE and one.find_interval() is not None for one in summaries)
 
 
 def note_missed(summary: Summary) -> str:
-    """Return in how many repeats a setting was measured that was not in all, to stand behind its name or number."""
+    """Return the number of measured repeats if some were missed, as a suffix to a name or number."""
     if summary.worst is None or not summary.missed_repeats:
         return ""
     return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return what the row of a setting is called: `baseline` says its kind of process, since each has one."""
+    """Return the name of a setting's row. `baseline` includes its kind of process, since each kind has one."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 
 def name_run(workload: Workload, surroundings: Surroundings) -> str:
-    """Return one line: the model and where it ran."""
+    """Return one line with the model and the machine."""
     device = surroundings.device if workload.world_size == 1 else f"{workload.world_size} x {surroundings.device}"
     layers = "1 layer" if workload.layers == 1 else f"{workload.layers} layers"
     return f"{workload.arguments_file}: {layers} on {device}"
 
 
 def name_versions(surroundings: Surroundings) -> str:
-    """Return one line: what the run depends on."""
+    """Return one line with the versions that the run depends on."""
     driver = f", driver {surroundings.driver}" if surroundings.driver else ""
     return ", ".join(f"{name} {version}" for name, version in surroundings.packages.items()) + driver
 
@@ -260,7 +260,7 @@ _COLUMNS = (
 
 
 def _start_table(title: str) -> Table:
-    # As Text: names and errors may hold brackets, which mean styles in plain strings.
+    # As Text, since brackets in names and errors are not markup.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
@@ -292,7 +292,7 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
 
 
 def _describe_failure(summary: Summary) -> str:
-    """Return one line: what failed, in how many repeats it was measured all the same, and why; nothing where nothing failed."""
+    """Return one line with the failed setting, the repeats that did measure it, and the reason; empty without a failure."""
     if not summary.failure:
         return ""
     name = name_row(summary.setting, summary.process)
@@ -311,12 +311,12 @@ def _format_ratio(summary: Summary) -> str:
     interval = summary.find_interval()
     if interval is not None:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
-    # Of two repeats each is shown: a machine that drifts makes them differ.
+    # Show both of two repeats: drift of the machine makes them differ.
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
 
 
 def _list_flags(setting: Setting) -> list[str] | None:
-    # Those of a budget are in the plan that was made for it, and a profile is no setting.
+    # A budget's flags are in the plan that was made for it, and a profile is not a setting.
     return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
 
 
@@ -340,7 +340,7 @@ def _list_rates(measurement: Measurement, workload: Workload) -> dict[str, Any]:
 
 
 def _round(value: float | None) -> float | None:
-    # A microsecond of a step, and a hundredth of a percent of a ratio, is below anything that repeats.
+    # Repeats do not agree to a microsecond of a step or a hundredth of a percent of a ratio.
     return None if value is None else round(value, 6)
 
 

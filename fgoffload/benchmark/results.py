@@ -1,4 +1,4 @@
-"""A whole benchmark: settings in turn, kind of process by kind of process, and files that are up to date after each of them."""
+"""Runs a whole benchmark: settings in order for each kind of process, with files that are updated after each setting."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,22 +28,22 @@ class Results:
     workload: Workload
     """The training."""
     about: Mapping[str, Any]
-    """Date, command and whatever else stands in the JSON file."""
+    """Date, command and other metadata for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
-    """In the order in which they ran."""
+    """Outcomes in the order of their runs."""
     processes: list[ProcessKind] = dataclasses.field(default_factory=list)
-    """By session."""
+    """Kind of process of each session."""
     repeats: int | None = None
-    """Of the whole list; None until it runs."""
+    """Number of repeats of the whole list; None until it runs."""
     surroundings: Surroundings | None = None
     """Versions and device; None until a process reports them."""
     forecaster: "Forecaster | None" = None
     """Predicts settings, or None where bits are compared."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
-    """By setting: those that were measured."""
+    """Predictions of the measured settings."""
 
     def add(self, outcome: Outcome, process: ProcessKind) -> None:
-        """Take note of what came of a run."""
+        """Record the outcome of a run."""
         while len(self.processes) <= outcome.session:
             self.processes.append(process)
         self.outcomes.append(outcome)
@@ -56,7 +56,7 @@ class Results:
             self.predictions[outcome.setting] = self.forecaster.predict(outcome.setting)
 
     def meet(self, surroundings: Surroundings) -> None:
-        """Take note of what the benchmark runs on, as its first process found it."""
+        """Record machine and versions, as the first process reports them."""
         if self.surroundings is not None:
             return
         self.surroundings = surroundings
@@ -71,7 +71,7 @@ class Results:
         return summarize(self.outcomes, self.processes, repeats=self.repeats)
 
     def write(self, folder: Path) -> None:
-        """Write the files that hold what was measured."""
+        """Write the result files."""
         rows = format_csv(self.outcomes, self.processes, self.workload, self.predictions)
         document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, self.about)
         for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
@@ -86,17 +86,17 @@ def list_runs(
     repeats: int,
     baseline_every: int | None = None,
 ) -> tuple[Run, ...]:
-    """Return what processes of one kind run, in order; nothing where none of the settings is theirs.
+    """Return the runs of processes of one kind, in order; empty if no setting needs that kind.
 
-    Each repeat runs the whole list, so that drifts of the machine show, and begins with `baseline`. Where bits are compared,
-    there is one repeat, and `baseline` runs twice. A profile is measured once.
+    Each repeat starts with `baseline` and runs the whole list, so that drift of the machine shows. If bits are compared, there
+    is one repeat, and `baseline` runs twice. A profile is measured once.
 
     Args:
-        settings: Of all kinds of processes.
-        kind: Of these.
-        purpose: Of the benchmark.
-        repeats: Of the whole list.
-        baseline_every: `baseline` comes again behind so many settings, and at the end of each repeat. None: never.
+        settings: Settings of all kinds of processes.
+        kind: Kind of the processes.
+        purpose: Purpose of the benchmark.
+        repeats: Number of repeats of the whole list.
+        baseline_every: Settings between two runs of `baseline`, which then also ends each repeat. None for never.
     """
     own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:
@@ -124,16 +124,16 @@ def collect_results(
     on_message: Callable[[Message], None],
     baseline_every: int | None = None,
 ) -> None:
-    """Run all settings, and let `results` and its files have what came of each as soon as it is known.
+    """Run all settings, and add each outcome to `results` and its files as soon as it is known.
 
     Args:
-        results: Filled.
-        job: What is measured.
-        settings: `baseline` needs not be among them.
-        repeats: Of the whole list.
-        folder: For the files, and the logs of the processes.
-        on_message: Called with what rank 0 of each session says.
-        baseline_every: As `list_runs` takes it.
+        results: Receives the outcomes.
+        job: The benchmark's options.
+        settings: Settings to run; `baseline` may be missing.
+        repeats: Number of repeats of the whole list.
+        folder: Folder of the files and of the processes' logs.
+        on_message: Called with each message of rank 0 of each session.
+        baseline_every: See `list_runs`.
     """
     results.repeats = repeats
 

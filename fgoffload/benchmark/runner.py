@@ -1,9 +1,9 @@
 """Runs one setting and measures it, on each rank. Loads torch: only the processes of a benchmark import this.
 
-[Note: What every setting has alike]
-Model, seed, tokens and kernels are the same, and so is what Python's garbage collector does: it collects before each step, off
-the clock, and not inside of one, since a collection takes as long as a layer and comes when objects have been counted. What was
-there before the first step is not looked at again. Between settings the model is gone and the allocators are empty.
+[Note: Common to all settings]
+Model, seed, tokens and kernels are the same. Python's garbage collector runs before each step, outside of the timed part, and
+never within a step: a collection takes as long as a layer, and starts by object count. Objects from before the first step are
+frozen. Between settings the model is freed and the allocators are empty.
 """
 
 import contextlib
@@ -46,20 +46,20 @@ OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
 
 _TRIED_STEPS = 4
-"""Of a plan that is tried, after one that warms up. One more than a training takes, since here each costs time of the benchmark
-alone; both are few, and a host whose steps differ by a tenth can mislead them (docs/decisions.md)."""
+"""Timed steps of a plan's trial, after one warm-up step. One more than a training takes, since here each step only costs
+benchmark time. Both are few: a host whose steps differ by a tenth can mislead them (docs/decisions.md)."""
 
 _SEEN_BY_LEDGER = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
-"""The others put saved-tensor hooks of their own below the ledger's, which then sees nothing."""
+"""The other systems put their own saved-tensor hooks below the ledger's, which then sees nothing."""
 
 
 class Runner:
-    """Measures settings of one job in this process, which has joined the others.
+    """Measures settings of one job in this process, which is connected to the other ranks.
 
     Args:
-        job: What is measured.
+        job: The benchmark's options.
         on_step: Called after each step.
-        on_rehearsal: Called after each step of a plan that is tried, and of a profile.
+        on_rehearsal: Called after each step of a plan's trial or of a profile.
     """
 
     def __init__(self, job: Job, on_step: OnStep, *, on_rehearsal: Callable[[], None] = lambda: None) -> None:
@@ -68,7 +68,7 @@ class Runner:
         self._on_rehearsal = on_rehearsal
         vocab_size = parse_setting_arguments(job, BASELINE, world_size=job.world_size).vocab_size
         self._plain_step_s: float | None = None
-        """The last result of `baseline`, in this process and with the same tokens."""
+        """Step time of the last `baseline`, in this process and with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
         self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
         profile = None if job.profile is None else Profile.load(job.profile)
@@ -76,7 +76,7 @@ class Runner:
             self._plans.learn(profile)
 
     def measure_times(self, run: Run) -> Measurement:
-        """Return step times and memory of a setting, of all ranks together."""
+        """Return step times and memory of a setting, merged over all ranks."""
         if run.setting.system is System.PROFILE:
             return self._measure_profile()
         setting = self._plan(run.setting, self._try_plan)
@@ -90,7 +90,7 @@ class Runner:
             if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
-                # Each rank its own: they run the step together, and where one waits another says for what.
+                # A trace for each rank: they run the step together, and a rank's trace shows why another one waits.
                 name = name_trace(run.setting, rank=torch.distributed.get_rank())
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.trace_folder / name)
         merged = merge_ranks(gather(measurement))
@@ -99,8 +99,8 @@ class Runner:
         return merged
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
-        """Return what each step of a setting computes with deterministic kernels, of all ranks together."""
-        # Not tried: deterministic kernels have other temporary tensors than those that a budget is for.
+        """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
+        # No trial: deterministic kernels have other temporary tensors than those that the budget covers.
         with self.train(self._plan(run.setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.bit_steps)]
         records = [
@@ -110,7 +110,7 @@ class Runner:
 
     @contextlib.contextmanager
     def train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
-        """Hold the trainer of a setting, and leave nothing of it."""
+        """Yield the trainer of a setting, and free everything at the end."""
         arguments = self._parse_flags(setting)
         empty_caches()
         engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
@@ -122,11 +122,11 @@ class Runner:
         empty_caches()
 
     def _plan(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
-        """Return `setting` with its plan, where it is one of a budget."""
+        """Return `setting` with its plan, if it has a budget."""
         return setting if setting.budget_bytes is None else self._plans.find(setting, try_plan)
 
     def _try_plan(self, setting: Setting) -> Tried | None:
-        """Return what a few steps of a setting take."""
+        """Return the peak and step time of a few steps of a setting."""
         if needs_cpu_support():
             return None
         with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
@@ -134,11 +134,11 @@ class Runner:
                 return try_steps(trainer, self._on_rehearsal)
             except torch.OutOfMemoryError:
                 if torch.distributed.get_world_size() > 1:
-                    raise  # the others are in the middle of a step
+                    raise  # the other ranks are in the middle of a step
                 return Tried(peak_bytes=torch.cuda.mem_get_info()[1], step_s=math.inf)
 
     def _measure_profile(self) -> Measurement:
-        """Write a profile of the training, on rank 0, and return its one step."""
+        """Measure a profile of the training, write it on rank 0, and return its one step."""
         empty_caches()
         reset_peaks()
         with quiet_collector():
@@ -152,7 +152,7 @@ class Runner:
                 on_step=self._on_rehearsal,
             )
         empty_caches()
-        # Each has timed its own link, and all have to plan alike.
+        # Each rank timed its own link, but all must plan alike.
         profile = gather(profile)[0]
         self._plans.learn(profile)
         if torch.distributed.get_rank() == 0:
@@ -167,7 +167,7 @@ class Runner:
         )
 
     def _build_ranks(self) -> tuple[RankModel, ...]:
-        """Return what the planner takes the training for by the hardware table."""
+        """Return the planner's model of the training, from the hardware table."""
         return build_job_ranks(self._job, find_hardware(parallel.name_device()))
 
     def _parse_flags(self, setting: Setting) -> TrainingArguments:
@@ -181,7 +181,7 @@ class Runner:
 
 
 def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
-    """Return what a few steps take, of all ranks together, after one that warms up; with graphs, after their first replay."""
+    """Return peak and time of a few steps over all ranks, after a warm-up step or, with graphs, after their first replay."""
     seconds = []
     warmup = 1 + trainer.arguments.steps_until_replay
     for number in range(warmup + _TRIED_STEPS):
@@ -196,7 +196,7 @@ def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let the forward of each model chunk save in host memory, as PyTorch's documentation shows it."""
+    """Make the forward of each model chunk save to host memory, as PyTorch's documentation shows."""
     for chunk in chunks:
         original = chunk.forward
 
@@ -209,7 +209,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector out of what runs inside. See [Note: What every setting has alike]."""
+    """Keep the garbage collector from running in the body. See [Note: Common to all settings]."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -221,7 +221,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 def empty_caches() -> None:
-    """Give back what the allocators hold for later, of device and host, so that the next setting begins like the first."""
+    """Release the cached memory of the device and host allocators, so that each setting starts like the first."""
     gc.collect()
     if not needs_cpu_support():
         torch.cuda.empty_cache()
@@ -229,13 +229,13 @@ def empty_caches() -> None:
 
 
 def reset_peaks() -> None:
-    """Let the allocators' peaks begin here."""
+    """Restart the allocators' peaks."""
     if not needs_cpu_support():
         torch.cuda.reset_peak_memory_stats()
 
 
 def find_peak() -> int | None:
-    """Return the most bytes that tensors took since then; None where no allocator counts."""
+    """Return the peak bytes of tensors since `reset_peaks`; None where no allocator counts."""
     return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
 
 
@@ -260,14 +260,14 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_byt
 
 
 def _count_torch_host_bytes() -> int:
-    """Return the page-locked bytes that torch's allocator has: everybody's but our engine's, which has an arena of its own."""
-    # Emptied before each setting, so that what it holds now is what the setting took; blocks are powers of two.
+    """Return the pinned bytes of torch's allocator. Our engine is not included, since it has its own arena."""
+    # The allocator was emptied before the setting, so all it holds is the setting's. Its blocks are powers of two.
     stats = torch.cuda.host_memory_stats()
     return int(max(stats.get("allocated_bytes.current", 0), stats.get("reserved_bytes.current", 0)))
 
 
 def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurement:
-    """Return `measurement` with the activation bytes of one more step, which counting slows."""
+    """Add the activation peak of one more step to `measurement`: counting slows the step."""
     ledger = ActivationLedger(parameters=trainer.parameters())
     with trainer.observe(ledger):
         trainer.run_step(with_digests=False)

@@ -7,9 +7,9 @@
     te-layers:3                         save_on_cpu
     plan:plan.json                      budget:18.9GiB
 
-After a colon comes what is offloaded, after @ the part of it (`--activation-offload-fraction`), after / what is recomputed;
-~delay offloads behind the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). Which graphs are captured the
-argument file says, so that `baseline` has them too.
+The part after a colon is offloaded, the part after @ is the fraction (`--activation-offload-fraction`), and the part after / is
+recomputed. ~delay offloads after the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). The argument file
+selects the graphs to capture, so that `baseline` has them too.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from fgoffload.tags import RECOMPUTE_MODULES, default_tags
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
-"""Stands for full recompute where names of recompute modules may stand."""
+"""Name of full recompute in the place of recompute modules."""
 
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
@@ -38,29 +38,29 @@ _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 
 
 class System(enum.Enum):
-    """Systems that are compared; a line of the picture each."""
+    """Compared systems; each is a line of the picture."""
 
     BASELINE = "baseline"  # everything stays on the device
-    RECOMPUTE = "recompute"  # Megatron-Core's own, full or of modules
+    RECOMPUTE = "recompute"  # Megatron-Core's own recompute, full or of modules
     MEGATRON = "megatron"  # Megatron-Core's own offload engine
     LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
-    SAVE_ON_CPU = "save_on_cpu"  # PyTorch's own, of all saved tensors
+    SAVE_ON_CPU = "save_on_cpu"  # PyTorch's own offload of all saved tensors
     OURS = "ours"  # this package, by modules
     PLAN = "plan"  # this package, by a plan file
-    BUDGET = "budget"  # this package, by what the planner says for a memory budget
-    PROFILE = "profile"  # no setting to choose: one measured step with everything kept, from which others are predicted
+    BUDGET = "budget"  # this package, by the planner's plan for a memory budget
+    PROFILE = "profile"  # not for users: one measured step with everything on the device, the source of predictions
 
 
 class ProcessKind(enum.Enum):
     """Settings that can share a process: libraries read some switches once, at import."""
 
     MAIN = "main"  # everything but the next two
-    MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine wants
+    MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
     LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """The environment variables that such a process sets before anything heavy is imported; None removes one."""
+        """The environment variables that such a process sets before heavy imports; None removes one."""
         return {"NVTE_CPU_OFFLOAD_V1": "1" if self is ProcessKind.MEGATRON else None}
 
 
@@ -71,23 +71,23 @@ class Setting:
     system: System
     """The compared system."""
     modules: tuple[str, ...] = ()
-    """Tags that are offloaded, for `megatron` and `ours`."""
+    """Tags to offload, for `megatron` and `ours`."""
     fraction: float = 1.0
-    """From 0 to 1: the part of the modules' sites that is offloaded."""
+    """Fraction of the modules' sites that is offloaded, from 0 to 1."""
     is_delayed: bool = False
     """Whether groups wait for the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
     """Megatron's recompute modules, or `full` alone."""
     layers: int | None = None
-    """Layers that Transformer Engine offloads."""
+    """Number of layers that Transformer Engine offloads."""
     plan: Path | None = None
-    """The plan file of `plan`."""
+    """Plan file of `plan`."""
     budget_bytes: int | None = None
-    """The device bytes of `budget`."""
+    """Device bytes of `budget`."""
 
     @property
     def name(self) -> str:
-        """As users type it, but for the folder of a plan file."""
+        """The name as users type it, without the folder of a plan file."""
         recomputed = "+".join(self.recompute)
         what = {
             System.RECOMPUTE: recomputed,
@@ -106,22 +106,22 @@ class Setting:
 
     @property
     def process(self) -> ProcessKind:
-        """The kind of process that it runs in."""
+        """The kind of process to run it in."""
         own = {System.MEGATRON: ProcessKind.MEGATRON, System.LAYERS: ProcessKind.LAYERS}
         return own.get(self.system, ProcessKind.MAIN)
 
     def list_flags(self) -> tuple[str, ...]:
         """Return the Megatron flags that this setting adds to those of the argument file.
 
-        Those of `budget` are not known before its plan is: see `with_plan`.
+        The flags of `budget` are known once it has a plan; see `with_plan`.
 
         Raises:
-            ConfigError: It needs a plan and has none, or is a profile, which is no setting.
+            ConfigError: It needs a plan and has none, or is a profile, which is not a setting.
         """
         return (*self._list_offload_flags(), *self._list_recompute_flags())
 
     def with_plan(self, plan: Path) -> "Setting":
-        """Return the setting that does what `plan` says, under the name of this one."""
+        """Return a setting that executes `plan` under the name of this one."""
         return dataclasses.replace(self, plan=plan)
 
     def _list_offload_flags(self) -> Iterator[str]:
@@ -131,14 +131,14 @@ class Setting:
             yield from (_SWITCH, "--offload-modules", *self.modules, "--activation-offload-fraction", str(self.fraction))
             yield _DELAY if self.is_delayed else _NO_DELAY
         elif self.plan is not None:
-            # The modules are those of the plan, and not those that the argument file names.
+            # The modules come from the plan, not from the argument file.
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
         elif self.system is System.PROFILE:
             raise ConfigError("profile is a measured step, not a setting. Measure one with fgoffload bench --profile.")
         else:
-            # Never as one that offloads nothing: its row would look like the plan's.
+            # Never run it without offload: its row would look like the plan's.
             raise ConfigError(
                 f"{self.name} needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench --budgets, which "
                 "makes one."
@@ -155,7 +155,7 @@ BASELINE = Setting(system=System.BASELINE)
 """The setting that all others are compared with."""
 
 PROFILE = Setting(system=System.PROFILE)
-"""The step that is measured for predictions."""
+"""The measured step that predictions come from."""
 
 NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
 """Systems that users may name."""
@@ -169,10 +169,10 @@ def parse_setting(text: str) -> Setting:
     """Return the setting that `text` names.
 
     Raises:
-        ConfigError: It names none, with what is wrong and an example.
+        ConfigError: It is not a setting; with the fault and an example.
     """
     if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
-        # A path may hold any of the signs that mean something elsewhere.
+        # A path may contain characters that mean something elsewhere.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
     system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
@@ -201,10 +201,10 @@ def parse_setting(text: str) -> Setting:
 def list_default_settings(
     transformer: Mapping[str, Any], *, plans: Sequence[Path] = (), budgets_bytes: Sequence[int] = ()
 ) -> tuple[Setting, ...]:
-    """Return the settings that say something about a model, `baseline` first.
+    """Return the settings that are informative for a model, `baseline` first.
 
     Args:
-        transformer: The fields of Megatron's config that were given.
+        transformer: The given fields of Megatron's config.
         plans: Plan files.
         budgets_bytes: Device bytes to plan for.
     """
@@ -225,14 +225,14 @@ def list_default_settings(
 
 
 def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of recompute modules that say something about a model, `full` first."""
+    """Yield sets of recompute modules that are informative for a model, `full` first."""
     yield (FULL,)
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
-    norms = ("layernorm",) if has_experts or is_latent else ()  # else they are fused into the linears behind them
-    # The experts' activation is a module of its own in the grouped experts alone.
+    norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the linears after them
+    # Only grouped experts have their activation as a separate module.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
     latent = ("mla_up_proj",) if is_latent else ()
-    # The dense MLP by itself: with a bias, Megatron's checkpoint around it runs into itself in backward.
+    # The dense MLP alone: with a bias, Megatron's checkpoint around it recurses in backward.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
     yield from ((one,) for one in (*norms, *activations, *whole))
     if norms and activations:
@@ -248,14 +248,14 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
 
 
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
-    """Return the settings that `words` name, each once, with `baseline` first.
+    """Return the settings that `words` name, without duplicates and with `baseline` first.
 
     Args:
-        words: Names of settings; the name of a system takes the default ones of it.
-        defaults: Those of the model.
+        words: Names of settings. The name of a system takes its default settings.
+        defaults: Default settings of the model.
 
     Raises:
-        ConfigError: A word names none.
+        ConfigError: A word is not a setting.
     """
     systems = {one.value: one for one in NAMED_SYSTEMS}
     chosen = [BASELINE]
@@ -266,10 +266,10 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Check that no two settings go by one name, as two plan files in different folders do.
+    """Check that no two settings have the same name, as two plan files in different folders do.
 
     Raises:
-        ConfigError: Two do.
+        ConfigError: Two settings have the same name.
     """
     seen: set[str] = set()
     for setting in settings:
@@ -279,17 +279,17 @@ def check_names(settings: Iterable[Setting]) -> None:
 
 
 def check_plans(settings: Iterable[Setting]) -> None:
-    """Check that each setting can be trained as it is: where nobody plans, one of a budget cannot.
+    """Check that each setting can be trained without a planner, as one with a budget cannot.
 
     Raises:
-        ConfigError: One needs a plan and has none.
+        ConfigError: A setting needs a plan and has none.
     """
     for setting in settings:
         setting.list_flags()
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield sets of modules that Megatron-Core's engine has too, each with what is recomputed beside it."""
+    """Yield sets of modules that Megatron-Core's engine has too, each with the modules to recompute beside it."""
     attention = ("core_attn", "attn_proj")
     if not transformer.get("num_moe_experts"):
         yield from ((attention, ()), (("qkv_linear", *attention), ()))
@@ -298,7 +298,7 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
-    # What is left to leave where the experts run again as a whole.
+    # The remaining tensors to offload when the experts are recomputed as a whole.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 
@@ -322,7 +322,7 @@ def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> Non
     if system is System.OURS:
         OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
     if system is System.MEGATRON:
-        # By name alone: what this version's engine takes of them costs a row, and not the benchmark.
+        # Check only names: a module that this version's engine does not support costs a row, not the benchmark.
         _check_known(text, "module of Megatron-Core's engine", what.split("+"), default_tags().names)
 
 

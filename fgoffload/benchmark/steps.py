@@ -16,18 +16,18 @@ class StepRecord:
     gradient_digests: Mapping[str, str]
     """Digest of all bits of each gradient, by parameter name."""
     seconds: float
-    """From the start of the step until the device was done with it."""
+    """Seconds from the start of the step until the device finished it."""
     loss_names: tuple[str, ...] = ()
-    """Names of the losses, where they are more than the microbatch's number."""
+    """Names of the losses, if they are more than the microbatch's number."""
 
     @property
     def loss(self) -> float:
-        """The mean over the microbatches; no number where there are none, as on all pipeline stages but the last."""
+        """The mean over the microbatches; NaN without any, as on all pipeline stages but the last."""
         return statistics.fmean(self.losses) if self.losses else math.nan
 
     @property
     def digest(self) -> str:
-        """A digest of all bits of the losses and the gradients: equal ones were computed by equal steps."""
+        """A digest of all bits of the losses and the gradients. Bitwise identical steps have equal digests."""
         values = [
             *(loss.hex() for loss in self.losses),
             *(f"{name} {one}" for name, one in sorted(self.gradient_digests.items())),
@@ -35,18 +35,18 @@ class StepRecord:
         return hashlib.sha256("\n".join(values).encode()).hexdigest()
 
     def name_loss(self, index: int) -> str:
-        """Return what people call the loss at `index`."""
+        """Return the name of the loss at `index` for messages."""
         return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where two trainings computed different bits."""
+    """The first place where two trainings differ bitwise."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     what: str
-    """A parameter's name, or the microbatch whose loss differs."""
+    """Name of the parameter, or the microbatch whose loss differs."""
 
 
 def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
@@ -55,14 +55,14 @@ def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecor
         if len(one.losses) != len(other.losses):
             return Difference(step=number, what=f"{len(one.losses)} and {len(other.losses)} losses")
         for index, (first, second) in enumerate(zip(one.losses, other.losses, strict=True)):
-            # By their hex form: `==` takes -0.0 for 0.0, and a NaN for different from itself.
+            # Compare hex forms: `==` takes -0.0 as 0.0, and a NaN as different from itself.
             if first.hex() != second.hex():
                 return Difference(step=number, what=one.name_loss(index))
     return None
 
 
 def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
-    """Return the first gradient that differs or that only one training has, in the order of the parameters, or None."""
+    """Return the first gradient that differs or that only one training has, in parameter order, or None."""
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
         for name in dict.fromkeys((*one.gradient_digests, *other.gradient_digests)):
             if one.gradient_digests.get(name) != other.gradient_digests.get(name):
@@ -71,7 +71,7 @@ def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepR
 
 
 def merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
-    """Return one record of what all ranks computed in a step: all losses and gradients, under the names of their ranks."""
+    """Merge the records of all ranks for one step. Losses and gradients get their rank's name."""
     if len(steps) == 1:
         return steps[0]
     return StepRecord(

@@ -18,7 +18,7 @@ _VARIABLES = re.compile(
 )
 
 _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
-"""Of an H100 or H200: cards of the same name whose rates are lower than those of the table, which are SXM's."""
+"""Other forms of an H100 or H200: cards of the same name with lower rates than the table, which has SXM's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,27 +26,27 @@ class Surroundings:
     """The machine and versions that a process found."""
 
     device: str
-    """As its maker calls it, or `CPU`."""
+    """Name that the maker gives the device, or `CPU`."""
     driver: str | None
-    """Of the GPU; None where there is none, or where it does not say."""
+    """Driver version of the GPU; None without a GPU or if it is unknown."""
     python: str
-    """Its version."""
+    """Python version."""
     packages: Mapping[str, str]
-    """Versions of those that are installed, by distribution."""
+    """Versions of installed packages, by distribution."""
     cuda: str | None
-    """The version that torch was built for."""
+    """CUDA version that torch was built for."""
     cpus: int
     """Number of CPU cores that this process may use."""
     variables: Mapping[str, str]
-    """Environment variables that are set and change what libraries do."""
+    """Set environment variables that affect the libraries."""
 
 
 def find_surroundings(*, device: str, machine: Machine | None = None) -> Surroundings:
-    """Return what this process finds around itself.
+    """Return the machine and versions of this process.
 
     Args:
-        device: What torch calls the device.
-        machine: What is asked; None takes this one.
+        device: Name that torch gives the device.
+        machine: The machine to read; None takes this one.
     """
     machine = Machine.here() if machine is None else machine
     gpus, _ = find_gpus(machine)
@@ -63,10 +63,10 @@ def find_surroundings(*, device: str, machine: Machine | None = None) -> Surroun
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Return the hardware of the table that a device is, by the name that its driver gives: `NVIDIA H100 80GB HBM3`.
+    """Return the hardware of the table for a device, by its driver's name: `NVIDIA H100 80GB HBM3`.
 
     Returns:
-        None where the table does not have it, or has another form of it.
+        None if the table does not have the device, or has another form of it.
     """
     words = re.findall(r"[a-z0-9]+", device.lower())
     for key, hardware in HARDWARE.items():

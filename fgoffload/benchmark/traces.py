@@ -9,11 +9,11 @@ from fgoffload.output_files import replacing
 
 
 def write_trace(run: Callable[[], object], path: Path) -> None:
-    """Call `run` under the profiler and write what happened.
+    """Call `run` under the profiler and write its trace.
 
     Args:
-        run: Returns when the device is done: what comes later is not in the trace.
-        path: A name that ends in `.gz` packs it.
+        run: Must return when the device is done: later work is not in the trace.
+        path: Output file; compressed if the name ends in `.gz`.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""One process of a benchmark: measures what its task lists, and says so through a pipe.
+"""One process of a benchmark: measures the runs of its task, and reports them through a pipe.
 
 Nothing heavy may be imported before `run_worker` has set the environment: libraries read their switches at import.
 """
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 LONGEST_REASON = 300
-"""Characters of an error that a table has room for; the log has all of it."""
+"""Most characters of an error in a table; the log has all of it."""
 
 
 def run_worker(task: Task, connection: Connection) -> None:
-    """Do what `task` says and end the process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the business of the process that shows results
+    """Execute `task` and end the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that shows results handles Ctrl-C
     redirect_output(task.log)
     set_environment(task.environment)
     try:
         _run_task(task, connection)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the one who waits is told
+    except BaseException as error:  # noqa: BLE001 - report any error to the waiting process
         traceback.print_exc()
         _end(connection, Crashed(describe_error(error)), exit_code=1)
     _end(connection, Finished(), exit_code=0)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return `error` in one line for a row of a table."""
+    """Return `error` as one line for a row of a table."""
     text = " ".join(str(error).split())
     described = text if isinstance(error, OffloadError) else f"{type(error).__name__}: {text}".rstrip(": ")
     return described if len(described) <= LONGEST_REASON else f"{described[:LONGEST_REASON]}..."
 
 
 def _run_task(task: Task, connection: Connection) -> None:
-    # Here, since it loads torch and, behind it, Megatron-Core and Transformer Engine.
+    # Imported here, since it loads torch, Megatron-Core and Transformer Engine.
     from fgoffload.benchmark.loading import load_arguments
     from fgoffload.benchmark.runner import Runner
     from fgoffload.benchmark.surroundings import find_surroundings
@@ -63,7 +63,7 @@ def _run_task(task: Task, connection: Connection) -> None:
     for run in task.runs:
         connection.send(Began(run))
         connection.send(_measure(job.purpose, runner, run, is_alone=job.world_size == 1))
-    with contextlib.suppress(Exception):  # all that was measured is known by now
+    with contextlib.suppress(Exception):  # all results are sent by now
         destroy_parallel()
 
 
@@ -73,7 +73,7 @@ def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) ->
             return Ended(run, bits=runner.record_bits(run))
         return Ended(run, measurement=runner.measure_times(run))
     except OffloadError as error:
-        # A refusal leaves the process as it was; but another rank may wait for this one now.
+        # A refusal leaves the process intact, but another rank may wait for this one now.
         if not is_alone:
             raise
         traceback.print_exc()
@@ -81,7 +81,7 @@ def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) ->
 
 
 def redirect_output(path: Path) -> None:
-    """Let everything that this process prints go to the log at `path`, what libraries write from C included."""
+    """Send all output of this process to the log at `path`, including what libraries print from C."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -91,10 +91,10 @@ def redirect_output(path: Path) -> None:
 
 
 def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the other end may be closed
         connection.send(message)
         connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: taking torch down may wait for another rank for ever.
+    # End at once: shutting torch down may wait for another rank forever.
     os._exit(exit_code)

@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor, completion)
-"""In the order of the help."""
+"""Commands in the order of the help."""
 
 __all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "format_helps", "main"]
 

@@ -1,4 +1,4 @@
-"""`fgoffload bench`: measures step time and memory of this package beside its alternatives."""
+"""`fgoffload bench`: benchmarks step time and memory of this package against its alternatives."""
 
 import argparse
 import dataclasses
@@ -80,13 +80,13 @@ RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
-"""Defaults of the options; `BIT_STEPS` is that of `--steps` with `--check-bits`."""
+"""Default values of the options. `BIT_STEPS` is the default of `--steps` with `--check-bits`."""
 
 MEASURE_HERE = ""
 """The value of `--profile` without a file."""
 
 WIDTH = 190
-"""Width in characters of a table that is written to no terminal."""
+"""Table width in characters outside of a terminal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,23 +97,23 @@ class BenchOptions:
     megatron_flags: tuple[str, ...]
     """Flags typed on the command line; they override those of the file."""
     settings: tuple[str, ...]
-    """As typed; empty takes the defaults for the model."""
+    """Names of settings as typed; empty takes the defaults for the model."""
     plans: tuple[Path, ...]
     budgets_bytes: tuple[int, ...]
     profile: Path | None
-    """A profile to predict from, measured before."""
+    """Path of an existing profile to predict from."""
     measures_profile: bool
-    """Whether to measure one, after `baseline`."""
+    """Whether to measure a profile, after `baseline`."""
     steps: int
     warmup: int
     repeats: int
     baseline_every: int | None
-    """After how many settings `baseline` is measured again; None for never."""
+    """Number of settings after which `baseline` is measured again; None for never."""
     compares_bits: bool
     has_optimizer: bool
     writes_traces: bool
     folder: Path
-    """Created once all options are checked."""
+    """Output folder, created once all options are checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -344,10 +344,10 @@ def _show(checked: BenchOptions, results: "Results") -> int:
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
     try:
         write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
-    except ImportError as error:  # a GPU machine often lacks matplotlib, and the numbers are complete without
+    except ImportError as error:  # a GPU machine often lacks matplotlib, and the numbers are complete without it
         show_line(f"warning: {PICTURE_NAME} was not written: {error}. Install matplotlib.")
     print(f"Table, picture and logs: {checked.folder}")
-    # A setting that fails is a row of the table. If all fail, only `baseline` is left.
+    # A failed setting is a row of the table. If all fail, only `baseline` is left.
     asked = [one for one in results.outcomes if one.setting not in (BASELINE, PROFILE)]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
 

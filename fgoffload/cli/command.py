@@ -10,17 +10,17 @@ class Command(Protocol):
 
     NAME: str
     SUMMARY: str
-    """For `fgoffload --help`."""
+    """Text for `fgoffload --help`."""
     DESCRIPTION: str
-    """For its own `--help`, which begins with it."""
+    """First text of its own `--help`."""
     USAGE: str
     """Lines that fit 80 columns after `usage: `; argparse does not wrap them."""
     EXAMPLE: str
     """A whole command line, for the help and for errors."""
     NOTES: str
-    """What its own `--help` says last."""
+    """Last text of its own `--help`."""
     EXAMPLE_VALUES: Mapping[str, str]
-    """A value for each of its own flags, for errors."""
+    """Example values of its own flags, for errors."""
     RUNS_A_SCRIPT: bool
     """Whether it runs the user's script: then it parses all words after its name itself, and leaves Ctrl-C to the script."""
 

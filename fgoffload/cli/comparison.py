@@ -15,10 +15,10 @@ from fgoffload.benchmark.steps import (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemorySample:
-    """The activation bytes on the device at one moment of the measured step."""
+    """The activation bytes on the device at one point of the measured step."""
 
     position: int
-    """Tensors that autograd had saved or unpacked by then: a position that is the same in every run."""
+    """Number of tensors that autograd had saved or unpacked by then. It is the same in every run."""
     resident_bytes: int
     """Bytes of storages that autograd holds, without parameters."""
 
@@ -57,11 +57,11 @@ class RunRecord:
     """Peak activation bytes on the device in the measured step."""
     samples: tuple[MemorySample, ...]
     activation_peak_place: str = ""
-    """Where in the step the peak was, as in `layers.3.core_attn mb=2`; empty without an engine."""
+    """Place of the peak in the step, as in `layers.3.core_attn mb=2`; empty without an engine."""
     allocator_peak_bytes: int | None = None
     """Peak of the device's allocator, parameters included; None on a CPU."""
     transfers: Transfers | None = None
-    """None without offload."""
+    """Engine statistics; None without offload."""
     ranks: int = 1
     """Number of processes; see `merge_ranks`."""
 
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def saved_fraction(self) -> float:
-        """The part of the activation peak that offload saves; negative if the peak grew."""
+        """The fraction of the activation peak that offload saves; negative if the peak grew."""
         before = self.without.activation_peak_bytes
         return 1 - self.with_offload.activation_peak_bytes / before if before else 0.0
 
@@ -108,8 +108,8 @@ def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     """Merge the records of all ranks into one.
 
     Losses and gradients keep their rank in the name, so that a comparison covers every rank. Memory and time are the maximum
-    over ranks; bytes moved, prefetch misses and waits are summed. The curve is that of the rank with the highest activation
-    peak.
+    over ranks; bytes moved, prefetch misses and waits are summed. The memory curve comes from the rank with the highest
+    activation peak.
     """
     if len(records) == 1:
         return records[0]

@@ -55,7 +55,7 @@ def write_script(helps: Mapping[str, str]) -> str:
     """Return a completion script for bash.
 
     Args:
-        helps: By command: its help, which names all flags.
+        helps: Help text of each command, which names all flags.
     """
     models = " ".join(model.name for model in list_models())
     cases = []

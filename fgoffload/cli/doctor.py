@@ -1,4 +1,4 @@
-"""`fgoffload doctor`: checks the machine for what makes offload slow, wrong or impossible."""
+"""`fgoffload doctor`: checks the machine for problems that make offload slow, wrong or impossible."""
 
 import argparse
 import json

@@ -82,7 +82,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 _STOP = 0
-"""Tells the watcher to stop. It is the number of no signal."""
+"""Tells the watcher to stop. No signal has this number."""
 
 
 def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:

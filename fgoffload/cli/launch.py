@@ -28,7 +28,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints for all."""
+        """Whether this process prints for all ranks."""
         return self.rank == 0
 
     @contextlib.contextmanager
@@ -36,7 +36,7 @@ class Launch:
         """Let the first process of each machine show an error that all processes have.
 
         Use it for work that all processes do alike, such as reading flags and files. The others wait until the launcher ends
-        them. After 30 seconds the first one evidently has no error, and they show theirs.
+        them. After 30 seconds they assume that the first process has no error, and show theirs.
         """
         try:
             yield

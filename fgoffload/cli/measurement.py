@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training: the same for each run, seed and data included."""
+    """A training that is identical for each run, including its seed and data."""
 
     arguments_file: str
     """Path as the user typed it."""
@@ -47,7 +47,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSource:
-    """Where a training is loaded from."""
+    """Files and flags that describe a training."""
 
     arguments_file: str
     """Path as the user typed it, for errors."""
@@ -60,7 +60,7 @@ class TrainingSource:
     data: Path | None
     """A text file or a folder; None takes Python's standard library."""
     steps: int | None
-    """Number of steps, or None for that of the flags."""
+    """Number of steps; None takes the number of the flags."""
     world_size: int = 1
     """Number of processes started."""
 
@@ -144,7 +144,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
         PlanError: The memory budget is below the static memory.
-        InternalError: It failed only with offload.
+        InternalError: The training failed only with offload.
     """
     with _explain_refusal(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)

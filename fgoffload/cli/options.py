@@ -73,7 +73,7 @@ def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
         hint: Text to add if it is below 1.
 
     Raises:
-        ConfigError: `text` is no such number.
+        ConfigError: `text` is not such a number.
     """
     # Not int() alone: it accepts ` 1_0 `, and has its own error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:

@@ -209,7 +209,7 @@ def _make_reader(checked: PlanOptions) -> "Callable[[Sequence[str]], tuple[Model
 
 
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware") -> None:
-    """Show parallel sizes for the typed number of GPUs, which those of the model's file do not suit."""
+    """Show parallel sizes for the typed number of GPUs, if the sizes of the model's file do not suit it."""
     from fgoffload.cli.plan_fits import show_layouts
 
     for flags in (("--ep", "--etp"), tuple(SHORT_FLAGS)):
@@ -223,7 +223,7 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
 def _build_ranks(
     checked: PlanOptions, found: "PlannedDevice", model: "ModelShape", parallelism: "Parallelism", assumptions: "Assumptions"
 ) -> "tuple[str, Sequence[RankModel], int]":
-    """Return what a plan is for, in words; the pipeline ranks; and the reserved bytes of each."""
+    """Return a description of the planned device, the pipeline ranks, and the reserved bytes of each rank."""
     from fgoffload.planner.host_overhead import assume_host
     from fgoffload.planner.model_ranks import build_ranks
 
@@ -251,7 +251,7 @@ def _build_ranks(
 
 @contextlib.contextmanager
 def _explain_lack(hardware: "Hardware | None", reserve_bytes: int | None, show_lack: Callable[[], None]) -> Iterator[None]:
-    """If the whole device is too small, show what each rank needs and raise that error in place of one about the budget."""
+    """If the whole device is too small, show the memory of each rank and replace the error about the budget."""
     try:
         yield
     except BudgetError as error:

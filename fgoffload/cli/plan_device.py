@@ -21,11 +21,11 @@ class PlannedDevice:
     """The device of all ranks."""
 
     hardware: "Hardware | None"
-    """From the table or a file, with the link of `profile` if given; None if `profile` is of a training."""
+    """Hardware from the table or a file, with the link of `profile` if given. None if `profile` is of a training."""
     profile: "Profile | None"
     """The profile of a training, or of the link alone."""
     link_line: str = ""
-    """Source of the link, if it differs from that of the device."""
+    """Source of the link, if it differs from the source of the device."""
 
     def find_node(self) -> "Hardware | None":
         """Return the hardware of a node's devices, or None if a training was profiled on a device outside the table."""
@@ -47,7 +47,7 @@ class PlannedDevice:
 
 
 def check_device(options: argparse.Namespace, example: str) -> None:
-    """Refuse two devices, and none. Only reading a profile shows whether it describes a whole device.
+    """Refuse options that name two devices or none. Only reading a profile shows whether it describes a whole device.
 
     Args:
         options: The parsed options.
@@ -68,7 +68,7 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
     Args:
         gpu: Name in the table, as typed.
         hardware: Hardware file. `gpu` or this is None.
-        profile: Profile file. A profile of a training describes the whole device; one of the link alone only that.
+        profile: Profile file. A profile of a training describes the whole device; a profile of the link only the link.
 
     Raises:
         ConfigError: A file cannot be read, the name is unknown, or the flags name two devices or none.
@@ -101,7 +101,7 @@ def _find_measured_device(profile: "Profile", path: Path) -> "Hardware":
     """Return the device of the table on which a link was measured.
 
     Raises:
-        ConfigError: It is not in the table.
+        ConfigError: The device is not in the table.
     """
     from fgoffload.planner.timing.hardware import get_hardware
 
@@ -149,7 +149,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
         hardware: The device; None with a profile of a training.
 
     Raises:
-        ConfigError: The device has less, or its memory is unknown.
+        ConfigError: The device has less memory, or its memory is unknown.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:

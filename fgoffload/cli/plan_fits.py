@@ -1,4 +1,4 @@
-"""What `fgoffload plan` shows if a model does not fit: memory by pipeline rank, and layouts that would fit."""
+"""Output of `fgoffload plan` for a model that does not fit: memory by pipeline rank, and layouts that would fit."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes
 
 ReadModel: TypeAlias = Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]
-"""Reads a model with flags on top."""
+"""Reads a model with additional flags."""
 MOST_GPUS = 16384
 """Largest number of GPUs of a suggested layout."""
 LONG_SEQUENCE = 16384
@@ -38,14 +38,14 @@ class RankFit:
 
     static_bytes: int
     activation_bytes: int
-    """Peak bytes of a step with everything kept."""
+    """Peak activation bytes of a step that keeps everything on the device."""
     recomputed_bytes: int
-    """The same under full recompute: the input of each layer, and one layer whole."""
+    """Peak activation bytes under full recompute: the input of each layer, and all of one layer."""
     logits_bytes: int
 
 
 def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumptions) -> list[RankFit]:
-    """Return what each pipeline rank needs.
+    """Return the memory of each pipeline rank.
 
     Raises:
         ConfigError: The ranks cannot share the model.
@@ -84,7 +84,7 @@ def show_fits(
     assumptions: Assumptions,
     read_model: ReadModel,
 ) -> None:
-    """Show what each rank needs, and layouts of more GPUs that would fit."""
+    """Show the memory of each rank, and layouts with more GPUs that would fit."""
     table = Table(title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left")
     for name in ("rank", "static", "activations", "under full recompute", "logits", "device"):
         table.add_column(name, justify="right")
@@ -103,15 +103,15 @@ def show_layouts(
     assumptions: Assumptions,
     read_model: ReadModel,
 ) -> None:
-    """Show layouts that would fit, of the GPUs of `parallelism` or more.
+    """Show layouts that would fit, with the number of GPUs of `parallelism` or more.
 
     Args:
         console: Where to print.
-        model: Its shape.
-        parallelism: With the smallest number of GPUs of a layout.
-        hardware: Of each rank.
-        assumptions: Of static memory.
-        read_model: Returns the model as flags typed on top of the command would have it; raises ConfigError if they cannot.
+        model: Shape of the model.
+        parallelism: Parallel sizes with the smallest number of GPUs.
+        hardware: Device of each rank.
+        assumptions: Assumptions about static memory.
+        read_model: Reads the model with flags on top of the command's. Raises ConfigError if they do not suit the model.
     """
     shown = 0
     for flags in map(_list_flags, _find_layouts(model, parallelism, hardware, assumptions)):
@@ -150,7 +150,7 @@ def _find_layouts(
         for tensor, pipeline, context, expert in sizes:
             if gpus % (tensor * pipeline * context) or tensor > domain or experts % expert:
                 continue
-            # A layout of the model's file is for its number of pipeline ranks.
+            # A layout from the model's file requires its number of pipeline ranks.
             if parallelism.pipeline_layout is not None and pipeline != parallelism.pipeline_parallel_size:
                 continue
             data = gpus // (tensor * pipeline * context)

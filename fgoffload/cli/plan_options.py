@@ -62,17 +62,17 @@ class PlanOptions:
     hardware: Path | None
     profile: Path | None
     budget_bytes: int | None
-    """GPU memory of each rank; None takes all of the device's."""
+    """GPU memory of each rank; None takes all memory of the device."""
     host_budget_bytes: int | None
     """Host memory of each rank."""
     reserve_bytes: int | None
     has_optimizer: bool | None
-    """None takes what the profile measured, or Adam without a profile."""
+    """Whether optimizer states count. None takes the profile's, or Adam without a profile."""
     sweeps: bool
     is_thorough: bool
     is_verbose: bool
     host: "HostGuess | None"
-    """None takes what the profile measured, or a step that is not launch-bound."""
+    """Assumed host. None takes the profile's measurement, or a step that is not launch-bound."""
     json: Path | None
     plot: Path | None
     timeline: Path | None

@@ -12,7 +12,7 @@ from fgoffload.units import GIB
 MOST_OVERHEAD = 1.5
 """Step time over the baseline at which the picture of a sweep ends."""
 MOST_DRAWN_SPANS = 4000
-"""Spans of a rank's streams of which a picture shows the whole step."""
+"""Largest number of stream spans of a rank for which a picture shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {
@@ -38,7 +38,7 @@ def check_picture(path: Path) -> None:
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
-    """Write the device memory of a rank over a step: until its peak and a little more, where a step has many microbatches.
+    """Plot the device memory of a rank over a step. With many microbatches the plot ends a little after the peak.
 
     Args:
         path: Output file; its suffix is the format.
@@ -80,7 +80,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
 
 
 def _find_shown_end(result: StepResult, rank: int) -> float:
-    """Return the seconds of the step that a picture shows: all, or until behind the peak where many passes look alike."""
+    """Return the seconds of the step to draw: all, or until after the peak if many passes look alike."""
     timeline = result.ranks[rank].timeline
     if timeline is None or len(timeline.spans) <= MOST_DRAWN_SPANS:
         return result.step_s
@@ -89,11 +89,11 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 
 
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
-    """Write the frontier: step time over the baseline's against peak memory, of plans and of Megatron's own flags.
+    """Plot the frontier of plans and of Megatron's own flags: step time over the baseline's against peak memory.
 
     Args:
         path: Output file; its suffix is the format.
-        baselines: Results by name, drawn as points; one above the picture is named in the legend.
+        baselines: Results by name, drawn as points. The legend names results above the picture.
         solutions: Plans, drawn as a line.
         title: Title of the picture.
 

@@ -68,7 +68,7 @@ def build_profiled_ranks(
     """Build the pipeline ranks from a profile, adapted to the planned training.
 
     Args:
-        profile: What was measured.
+        profile: The measured profile.
         planned: The planned training.
         path: The profile's file, for errors.
         reserve_bytes: Added to static memory.
@@ -100,9 +100,9 @@ def check_profile(profile: Profile, path: Path, planned: PlannedTraining) -> Non
     """Refuse a profile of another training than the planned one.
 
     Args:
-        profile: What was measured.
+        profile: The measured profile.
         path: Its file, for errors.
-        planned: What is planned for.
+        planned: The planned training.
 
     Raises:
         ConfigError: With the first difference.

@@ -44,9 +44,9 @@ from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, KIB, MIB, format_bytes
 
 PATIENCE_S = 2.0
-"""Seconds of work without a line of progress."""
+"""Seconds of work before a line of progress is printed."""
 MOST_DRAWN_LAYERS = 200_000
-"""Most layer passes in a picture or trace of a step. A trace of 64,000 took 22 seconds and 123 MB."""
+"""Maximum number of layer passes in a picture or trace of a step. A trace of 64,000 took 22 seconds and 123 MB."""
 
 
 def show_plan(
@@ -119,7 +119,7 @@ def _working(what: str) -> Iterator[None]:
 
 
 def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
-    """Write the picture and the trace of the rank that the plan fills most."""
+    """Write the picture and the trace of the rank that is fullest under the plan."""
     only = report.solution.result.worst_rank.rank
     detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE, only=only)
     if (path := files["plot"]) is not None:

@@ -1,4 +1,4 @@
-"""The summary of a plan in 80 columns: does it fit, what does it cost, and what to type."""
+"""Summarizes a plan in 80 columns: whether it fits, what it costs, and what to type."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import format_bytes
 
 WIDTH = 80
-"""Columns."""
+"""Width of the summary in columns."""
 
 _ACTIONS = {
     Action.OFFLOAD: "offload",
@@ -47,7 +47,7 @@ def build_summary_table(report: PlanReport, subject: Subject) -> Table:
 
 
 def format_step(seconds: float) -> str:
-    """Return a step time with the digits that its uncertainty leaves: `545 ms`, `50.6 s`."""
+    """Return a step time with as many digits as its uncertainty allows: `545 ms`, `50.6 s`."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
@@ -71,7 +71,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
 
 
 def describe_treatments(solution: Solution) -> str:
-    """Return a line for each action: its tags, with their layers where those are not all of a kind."""
+    """Return a line for each action: its tags, with the number of layers if not all layers have it."""
     all_layers: dict[str, set[int]] = {}
     chosen: dict[Action, dict[str, set[int]]] = {}
     able: dict[str, set[int]] = {}
@@ -92,7 +92,7 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return what to type: Megatron's own flags where they do as well, and the plan file."""
+    """Return what to type: the nearest setting of Megatron's own flags, and the plan file."""
     if not solution.plan.actions:
         return "Everything is kept: the training fits the budget as it is."
     text = []
@@ -113,7 +113,7 @@ def describe_use(solution: Solution, path: Path | None) -> str:
 
 
 def fold_flags(words: Sequence[str]) -> str:
-    """Return flags on lines of at most 80 columns that a shell takes when they are copied whole."""
+    """Wrap flags into lines of at most 80 columns that can be pasted into a shell."""
     lines: list[str] = []
     for word in words:
         fits = lines and len(lines[-1]) + len(word) + len("  \\") < WIDTH
@@ -125,7 +125,7 @@ def fold_flags(words: Sequence[str]) -> str:
 
 
 def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
-    """Return what is printed, for the plan file: bytes, seconds, and each rank under the plan."""
+    """Return the printed numbers for the plan file: bytes, seconds, and each rank under the plan."""
     nearest = report.solution.nearest
     return {
         "budget_bytes": report.solution.budget_bytes,
@@ -148,7 +148,7 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
 
 
 def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
-    """Return what a sweep prints: bytes and seconds."""
+    """Return the printed numbers of a sweep, in bytes and seconds."""
     return {
         "step_uncertainty": find_uncertainty(subject),
         "reserve_bytes": subject.reserve_bytes,

@@ -22,10 +22,10 @@ COMPARED = ("baseline", "full recompute", "selective recompute")
 
 
 PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
-"""Of a predicted step, as a part: from a profile, and from the hardware table for models without and with experts. Four of five
-steps are closer. Source: docs/results/predictions.md and its published steps."""
+"""Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
+Four of five steps are closer. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads closer to 1 are not told from it: most errors of two steps of one training are the same, and cancel."""
+"""Overheads closer to 1 are noise. Most errors of two steps of one training are the same, and cancel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Subject:
     model: ModelShape
     parallelism: Parallelism
     hardware: Hardware | None
-    """None with a profile of a training."""
+    """Hardware of the device; None with a profile of a training."""
     node: Hardware | None
-    """The devices of a node: `hardware`, or the profiled device if the table has it."""
+    """Hardware of a node's devices: `hardware`, or the profiled device if the table has it."""
     device: str
     """Name of the device."""
     reserve_bytes: int
@@ -69,7 +69,7 @@ class Subject:
 
 
 def find_uncertainty(subject: Subject) -> float:
-    """Return the uncertainty of a predicted step, as a part of it."""
+    """Return the relative uncertainty of a predicted step."""
     if subject.hardware is None:
         return PROFILE_UNCERTAINTY
     return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
@@ -91,7 +91,7 @@ def build_decision_table(report: PlanReport) -> Table:
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in solution.decisions:
-        # A tag that moves and recomputes nothing by itself only comes with another one.
+        # A tag that moves and recomputes nothing by itself only accompanies another one.
         if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
@@ -114,7 +114,7 @@ def build_decision_table(report: PlanReport) -> Table:
 
 
 def build_kept_table(report: PlanReport) -> Table:
-    """Return what the plan keeps, and why: tags and units with the same kind of layer, count and reason share a row."""
+    """Return the kept tags and units with the reason: those with the same kind of layer, count and reason share a row."""
     table = Table(title="What it keeps")
     for heading in ("layers of kind", "tags and units"):
         table.add_column(heading)
@@ -155,7 +155,7 @@ def build_peak_table(report: PlanReport) -> Table:
 
 
 def build_rank_table(report: PlanReport) -> Table:
-    """Return where each pipeline rank spends its step under the plan."""
+    """Return a row for each pipeline rank, with the parts of its step time under the plan."""
     table = Table(title="This plan by pipeline rank")
     headings = (
         "rank",
@@ -214,7 +214,7 @@ def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> st
 
 
 def format_overhead(ratio: float) -> str:
-    """Return a step over the baseline's; ~ marks what is not told from 1."""
+    """Return a step time as a ratio to the baseline's; ~ marks a ratio within noise of 1."""
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
 
 
@@ -224,7 +224,7 @@ def _format_cost(seconds: float) -> str:
 
 
 def find_costs(result: StepResult) -> tuple[int, float, float]:
-    """Return the bytes offloaded in a step, the seconds of recompute and those that wait for copies: the most of any rank."""
+    """Return bytes offloaded, seconds of recompute and seconds of waiting for copies in a step, each the maximum over ranks."""
     return (
         max(rank.d2h_bytes for rank in result.ranks),
         max(rank.recompute_s for rank in result.ranks),

@@ -22,7 +22,7 @@ class Setting:
     layers: int
     device: str
     versions: str
-    """As in `torch 2.13.0, megatron-core 0.16.1`."""
+    """Package versions, as in `torch 2.13.0, megatron-core 0.16.1`."""
     offload: OffloadConfig | None
 
     @property

@@ -58,13 +58,13 @@ class RunRequest:
     torchrun_options: tuple[str, ...]
     """Words before `--`; empty to run in this process."""
     script: str
-    """As typed."""
+    """Path of the script, as typed."""
     words: tuple[str, ...]
     """Words after the script."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags for `--help` alone: `read_request` reads the words."""
+    """Add our flags for `--help` alone: `read_request` parses the words."""
     group = parser.add_argument_group("our flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
         name, _, value = flag.partition(" ")

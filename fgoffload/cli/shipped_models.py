@@ -14,7 +14,7 @@ class ShippedModel:
     name: str
     path: Path
     summary: str
-    """From the first line of the file."""
+    """Summary from the first line of the file."""
 
 
 def list_models() -> list[ShippedModel]:

@@ -137,7 +137,7 @@ def drop_unread_output() -> None:
 
 @contextlib.contextmanager
 def discard_native_output() -> Iterator[None]:
-    """Discard what C++ code prints to stdout inside: HiGHS has lines that no option switches off."""
+    """Discard what C++ code prints to stdout in the body: no option switches off some lines of HiGHS."""
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
     libc.fflush(None)

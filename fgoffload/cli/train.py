@@ -45,10 +45,10 @@ class TrainOptions:
     megatron_flags: tuple[str, ...]
     """Flags typed on the command line; they override those of the file."""
     steps: int | None
-    """None takes `--train-iters`."""
+    """Number of steps; None takes `--train-iters`."""
     data: Path | None
     plot: Path | None
-    """None if another process draws it."""
+    """Path of the plot; None if another process draws it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

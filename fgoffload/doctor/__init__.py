@@ -1,4 +1,4 @@
-"""Checks a machine for what makes offload slow, wrong or impossible.
+"""Checks a machine for problems that make offload slow, wrong or impossible.
 
     for result in check_machine(Machine.here()):
         print(result.name, result.status.value, result.found, result.fix)

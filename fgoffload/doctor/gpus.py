@@ -36,18 +36,18 @@ class Gpu:
     uuid: str
     name: str
     bus_id: str
-    """As in `00000000:17:00.0`."""
+    """PCI bus ID, as in `00000000:17:00.0`."""
     generation: int | None
-    """PCIe generation that GPU and slot support; idle links run slower to save power."""
+    """PCIe generation that GPU and slot support. Idle links run slower to save power."""
     width: int | None
-    """Lanes in use."""
+    """Number of lanes in use."""
     most_width: int | None
     memory_bytes: int | None
     driver: str
 
     @property
     def link_rate(self) -> float | None:
-        """Rate of the link in bytes per second, one direction."""
+        """Rate of the link in bytes per second, in one direction."""
         if self.generation not in LANE_RATES or self.width is None:
             return None
         return LANE_RATES[self.generation] * self.width

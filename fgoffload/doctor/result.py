@@ -5,7 +5,7 @@ import enum
 
 
 class Status(enum.Enum):
-    """Verdict of a check for training with offload."""
+    """Outcome of a check, for training with offload."""
 
     OK = "ok"  # no action needed
     WARNING = "warning"  # works, but could be faster or use less
@@ -22,7 +22,7 @@ class CheckResult:
     found: str
     """The finding; if skipped, the reason."""
     fix: str = ""
-    """The fix; empty if there is none to make."""
+    """The fix; empty if none is needed."""
 
 
 def skip(name: str, reason: str) -> CheckResult:

@@ -1,7 +1,7 @@
-"""The flags that `fgoffload train` reads: those of Megatron's model and of training, and those of offload.
+"""Parses the flags of `fgoffload train`: Megatron's model flags, training flags and offload flags.
 
-The model's flags are the fields of Megatron's config classes (see `field_flags.py`), the training's are the fields of
-`TrainingArguments`. Written down here is only where Megatron-LM's spelling is not the name of the field.
+The model flags are the fields of Megatron's config classes (see `field_flags.py`), the training flags are the fields of
+`TrainingArguments`. This file only lists flags that Megatron-LM spells differently from the field.
 """
 
 import argparse
@@ -42,15 +42,15 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""By field of the config, how Megatron-LM spells its flag where the field itself does not say. `--no-` works with each boolean
-one: `--no-bias-swiglu-fusion`."""
+"""Megatron-LM's spelling of flags by config field, where it differs from the field. Each boolean flag has a `--no-` form:
+`--no-bias-swiglu-fusion`."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Megatron-LM fuses swiglu unless told not to, and it matters here: the fused one saves less.
+    # Megatron-LM fuses swiglu by default, and it matters here: the fused one saves less.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Flags of Megatron-LM that set several fields; a flag for one of those fields wins."""
+"""Flags of Megatron-LM that set several fields. A flag for one of those fields overrides them."""
 
 _OFFLOAD_FIELDS = frozenset(
     {
@@ -66,7 +66,7 @@ _OFFLOAD_FIELDS = frozenset(
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
 
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
-"""Fields of Megatron's config for latent attention that every model with rotary embeddings has as training flags."""
+"""Fields of Megatron's latent-attention config that are training flags for every model with rotary embeddings."""
 
 _MLA_DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
@@ -79,9 +79,9 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "mscale_all_dim": 0.0,
     "normalization": "LayerNorm",
 }
-"""Defaults of absent flags with latent attention. The config's own defaults are another model: queries through a rank of 512,
-for one, where Megatron-LM projects them in one go. Source: `_add_mla_args` of megatron/training/arguments.py, and for norms
-`TransformerConfig`, of Megatron-LM core 0.16.1; both still so in 0.20."""
+"""Defaults of absent flags with latent attention. The config's own defaults describe another model: it projects queries
+through a rank of 512, for example, where Megatron-LM projects them at once. Source: `_add_mla_args` of
+megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in 0.20."""
 
 
 def parse_arguments(
@@ -92,17 +92,17 @@ def parse_arguments(
     typed: Sequence[str] = (),
     known_elsewhere: Collection[str] = (),
 ) -> TrainingArguments:
-    """Return the training that `argv` describes.
+    """Parse the training that `argv` describes.
 
     Args:
-        argv: Flags as Megatron-LM takes them; a later one wins over an earlier one.
-        source: Where they came from, for errors.
-        world_size: Processes of the training; None takes what one copy of the model needs.
-        typed: Further flags, from the command line; they win over those of `argv`.
-        known_elsewhere: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+        argv: Flags as Megatron-LM takes them. Later flags override earlier ones.
+        source: Source of the flags, for errors.
+        world_size: Number of processes; None takes the fewest that one copy of the model needs.
+        typed: Further flags from the command line, which override `argv`.
+        known_elsewhere: Flags of the command line that are parsed elsewhere, for suggestions.
 
     Raises:
-        ConfigError: A flag is unknown or has a value that it cannot have; the error names source, flag, value and fix.
+        ConfigError: A flag is unknown or has an invalid value; the error names source, flag, value and fix.
     """
     parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
     values = typed_parser.parse_flags(typed, earlier=parser.parse_flags(argv))
@@ -125,7 +125,7 @@ def parse_arguments(
             raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
     world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
-    # One microbatch a step on every data-parallel rank, as Megatron-LM defaults.
+    # Megatron-LM's default: one microbatch per step on every data-parallel rank.
     training.setdefault(
         "global_batch_size",
         max(1, training["micro_batch_size"]) * max(1, world_size // max(1, _count_model_parallel(transformer))),
@@ -140,8 +140,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
 
     Args:
         arguments: The training.
-        offload: Offload to build for, or None for off. Megatron gets the tags that its config accepts; where it accepts none,
-            its own flag is off, and the others reach the engine alone.
+        offload: Offload options, or None for off. Megatron gets the tags that its config accepts, and only the engine gets the
+            others. If Megatron accepts none, its own flag is off.
 
     Raises:
         ConfigError: Megatron refuses the combination; the error carries its text.
@@ -149,8 +149,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)
     dtype = torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
-    # The interleaved schedule sends both ways to one neighbour when there are two stages. Batched sends match by order alone
-    # and would swap an activation for a gradient, silently; overlapped ones use two groups. Megatron-LM does the same.
+    # With two stages, the interleaved schedule sends to one neighbour in both directions. Batched sends match by order only and
+    # would silently swap an activation for a gradient; overlapped sends use two groups. Megatron-LM does the same.
     fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
     fields.setdefault("transformer_impl", "local")
     fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -193,7 +193,7 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
     parser = FlagParser(source=source, known_elsewhere=known_elsewhere)
     add_fine_grained_offload_args(parser)
     add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
-    # BooleanOptionalAction gives each spelling its --no- form, as Megatron-LM writes most booleans that are on by default.
+    # BooleanOptionalAction adds the --no- form to each spelling. Megatron-LM uses it for most booleans that are on by default.
     add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS | GRAPH_FIELDS, aliases=_ALIASES)
     add_graph_flags(parser)
     add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
@@ -205,7 +205,7 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
 
 
 def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
-    """Return the fields of Megatron's config that `values` gives, with Megatron-LM's flags translated."""
+    """Return the given fields of Megatron's config, with Megatron-LM's flags translated."""
     module = load_module(_CONFIG_MODULE)
     known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
     latent_only = {field.name for field in dataclasses.fields(module.MLATransformerConfig)} - known - _MLA_FIELDS_OF_TRAINING
@@ -237,7 +237,7 @@ def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources)
 
 
 def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], sources: FlagSources) -> int | None:
-    """Return the virtual pipeline size that `--num-layers-per-virtual-pipeline-stage` stands for."""
+    """Return the virtual pipeline size for `--num-layers-per-virtual-pipeline-stage`."""
     per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
     if (chunks := fields.get("virtual_pipeline_model_parallel_size")) is not None:
         raise sources.refuse(describe_two_virtual_sizes(per_chunk, chunks))
@@ -257,7 +257,7 @@ def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
 
 
 def _count_processes(transformer: Mapping[str, Any]) -> int:
-    """Return the fewest processes that the model fits on: whole copies of it, with room for all of its experts."""
+    """Return the fewest processes for whole copies of the model that have room for all its experts."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
     experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
@@ -265,12 +265,12 @@ def _count_processes(transformer: Mapping[str, Any]) -> int:
 
 
 def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
-    """Say which flags change nothing, and why.
+    """Warn of flags without effect, with the reason.
 
     Args:
-        values: Of all flags.
-        offload: What they mean; None where offload is off.
-        is_switched: Whether a flag says so itself, in which case being off is no oversight.
+        values: Values of all flags.
+        offload: Offload options from the flags; None if offload is off.
+        is_switched: Whether a flag switches offload explicitly, so that off is intended.
     """
     if offload is None and values.get("offload_modules") and not is_switched:
         _logger.warning(

@@ -1,11 +1,11 @@
-"""Steps under plans, in turn with steps that keep all: what a profile says of how late the host is beside copies.
+"""Times steps under plans, alternating with steps that keep all, to find how launch-bound the host is during copies.
 
 [Note: Which plans are compared]
-Two: one that offloads as many tags as copies hide, in all layers, and one for a budget in the middle between what recomputing
-all and keeping all take, as users ask for it. The first has the host do little beside its copies, the second much. Each is run
-for a few steps, then those that keep all again, and so on: hosts change from minute to minute. The first step behind each
-change is not timed, since memory finds its place in it. A plan that moves nothing is not compared, and where there is no other
-one nothing is known of the host.
+There are two plans. One offloads as many tags as copies can hide, in all layers: the host does little beside its copies. The
+other is for a budget in the middle between full recompute and keeping all, as users choose it: the host does much. Each plan
+runs for a few steps, then steps that keep all run again, and so on, since hosts change from minute to minute. The first step
+after each change is not timed, since memory settles in it. A plan that moves nothing is not compared. If no plan is left, the
+profile says nothing about the host.
 """
 
 import collections
@@ -33,21 +33,21 @@ from fgoffload.trainer.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 MOST_ADDED_PART = 0.02
-"""Of a step that keeps all: what a plan of tags alone is simulated to take longer at most. Beyond that a step waits for the
-link, and says less of the host."""
+"""Maximum simulated slowdown of a plan of tags alone, relative to a step that keeps all. Beyond it a step waits for the link,
+and says less about the host."""
 
 TIMED_STEPS = 2
-"""Of each plan and round."""
+"""Timed steps of each plan and round."""
 
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
-"""Four to eight steps of each, of which the median leaves out a slow one. Eight are within 2% where single ones differ by a
+"""Four to eight steps of each plan, whose median ignores a slow one. Eight are within 2% where single steps differ by a
 tenth."""
 
 ENOUGH_S = 30.0
-"""Seconds after which no round begins, but for the fewest."""
+"""Seconds after which no further round begins, once the fewest rounds are done."""
 
 MOST_COMPARED_STEPS = 3 * MOST_ROUNDS * (1 + TIMED_STEPS)
-"""Steps that two plans and nothing take together at most."""
+"""Maximum number of steps for two plans and the baseline."""
 
 
 def compare_steps(
@@ -58,14 +58,14 @@ def compare_steps(
     host_budget_bytes: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[ComparedStep, ...]:
-    """Return what steps under plans take beside those that keep all. All processes call it, and find the same.
+    """Time steps under plans beside steps that keep all. All processes call this and return the same result.
 
-    What cannot be planned or has no room costs these steps alone, and a warning says why: the rest of a profile is measured.
+    If planning fails or memory runs out, only these steps are lost, with a warning: the rest of the profile is complete.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
     try:
-        # By the first process's link: each has timed its own.
+        # Plan with the first process's link, since each process has timed its own.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
     except OffloadError as error:  # on all processes alike
         logger.warning("no steps are compared, and nothing is known of how late the host is: %s", error)
@@ -76,7 +76,7 @@ def compare_steps(
         return _take_turns(trainer, measurement, plans, on_step)
     except torch.OutOfMemoryError as error:
         if not is_alone():
-            raise  # the others are in the middle of a step
+            raise  # the other processes are in the middle of a step
         logger.warning("no steps are compared, since one had no room on the device: %s", error)
         return ()
     finally:
@@ -102,16 +102,16 @@ def _take_turns(
 
 
 def settle() -> None:
-    """Do before a step what must not come inside of it, on all processes."""
-    # A collection takes as long as a layer, and comes when objects have been counted.
+    """Collect garbage and synchronize all processes before a step, so that neither happens within it."""
+    # A collection takes as long as a layer, and starts by object count.
     gc.collect()
     if not is_alone():
-        # A stage that begins before the others would count how long it waits for them.
+        # A stage that starts before the others would count its wait for them.
         torch.distributed.barrier()
 
 
 def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:
-    """Return the seconds of a few steps, behind one that is not timed."""
+    """Return the seconds of a few steps, after one that is not timed."""
     seconds = []
     for _ in range(1 + TIMED_STEPS):
         settle()
@@ -121,17 +121,17 @@ def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:
 
 
 def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan, ...]:
-    """Return the plans that a training's host is judged by. See [Note: Which plans are compared]."""
+    """Return the plans that measure the training's host. See [Note: Which plans are compared]."""
     ranks = make_rank_models(profile)
     found = (_offload_hidden_tags(ranks, host_budget_bytes), _plan_for_middle(ranks, host_budget_bytes))
-    # One that only recomputes has no copies that could make the host late. Nor has one of whose tags nothing has room there.
+    # Without copies a plan cannot show their effect on the host: it only recomputes, or the host has no room for its tags.
     limited = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
     return tuple(plan for plan in found if any(rank.d2h_bytes for rank in simulate(limited, plan).ranks))
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan that offloads, in all layers, the tags whose copies compute hides: of those that save most first."""
-    # Here: SciPy takes longer to load than all else, and one process plans.
+    """Return the plan that offloads, in all layers, the largest tags whose copies are hidden by compute."""
+    # Imported here, since SciPy loads slower than all else, and only one process plans.
     from fgoffload.planner.solving.megatron_flags import MegatronFlags
 
     tags = default_tags()
@@ -139,12 +139,12 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
     best = NOTHING
     chosen: tuple[str, ...] = ()
     for tag in _list_largest(ranks, tags.names):
-        # Some save one storage with others, and free it only with them.
+        # Some tags share a storage with others, and free it only together.
         wanted = tuple(dict.fromkeys((*chosen, tag, *tags.get(tag).requires)))
         try:
             tags.check(wanted)
         except ConfigError:
-            continue  # one of another kind of attention or MLP than those before
+            continue  # of another kind of attention or MLP than the chosen tags
         flags = MegatronFlags(offload_modules=wanted)
         plan = flags.make_plan(ranks)
         result = simulate(flags.adapt(ranks), plan)
@@ -155,7 +155,7 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
 
 
 def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
-    """Return those of `tags` that save something, from the one that saves most in all layers together."""
+    """Return those of `tags` that save something, from the largest total over all layers."""
     saved: collections.Counter[str] = collections.Counter()
     for tensor in (
         tensor
@@ -170,7 +170,7 @@ def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
 
 
 def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan for a budget in the middle; one that does nothing where no plan takes so little."""
+    """Return the plan for a budget in the middle, or the empty plan if none fits it."""
     from fgoffload.planner.solving.megatron_flags import FULL_RECOMPUTE
     from fgoffload.planner.solving.solver import solve
 

@@ -1,7 +1,7 @@
-"""Text as training data, one token a byte: no tokenizer, no download, the same microbatches in every run.
+"""Provides text as training data, one token per byte: no tokenizer, no download, the same microbatches in every run.
 
-The default text is the source of Python's own standard library: every machine that runs this has it. Where only times are
-measured, tokens can be random.
+The default text is the source of Python's own standard library, which every machine has. If only times are measured, tokens
+can be random.
 """
 
 import dataclasses
@@ -18,51 +18,51 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import MIB
 
 LARGEST_TEXT_BYTES = 4 * MIB
-"""Most bytes that are read. A demonstration sees far less."""
+"""Maximum bytes to read. A demonstration needs far less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Input of one forward. Shapes are `[b, s]`: sequences, tokens."""
+    """Inputs of one forward. Shapes are `[b, s]`: sequences, tokens."""
 
     tokens: torch.Tensor
-    """int64, the model's input."""
+    """Model input, int64."""
     labels: torch.Tensor
-    """int64, each token's successor."""
+    """Successor of each token, int64."""
     loss_mask: torch.Tensor
-    """float32, 1 where the loss counts: everywhere, since text has no padding."""
+    """Mask of counted losses, float32: 1 everywhere, since text has no padding."""
     position_ids: torch.Tensor
-    """int64, from 0 in every sequence."""
+    """Positions, int64, from 0 in every sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How microbatches are cut from a text."""
+    """Options for cutting microbatches from a text."""
 
     seq_length: int
     """Tokens of a sequence."""
     micro_batch_size: int
     """Sequences of a microbatch."""
     seed: int
-    """Another seed takes other places of the text."""
+    """Seed of the places in the text."""
     data_parallel_rank: int = 0
-    """Each rank takes places of its own."""
+    """Data-parallel rank; each rank takes different places."""
     shortest: int | None = None
-    """Each microbatch has a length of its own from here up to `seq_length`, the same on all ranks; None gives all that one."""
+    """Shortest length. Each microbatch has its own length up to `seq_length`, equal on all ranks. None for fixed lengths."""
     length_multiple: int = 1
-    """Lengths are multiples of this."""
+    """Divisor of all lengths."""
     split: str = ""
-    """Another name takes other places of the text."""
+    """Name of a split; each name takes other places of the text."""
 
 
 class TokenSource(Protocol):
-    """Where a training's microbatches come from."""
+    """Source of a training's microbatches."""
 
     def check_length(self, seq_length: int) -> None:
-        """Check that one sequence can be cut.
+        """Check that there is enough text for one sequence.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: The text is too short.
         """
 
     def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
@@ -70,9 +70,9 @@ class TokenSource(Protocol):
 
 
 class RandomTokens:
-    """Tokens drawn from the whole vocabulary, once: every step has the same microbatches, on the device before it begins.
+    """Tokens drawn once from the whole vocabulary. Every step has the same microbatches, on the device before it begins.
 
-    So a step draws and copies nothing, its experts get about as many tokens each, and its gradients are those of every step.
+    So no step draws or copies tokens, experts get about equal numbers of tokens, and all steps have the same gradients.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
@@ -81,10 +81,10 @@ class RandomTokens:
         self._drawn: dict[tuple[Batches, int], Microbatch] = {}
 
     def check_length(self, seq_length: int) -> None:
-        """Do nothing: random tokens do not end."""
+        """Do nothing: random tokens do not run out."""
 
     def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches, which are those of every step."""
+        """Yield the first `count` microbatches, the same in every step."""
         for microbatch in range(count):
             key = batches, microbatch
             if key not in self._drawn:
@@ -92,7 +92,7 @@ class RandomTokens:
             yield self._drawn[key]
 
     def _draw(self, batches: Batches, microbatch: int) -> Microbatch:
-        # As in `TextData.get_microbatch`: a seed of its own for each place, and torch's random state is not touched.
+        # As in `TextData.get_microbatch`: each place has its own seed, and torch's random state is unchanged.
         seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
         size = batches.micro_batch_size, _draw_length(batches, 0, microbatch) + 1
         rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
@@ -107,10 +107,10 @@ class TextData:
 
         Args:
             text: At least two bytes.
-            name: What it is, for people and errors.
+            name: Name of the text, for messages and errors.
 
         Raises:
-            ConfigError: There is too little text for one token and its successor.
+            ConfigError: The text is too short for one token and its successor.
         """
         if len(text) < 2:
             raise ConfigError(f"--data {name} has {len(text)} bytes. Give a text of at least one sequence.")
@@ -119,14 +119,14 @@ class TextData:
 
     @classmethod
     def load(cls, path: Path | None = None) -> "TextData":
-        """Return the text at `path`.
+        """Load the text at `path`.
 
         Args:
-            path: A file, or a folder whose files are read in the order of their names, those of its folders too; None takes
-                the Python standard library. At most `LARGEST_TEXT_BYTES` are read.
+            path: A file, or a folder whose files are read in name order, subfolders included. None takes the Python standard
+                library. At most `LARGEST_TEXT_BYTES` are read.
 
         Raises:
-            ConfigError: There is nothing at `path`, or nothing to read.
+            ConfigError: `path` does not exist, or has nothing to read.
         """
         if path is None:
             library = Path(sysconfig.get_path("stdlib"))
@@ -145,7 +145,7 @@ class TextData:
         return self._bytes.numel()
 
     def check_length(self, seq_length: int) -> None:
-        """Check that one sequence can be cut.
+        """Check that there is enough text for one sequence.
 
         Raises:
             ConfigError: The text is shorter than a sequence and its last label.
@@ -157,13 +157,13 @@ class TextData:
             )
 
     def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`, on the CPU. The same text and arguments give the same bits.
+        """Return microbatch `microbatch` of step `step`, on the CPU. Equal texts and arguments give identical bits.
 
         Raises:
             ConfigError: The text is shorter than a sequence.
         """
         self.check_length(batches.seq_length)
-        # Python hashes a string seed with SHA-512, so no two places share a seed; torch's random state is not touched.
+        # Python hashes a string seed with SHA-512, so no two places share a seed. torch's random state is unchanged.
         draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
         length = _draw_length(batches, step, microbatch)
         starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
@@ -196,7 +196,7 @@ def _draw_length(batches: Batches, step: int, microbatch: int) -> int:
 
 
 def _find_library_files(library: Path) -> Iterator[Path]:
-    # Installed packages, tests and optional parts differ from machine to machine; the rest comes with every Python.
+    # Installed packages, tests and optional parts differ between machines; the rest comes with every Python.
     left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
     for folder, folders, files in os.walk(library):
         folders[:] = sorted(set(folders) - left_out)
@@ -204,7 +204,7 @@ def _find_library_files(library: Path) -> Iterator[Path]:
 
 
 def _find_files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files under `folder` in the order of their names, each folder listed only when its turn comes."""
+    """Yield the regular files under `folder` in name order. Each folder is listed only when it is reached."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -212,13 +212,13 @@ def _find_files(folder: Path) -> Iterator[Path]:
     for entry in entries:
         if entry.is_file():
             yield Path(entry.path)
-        # Not through links: one that leads upwards would never end.
+        # Do not follow links: a link to a parent folder would never end.
         elif entry.is_dir(follow_symlinks=False):
             yield from _find_files(Path(entry.path))
 
 
 def _read(files: Iterator[Path]) -> bytes:
-    """Return the first `LARGEST_TEXT_BYTES` of `files`; what comes after is neither opened nor read."""
+    """Return the first `LARGEST_TEXT_BYTES` of `files`. Later files are neither opened nor read."""
     text = bytearray()
     for path in files:
         try:

@@ -1,4 +1,4 @@
-"""One microbatch through a model chunk, as Megatron's schedules ask for it."""
+"""Runs one microbatch through a model chunk, as Megatron's schedules require."""
 
 import functools
 import itertools
@@ -12,13 +12,13 @@ from fgoffload.trainer.data import Microbatch
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 LOSS = "lm loss"
-"""Under this name the schedules hand back the loss of each microbatch."""
+"""Key under which the schedules return the loss of each microbatch."""
 
 
 class ForwardStep:
-    """Takes the next prepared microbatch and runs a chunk on it.
+    """Runs a chunk on the next prepared microbatch.
 
-    Nothing in a call waits for the device or copies to it, so that a CUDA graph can hold one: `prepare` does that before.
+    A call neither waits for the device nor copies to it, so that a CUDA graph can capture it. `prepare` does both before.
     """
 
     def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class ForwardStep:
         self._device = device
 
     def prepare(self, batch: Microbatch) -> dict[str, Any]:
-        """Return this rank's part of a microbatch on its device: the chunk's arguments, by name."""
+        """Return this rank's part of a microbatch, on its device, as keyword arguments of the chunk."""
         length = batch.tokens.shape[1]
         bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
         positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
@@ -44,14 +44,14 @@ class ForwardStep:
         chunk: torch.nn.Module,
         return_schedule_plan: bool = False,  # noqa: FBT001, FBT002 - Megatron's signature
     ) -> tuple[Any, Any]:
-        """Return the chunk's output, or the plan that computes it, and what computes the loss from it."""
+        """Return the chunk's output, or its schedule plan, and a function that computes the loss from the output."""
         batch = next(microbatches)
         loss_mask = batch["loss_mask"]
         run = get_unwrapped(chunk).build_schedule_plan if return_schedule_plan else chunk
         output = run(
             batch["tokens"],
             batch["position_ids"],
-            None,  # no mask: attention makes the causal one itself
+            None,  # no mask: attention builds the causal mask itself
             labels=batch["labels"],
             loss_mask=loss_mask,
             packed_seq_params=batch["packed_seq_params"],
@@ -60,12 +60,12 @@ class ForwardStep:
 
     @property
     def _share(self) -> int:
-        """The parts that a sequence is cut into over context-parallel ranks."""
+        """Number of parts into which context-parallel ranks cut a sequence."""
         size = self._arguments.context_parallel_size
         return 2 * size if size > 1 else 1
 
     def _find_own_tokens(self, bounds: Sequence[int]) -> torch.Tensor | None:
-        """Return which tokens of a microbatch are this context-parallel rank's, or None where all are."""
+        """Return the tokens of a microbatch that belong to this context-parallel rank, or None for all."""
         size = self._arguments.context_parallel_size
         if size == 1:
             return None
@@ -85,14 +85,14 @@ class ForwardStep:
 
 
 def get_unwrapped(chunk: Any) -> Any:
-    """Return the model in its wrappers, for data parallelism or for the cast to half precision."""
+    """Return the model inside its wrappers for data parallelism and half precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
-    """Return where sequences begin and end that are packed into one of `length` tokens: a half, a quarter, and what is left."""
+    """Return the bounds of the sequences packed into one of `length` tokens: a half, a quarter, and the rest."""
     parts = length // multiple
     return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
 
@@ -100,13 +100,13 @@ def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
 def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int) -> torch.Tensor:
     """Return the tokens of one context-parallel rank, as Megatron and Transformer Engine cut sequences.
 
-    Each sequence is cut into `2 * size` parts, of which a rank has one from the front and the matching one from the back: in
-    causal attention later parts cost more.
+    Each sequence is cut into `2 * size` parts. A rank gets one part from the front and the matching one from the back, since
+    later parts cost more in causal attention.
 
     Args:
-        bounds: Where sequences begin and end; the length of each is a multiple of `2 * size`.
-        rank: From 0.
-        size: Ranks.
+        bounds: Bounds of the sequences, whose lengths are multiples of `2 * size`.
+        rank: Context-parallel rank, from 0.
+        size: Number of context-parallel ranks.
     """
     indices = []
     for begin, end in itertools.pairwise(bounds):
@@ -117,7 +117,7 @@ def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int)
 
 
 def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
-    """Let positions, `[b, s]`, begin at 0 in every packed sequence."""
+    """Restart positions, `[b, s]`, at 0 in every packed sequence."""
     starts = torch.zeros(position_ids.shape[1], dtype=position_ids.dtype)
     for begin, end in itertools.pairwise(bounds):
         starts[begin:end] = begin
@@ -125,13 +125,13 @@ def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torc
 
 
 def _compute_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a microbatch, its tokens, and the mean for the report.
+    """Return the summed loss of a microbatch, its number of tokens, and the mean for reports.
 
-    Megatron divides the sum by the tokens and by the number of microbatches, in place.
+    Megatron divides the sum in place, by the tokens and by the number of microbatches.
 
     Args:
-        loss_mask: `[b, s]`.
-        output: The loss of each token, `[b, s]`.
+        loss_mask: Mask of counted losses, `[b, s]`.
+        output: Loss of each token, `[b, s]`.
     """
     loss = (output.float() * loss_mask).sum()
     tokens = loss_mask.sum()

@@ -13,18 +13,18 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _MAX_DIGEST_THREADS = 8
-"""Each holds one tensor in host memory. The ranks of a machine share its cores."""
+"""Maximum number of threads. Each holds one tensor in host memory, and the ranks of a machine share its cores."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: TrainingArguments) -> list[Any]:
-    """Wrap model chunks for data parallelism, and let the schedules reduce gradients over every group.
+    """Wrap model chunks for data parallelism, so that the schedules reduce gradients over every group.
 
-    From then on each parameter's gradient is summed in its `main_grad`. At the end of a step's backward Megatron itself
-    averages it over the copies of the model, sums those of norms over sequence-parallel ranks, and those of an embedding that
-    two stages share. Nothing overlaps and no optimizer state is sharded: what is compared here are bits.
+    Each parameter's gradient is then summed in its `main_grad`. At the end of a step's backward Megatron averages it over the
+    copies of the model, and sums gradients of norms over sequence-parallel ranks and of an embedding that two stages share.
+    Nothing overlaps and no optimizer state is sharded, since this is for bitwise comparison.
 
     Returns:
-        One wrapper a chunk, for Megatron's schedules.
+        One wrapper per chunk, for Megatron's schedules.
     """
     distributed = load_module("megatron.core.distributed")
     settings = distributed.DistributedDataParallelConfig(
@@ -41,10 +41,10 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
 
 
 def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let go of the graph of the last microbatch, which token dispatchers hold by their routing probabilities.
+    """Release the autograd graph of the last microbatch, which token dispatchers hold through their routing probabilities.
 
-    The graph ends in the parameters' gradients, whose hooks hold the data-parallel wrapper, and so the model, and so the
-    dispatchers: a cycle through autograd, which Python's collector cannot see. Without this no model with experts is freed.
+    The graph ends in the parameters' gradients, whose hooks hold the data-parallel wrapper, the model and so the dispatchers.
+    Python's collector cannot see this cycle through autograd. Without this call no model with experts is freed.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "token_dispatcher"):
@@ -55,14 +55,14 @@ class Optimizer(Protocol):
     """Treatment of a step's gradients."""
 
     def step(self) -> None:
-        """Update the parameters, or leave them."""
+        """Update the parameters, or leave them unchanged."""
 
 
 class NoOptimizer:
-    """Leaves the parameters as they are, and has no memory of its own."""
+    """Leaves the parameters unchanged, and needs no memory."""
 
     def step(self) -> None:
-        """Leave them."""
+        """Leave the parameters unchanged."""
 
 
 class MainGradOptimizer:
@@ -75,10 +75,10 @@ class MainGradOptimizer:
     def step(self) -> None:
         """Update the parameters."""
         for parameter in self._parameters:
-            # AdamW wants the gradient's type to be the parameter's. Where it is, this is no copy.
+            # AdamW requires gradients of the parameter's type. This is no copy if they have it.
             parameter.grad = get_main_grad(parameter).to(parameter.dtype)
         self._optimizer.step()
-        # Autograd makes gradients of its own, which the wrapper adds to the buffer; a view of the buffer would be added to.
+        # Autograd then makes new gradients, which the wrapper adds to the buffer. It would add to a view of the buffer.
         self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -95,10 +95,10 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return `digest_tensor` of each, in their order. The device must be done with them.
+    """Return `digest_tensor` of each tensor, in order. The device must be done with the tensors.
 
-    Copies and hashes run in threads, which hold no lock of Python's meanwhile: in one, the gradients of a model that fills a
-    GPU take longer than the step that made them.
+    Copies and hashes run in threads, which release Python's lock. In one thread, hashing the gradients of a model that fills
+    a GPU takes longer than the step.
     """
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))

@@ -1,4 +1,4 @@
-"""Refuses trainings that this version, or the installed packages, do not support, before anything is built."""
+"""Refuses trainings that this version or the installed packages do not support, before anything is built."""
 
 import os
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ _TE_LAYERS = "give --transformer-impl transformer_engine"
 
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
-    """Check that this version, on this machine, can train as `arguments` say.
+    """Check that this version can run the training `arguments` on this machine.
 
     Raises:
-        ConfigError: It cannot; the error names the flag and what to give instead.
+        ConfigError: It cannot; names the flag and the fix.
     """
     for check in (_find_what_is_not_built, _find_missing_packages, _find_what_local_layers_lack, _find_what_graphs_exclude):
         for fault in check(arguments):
@@ -43,8 +43,8 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     ):
         if is_given:
             yield f"{flag} is not built yet in this version: {instead}."
-    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
-    # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
+    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for the node that computed it:
+    # the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
         yield (
@@ -54,7 +54,7 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
 
 
 def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield what needs a package or a device that is not there."""
+    """Yield settings that need a missing package or device."""
     if arguments.uses_transformer_engine and not has_transformer_engine():
         yield (
             "--transformer-impl transformer_engine needs Transformer Engine, which cannot be imported here. Install it: "
@@ -67,7 +67,7 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
 
 
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield what no CUDA graph can be captured with, in a training that captures some."""
+    """Yield settings that CUDA graphs cannot capture, if the training captures some."""
     impl, given = arguments.cuda_graph_impl, arguments.transformer
     if not arguments.captures_graphs:
         return
@@ -96,7 +96,7 @@ def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
 
 
 def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield what Transformer Engine's layers have and Megatron's local ones do not."""
+    """Yield settings that Transformer Engine's layers support and Megatron's local ones do not."""
     if arguments.uses_transformer_engine:
         return
     given = arguments.transformer
@@ -107,7 +107,7 @@ def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
     if arguments.context_parallel_size > 1:
         size = arguments.context_parallel_size
         yield f"--context-parallel-size {size} needs Transformer Engine's attention: {_TE_LAYERS} (on GPUs) or give 1."
-    # Whoever gives the local layers an attention of their own knows what it can do.
+    # Users who replace the local layers' attention know what it supports.
     if not _has_megatrons_own_attention():
         return
     for flag, is_given in (

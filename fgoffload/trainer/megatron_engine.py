@@ -1,7 +1,7 @@
-"""Megatron-Core's own offload engine, for those who measure it beside ours.
+"""Megatron-Core's own offload engine, for comparison with ours.
 
-It keeps its state in one object for the whole process, and reads a switch of Transformer Engine's that is set at import. So a
-process that runs it has `NVTE_CPU_OFFLOAD_V1=1` from its start, and runs none of ours.
+It keeps its state in one object for the whole process, and needs a switch that Transformer Engine reads at import. So its
+process starts with `NVTE_CPU_OFFLOAD_V1=1`, and does not run our engine.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def prepare(offload: OffloadConfig) -> None:
-    """Check that Megatron's engine can run here what `offload` selects, and let it begin anew. Before the model is built.
+    """Check that Megatron's engine supports `offload` here, and reset it. Call this before the model is built.
 
     Raises:
-        ConfigError: It lacks what `offload` asks for.
+        ConfigError: It does not support an option of `offload`.
         IntegrationError: It cannot run in this process.
     """
     _check_process()
@@ -45,16 +45,16 @@ def prepare(offload: OffloadConfig) -> None:
 
 
 def reset() -> None:
-    """Let Megatron's engine forget all it knows, its host memory included: another model has other groups."""
+    """Reset Megatron's engine, including its host memory, since another model has other groups."""
     load_module(_INTERFACE).FineGrainedActivationOffloadingInterface.reset_instance()
 
 
 def choose_fraction(config: Any, fraction: float) -> None:
-    """Let Megatron's engine offload a part of its groups.
+    """Make Megatron's engine offload a fraction of its groups.
 
     Args:
         config: Megatron's TransformerConfig, before a model is built with it.
-        fraction: From 0 to 1.
+        fraction: The fraction, from 0 to 1.
 
     Raises:
         ConfigError: This version of Megatron-Core has no fraction.
@@ -85,6 +85,6 @@ def _find_faults() -> Iterator[str]:
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():
         yield "is replaced in this process by ours. Call `remove` on what `apply` returned first"
-    # Absent before 2.10, where there is nothing to switch.
+    # The switch does not exist before 2.10, and is not needed there.
     if not getattr(load_module("transformer_engine.pytorch.cpu_offload"), CPU_OFFLOAD_V1, True):
         yield f"needs {CPU_OFFLOAD_V1}=1 before Transformer Engine is imported. Set it when the process starts"

@@ -1,4 +1,4 @@
-"""Microbatches of a rank: how many a step has, and which."""
+"""Number and contents of a rank's microbatches."""
 
 import math
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from fgoffload.trainer.data import Batches, Microbatch, TokenSource
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 FP8_ROWS = 16
-"""The rows of what an FP8 matrix product takes are a multiple of this. Source: Transformer Engine."""
+"""Row counts of FP8 matrix products are multiples of this. Source: Transformer Engine."""
 
 
 def count_microbatches(arguments: TrainingArguments, *, consumed_samples: int) -> int:
-    """Return the microbatches that this rank runs in the step that comes after `consumed_samples` sequences.
+    """Return the number of microbatches of this rank in the step after `consumed_samples` sequences.
 
-    Megatron's own calculator says how the batch ramps up.
+    Megatron's own calculator ramps up the batch.
     """
     if arguments.rampup_batch_size is None:
         return arguments.num_microbatches
@@ -25,13 +25,13 @@ def count_microbatches(arguments: TrainingArguments, *, consumed_samples: int) -
 
 
 def _build_calculator(arguments: TrainingArguments, start: int, increment: int, samples: int) -> Any:
-    """Return Megatron's calculator for a batch that ramps up from `start`, by `increment`, over so many samples."""
+    """Return Megatron's calculator for a batch that grows from `start` by `increment` over `samples` sequences."""
     module = load_module("megatron.core.num_microbatches_calculator")
     common = {
         "micro_batch_size": arguments.micro_batch_size,
         "data_parallel_size": arguments.data_parallel_size,
         "decrease_batch_size_if_needed": False,
-        "rank": 1,  # says nothing
+        "rank": 1,  # rank 1 logs nothing
     }
     if hasattr(module, "RampupBatchsizeNumMicroBatchesCalculator"):
         return module.RampupBatchsizeNumMicroBatchesCalculator(
@@ -41,7 +41,7 @@ def _build_calculator(arguments: TrainingArguments, start: int, increment: int, 
             ramup_samples=samples,
             **common,
         )
-    # The development branch has steps in its place, each as `samples:batch`.
+    # The development branch takes steps instead, each as `samples:batch`.
     steps = range((arguments.global_batch_size - start) // increment + 1)
     schedule = {math.ceil(step * samples / (len(steps) - 1)): start + step * increment for step in steps}
     return module.StepBatchsizeNumMicroBatchesCalculator(
@@ -58,15 +58,15 @@ def iterate_microbatches(
     data_parallel_rank: int,
     is_evaluation: bool = False,
 ) -> Iterator[Microbatch]:
-    """Yield the microbatches of one step, or of one evaluation: whole sequences, the same on all ranks of a model's copy.
+    """Yield the microbatches of one step or evaluation: whole sequences, the same on all ranks of a model copy.
 
     Args:
         arguments: The training.
-        text: What they are cut from.
-        step: From 0.
-        count: Microbatches.
-        data_parallel_rank: Each copy of the model sees other places of the text.
-        is_evaluation: Take places that no step takes.
+        text: Source of the tokens.
+        step: Number of the step, from 0.
+        count: Number of microbatches.
+        data_parallel_rank: Data-parallel rank; each copy of the model sees different text.
+        is_evaluation: Take text that no step takes.
     """
     multiple = find_length_multiple(arguments)
     varies = arguments.has_variable_lengths
@@ -83,7 +83,7 @@ def iterate_microbatches(
 
 
 def find_length_multiple(arguments: TrainingArguments) -> int:
-    """Return what the length of a sequence is a multiple of, so that ranks can share it."""
+    """Return the divisor of sequence lengths that ranks need to share a sequence."""
     multiple = arguments.tensor_parallel_size if arguments.transformer.get("sequence_parallel") else 1
     if arguments.context_parallel_size > 1:
         multiple *= 2 * arguments.context_parallel_size

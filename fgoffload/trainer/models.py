@@ -1,4 +1,4 @@
-"""GPT models of Megatron-Core, of its local layers or Transformer Engine's: the model chunks of this rank."""
+"""Builds this rank's chunks of a Megatron-Core GPT model, from its local layers or Transformer Engine's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,10 +8,10 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 
 
 def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
-    """Return the model chunks of this rank: one, or as many as the virtual pipeline size says.
+    """Return this rank's model chunks: one, or as many as the virtual pipeline size.
 
     Raises:
-        ConfigError: Megatron refuses to build such a model; the error carries its text.
+        ConfigError: Megatron refuses to build the model; the error carries its text.
     """
     count = arguments.virtual_pipeline_size
     try:
@@ -22,10 +22,10 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
 
 
 def forget_embeddings(chunks: Iterable[Any]) -> None:
-    """Let Megatron forget the rotary embeddings of models that are no longer needed.
+    """Clear Megatron's cached rotary embeddings of models that are no longer needed.
 
     Their forward is an `lru_cache` of the class, which holds the module and [s, 1, 1, d] in fp32 on the device for each of the
-    last 32: 2 MiB a model at a sequence of 4096 and 128 channels. A model that lives computes its own once more.
+    last 32 calls: 2 MiB per model at a sequence of 4096 and 128 channels. A live model recomputes its own once.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         forget = getattr(type(module).forward, "cache_clear", None)
@@ -55,7 +55,7 @@ def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None
 
 
 def _build_layer_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return the spec of all layers of a chunk, or of one where all are alike."""
+    """Return the spec of all layers of a chunk, or of a single layer if all are alike."""
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
     uses_transformer_engine = config.transformer_impl == "transformer_engine"
     if config.num_moe_experts is not None:
@@ -77,13 +77,13 @@ def _build_layer_spec(config: Any, vp_stage: int | None) -> Any:
 
 
 def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
-    """Return the spec of the layers that predict further tokens, or None where this chunk has none."""
+    """Return the spec of the multi-token prediction layers, or None if this chunk has none."""
     if not config.mtp_num_layers:
         return None
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
     uses_transformer_engine = config.transformer_impl == "transformer_engine"
     if not getattr(layer_spec, "layer_specs", True):
-        # A last stage without a layer of the decoder: they are built like the decoder's last.
+        # A last stage without decoder layers: build them like the decoder's last layer.
         layer_spec = specs.get_gpt_decoder_layer_specs(
             config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
         )[-1]

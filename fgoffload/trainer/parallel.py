@@ -1,4 +1,4 @@
-"""The processes of a training: their groups, their device, their seeds, and what Megatron keeps for a whole process."""
+"""The processes of a training: groups, device, seeds, and Megatron's process-wide state."""
 
 import os
 import random
@@ -17,17 +17,17 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
-    """Make the process group of all processes that a launcher has started, and choose this one's GPU.
+    """Create the process group of all launched processes, and select this process's GPU.
 
     Args:
-        rank: Of this process, from 0.
-        world_size: Processes of the training.
-        local_rank: Of this process among those of its machine, from 0: the number of its GPU.
-        store: A file that does not exist yet, by which the processes meet. None lets them meet where `MASTER_ADDR` and
-            `MASTER_PORT` say, which `torchrun` sets.
+        rank: Rank of this process, from 0.
+        world_size: Number of processes.
+        local_rank: Rank among the processes of this machine, from 0: the number of its GPU.
+        store: A file that does not exist yet, through which the processes connect. None uses `MASTER_ADDR` and `MASTER_PORT`,
+            which `torchrun` sets.
 
     Raises:
-        ConfigError: The machine has no GPU of that number, or the environment does not say where to meet.
+        ConfigError: The machine has no GPU of that number, or the environment has no address.
     """
     if not needs_cpu_support():
         if local_rank >= torch.cuda.device_count():
@@ -36,7 +36,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
                 "Start one process a GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)
-        # NVLink's own sums may be added in any order; all other algorithms add in one, and bits are compared here.
+        # NVLink's sums may be added in any order. All other algorithms have a fixed order, which bitwise comparison needs.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
     try:
         shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
@@ -46,17 +46,17 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
 
 
 def initialize_parallel(arguments: TrainingArguments) -> None:
-    """Make Megatron's process groups: for this process by itself, or within the process group that exists already.
+    """Create Megatron's process groups: for this process alone, or within the existing process group.
 
-    What a launcher left in the environment (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) is not looked at: a training of one process
-    must not wait for others. `join_processes` looks at it.
+    Ignores a launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`), since a training of one process must not wait for
+    others. `join_processes` reads them.
 
     Raises:
-        ConfigError: The sizes do not fit the number of processes, or ask for what this version does not have.
+        ConfigError: The sizes do not fit the number of processes, or this version does not support them.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     if not torch.distributed.is_initialized():
-        # A store of its own needs no port that something else could hold, and reads nothing from the environment.
+        # An in-process store needs no free port, and reads nothing from the environment.
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group(_choose_backend(), store=store, rank=0, world_size=1)
     world_size = torch.distributed.get_world_size()
@@ -73,37 +73,37 @@ def initialize_parallel(arguments: TrainingArguments) -> None:
         context_parallel_size=arguments.context_parallel_size,
         expert_model_parallel_size=arguments.expert_parallel_size,
         expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # for checkpoints, which are not written here
+        create_gloo_process_groups=False,  # for checkpoints, which this package does not write
     )
 
 
 def destroy_parallel() -> None:
-    """Take down what `initialize_parallel` made, and the process group."""
+    """Destroy Megatron's process groups, and the process group itself."""
     load_module("megatron.core.parallel_state").destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def get_device() -> torch.device:
-    """Return where models live: the CPU, or the current GPU."""
+    """Return the device of the models: the CPU, or the current GPU."""
     return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
 
 
 def name_device() -> str:
-    """Return what the driver calls the device of this process, or `CPU`."""
+    """Return the driver's name of this process's device, or `CPU`."""
     return CPU if needs_cpu_support() else torch.cuda.get_device_name()
 
 
 def get_data_parallel_rank() -> int:
-    """Return which copy of the model this process belongs to, from 0."""
+    """Return the number of this process's copy of the model, from 0."""
     return int(load_module("megatron.core.parallel_state").get_data_parallel_rank())
 
 
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Set all random state from the seed, as Megatron-LM does: in generators that graphs may hold, where some are captured.
+    """Seed all random states like Megatron-LM. If graphs are captured, the generators are ones that graphs can hold.
 
-    Each pipeline stage draws weights of its own. So do tensor- and expert-parallel ranks, through Megatron's tracker, where
-    they hold parts of one weight; what they hold alike is drawn alike, as it is by all copies of the model.
+    Each pipeline stage draws different weights. Tensor- and expert-parallel ranks do so too, through Megatron's tracker, for
+    parts of one weight. They draw shared weights alike, and so do all copies of the model.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
@@ -119,7 +119,7 @@ def seed_everything(arguments: TrainingArguments) -> None:
 
 
 def clear_megatron_buffers() -> None:
-    """Empty what Megatron and Transformer Engine keep for the whole process: scratch memory, losses by layer, FP8's scales."""
+    """Clear the process-wide state of Megatron and Transformer Engine: scratch memory, losses by layer, FP8 scales."""
     parallel_state = load_module("megatron.core.parallel_state")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
@@ -130,9 +130,9 @@ def clear_megatron_buffers() -> None:
 
 
 def get_router_losses() -> MutableMapping[str, Any]:
-    """Return what Megatron has noted of each loss of its routers: itself, so that clearing it empties Megatron's."""
+    """Return Megatron's own mapping of router losses, so that clearing it clears Megatron's."""
     utils = load_module("megatron.core.transformer.moe.moe_utils")
-    # The development branch keeps them in an object, and its function of the old name returns a copy.
+    # The development branch keeps them in an object, and the old function returns a copy.
     find_tracker = getattr(utils, "get_moe_metrics_tracker", None)
     losses: MutableMapping[str, Any] = find_tracker().metrics if find_tracker else utils.get_moe_layer_wise_logging_tracker()
     return losses

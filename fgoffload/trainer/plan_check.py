@@ -1,4 +1,4 @@
-"""Whether a plan's file is one of a training, before its model is built."""
+"""Checks that a plan file belongs to a training, before its model is built."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 
 
 def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
-    """Check what a plan's file says of a training, as far as that is known before a model is built.
+    """Check a plan file against a training, as far as possible before a model is built.
 
     Raises:
         ConfigError: The plan offloads an unknown tag, or one without what it requires.
-        PlanError: The file cannot be read, was made for another training, or names a layer that there is not.
+        PlanError: The file cannot be read, was made for another training, or names a layer that does not exist.
     """
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {

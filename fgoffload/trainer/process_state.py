@@ -9,18 +9,18 @@ import torch
 from fgoffload import environment
 
 _ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that Megatron's model sets for Transformer Engine. The next model raises where it finds another backend there."""
+"""Variables that Megatron's model sets for Transformer Engine. The next model raises if they name another backend."""
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-"""At 0 Transformer Engine takes attention kernels alone whose backward adds in one order."""
+"""At 0, Transformer Engine only uses attention kernels whose backward adds in a fixed order."""
 
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Have torch and Transformer Engine choose deterministic kernels, and torch warn where it has none."""
+    """Make torch and Transformer Engine use deterministic kernels. torch warns where it has none."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Deterministic matrix products need this before CUDA's first one.
+    # Deterministic matrix products need this before the first CUDA matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
@@ -33,6 +33,6 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_environment(*names: str) -> Iterator[None]:
-    """Put the environment variables `names` back when the body ends; none takes those that Megatron's model writes."""
+    """Restore the environment variables `names` when the body ends. No names: those that Megatron's model sets."""
     with environment.keep_environment(names or _ATTENTION_BACKENDS):
         yield

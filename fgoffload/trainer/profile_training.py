@@ -1,7 +1,7 @@
 """Measures a whole training that `fgoffload train` can run.
 
-It runs a few plain steps, a warm-up step, the step that counts, and on a device that is not its own host steps under plans:
-[Note: Which plans are compared] in `compared_steps`.
+It runs a few plain steps, a warm-up step and the measured step. If the device is not its own host, steps under plans follow:
+see [Note: Which plans are compared] in `compared_steps`.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Steps that are timed with nothing measured in them, after one that warms up. The median of three forgives a slow one."""
+"""Steps that are timed without measurements, after one warm-up step. The median of three ignores a slow one."""
 
 LONGEST_RUN = max(1 + PLAIN_STEPS, 2 + MOST_COMPARED_STEPS)
-"""Steps that one trainer of a profile runs at most."""
+"""Maximum steps of one trainer of a profile."""
 
 
 def get_training_device() -> Device:
-    """Return the device that trainings of this process run on."""
+    """Return the device of this process's trainings."""
     return find_device("cpu" if needs_cpu_support() else "cuda")
 
 
 def profile_link(device: Device) -> Profile:
-    """Return a profile of the link of `device` alone."""
+    """Measure the link of `device`, and return a profile of the link alone."""
     return _make_profile(measure_link(device), ())
 
 
@@ -61,21 +61,21 @@ def profile_training(
     has_own_host: bool | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Return a profile of a training, on every process that takes part in it.
+    """Measure a profile of a training. All processes of the training call this and get it.
 
     Args:
-        arguments: The training. Needs its process groups; with offload or without makes no difference, but for the minimum
-            size of what leaves.
-        text: What it is trained on.
-        link: Of this process.
-        update: What steps do with their gradients.
-        plain_step_s: Seconds of a step of the same training without offload and with nothing measured in it, where somebody has
-            just timed it. None times some first. Where steps are compared, those that keep all count as much.
-        has_own_host: Whether the host is not the device, and can be late; None asks the device.
-        on_step: Called after each step but the plain ones.
+        arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of
+            offloaded tensors.
+        text: Training text.
+        link: Link of this process.
+        update: How steps use their gradients.
+        plain_step_s: Seconds of an unmeasured step of the same training without offload, if it was just timed. None times some
+            steps first. Compared steps that keep all count equally.
+        has_own_host: Whether the host is separate from the device, and so may be launch-bound. None asks the device.
+        on_step: Called after each step except the plain ones.
 
     Raises:
-        ConfigError: The arguments ask for what this version or machine does not have.
+        ConfigError: This version or machine does not support the arguments.
         IntegrationError: The model cannot be measured as it is.
     """
     if arguments.captures_graphs:
@@ -84,7 +84,7 @@ def profile_training(
             arguments.cuda_graph_impl,
         )
         arguments, plain_step_s = arguments.without_graphs(), None
-    # As trainings run: deterministic kernels take longer, and some save other tensors.
+    # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
     policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
     if plain_step_s is None:
         plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
@@ -103,14 +103,14 @@ def profile_training(
             )
             if has_own_host is None:
                 has_own_host = engine.device.type != "cpu"
-            # Where the batch grows, or sequences have other lengths in each step, steps differ by that.
+            # Steps differ if the batch grows or if sequence lengths vary.
             if has_own_host and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
                 profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
 
 
 def _choose_offload(offload: OffloadConfig | None) -> OffloadConfig:
-    """Return what gives all layers their sites. In the step that warms up tags leave, and in the recorded one none does."""
+    """Return options that give all layers sites. The warm-up step offloads tags, and the recorded step none."""
     return OffloadConfig(
         offload_modules=(AUTO,),
         offload_memory_budget_bytes=TIB,
@@ -120,7 +120,7 @@ def _choose_offload(offload: OffloadConfig | None) -> OffloadConfig:
 
 
 def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Callable[[], None]) -> tuple[RankProfile, ...]:
-    """Return what the second step of `trainer` ran, on all ranks."""
+    """Measure the second step of `trainer`, and return the profiles of all ranks."""
     trainer.run_step(with_digests=False)
     on_step()
     measurement.request()
@@ -132,24 +132,24 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Return `profile` with steps under plans, and with the mean of both models' plain steps."""
+    """Add steps under plans to `profile`, and average the plain steps of both models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # A model built anew has steps that are longer or shorter as a whole, by 2 to 3% where the host is late
-        # (docs/decisions.md): two say more than one. All steps were in turn with the same that keep all.
+        # A newly built model has steps that are longer or shorter as a whole, by 2 to 3% if launch-bound (docs/decisions.md).
+        # Two models say more than one. All compared steps alternated with the same steps that keep all.
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:
-    """Return the median seconds of a step with everything kept and nothing measured in it, and leave nothing of its model."""
+    """Return the median seconds of an unmeasured step that keeps everything, and free its model."""
     with contextlib.closing(Trainer(arguments, text, offload=None, policy=policy)) as trainer:
         trainer.run_step(with_digests=False)
         seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]
     del trainer
-    # A model that waits for the collector would count among what is always on the device in the step that is measured.
+    # A model not yet collected would count as static memory in the measured step.
     gc.collect()
     if not needs_cpu_support():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""A small training on the released Megatron-Core: its GPT model, its schedules and parallel layouts, a plain optimizer.
+"""A small training on the released Megatron-Core: its GPT model, schedules and parallel layouts, with a plain optimizer.
 
-It exists to run the same training with and without offload and compare every bit. So two trainers with the same arguments and
-text compute the same losses and gradients, in one process or in many, and what would break that is refused. Where times are
-measured, its policy says what to do without.
+It runs the same training with and without offload for a bitwise comparison. So two trainers with the same arguments and text
+compute the same losses and gradients, in one process or in many, and settings that would break that are refused. The policy
+of a timing measurement drops what it does not need.
 """
 
 import contextlib
@@ -48,14 +48,13 @@ class StepResult:
     """Results of one step on this rank."""
 
     step: int
-    """From 0."""
+    """Number of the step, from 0."""
     losses: tuple[float, ...]
-    """One for each microbatch of this rank, in order, over this rank's tokens; empty on all pipeline stages but the last."""
+    """Losses of this rank's microbatches, in order, over this rank's tokens; empty on all pipeline stages but the last."""
     gradient_digests: dict[str, str]
-    """By parameter, as `chunk.name`: the SHA-256 of the bytes of its gradient, reduced over all ranks. Empty where not asked
-    for."""
+    """SHA-256 of each gradient's bytes, reduced over all ranks, by parameter name as `chunk.name`. Empty if not requested."""
     seconds: float
-    """From the start of forward until the device had finished the optimizer, digests left out."""
+    """Seconds from the start of forward until the device finished the optimizer, without digests."""
 
 
 class Trainer:
@@ -73,14 +72,14 @@ class Trainer:
 
         Args:
             arguments: The training.
-            text: What to train on.
-            offload: Offload for this training, or None for none; `arguments.offload` is not looked at, so that one set of
+            text: Training text.
+            offload: Options for this training, or None for no offload. `arguments.offload` is ignored, so that one set of
                 arguments serves both.
-            policy: Kernels, update, and whose engine offloads.
+            policy: Kernels, update, and the engine that offloads.
 
         Raises:
-            ConfigError: The arguments ask for what this version or machine does not have, or the text is too short.
-            IntegrationError: Megatron-Core lacks a symbol that is needed.
+            ConfigError: This version or machine does not support the arguments, or the text is too short.
+            IntegrationError: Megatron-Core lacks a required symbol.
             StateError: `initialize_parallel` was not called.
         """
         refuse_what_is_not_built(arguments)
@@ -91,9 +90,9 @@ class Trainer:
         self.text = text
         self.policy = policy
         self.integration: Any = None
-        """Our engine in Megatron-Core; None where nothing is offloaded, or Megatron's own engine does it."""
+        """Our engine in Megatron-Core; None without offload or with Megatron's own engine."""
         self.chunks: list[torch.nn.Module] = []
-        """The model chunks of this rank, as Megatron builds them; in the schedules each is wrapped for data parallelism."""
+        """Model chunks of this rank, as Megatron builds them. The schedules use them wrapped for data parallelism."""
         self.graphs = choose_graphs(arguments)
         """CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
@@ -116,7 +115,7 @@ class Trainer:
         self._cleanup.enter_context(keep_environment())
         self._cleanup.callback(parallel.clear_megatron_buffers)
         if offload is not None:
-            # Before the model: layers ask for the offload interface while they are built.
+            # Before the model, since layers ask for the offload interface while they are built.
             self._start_offload(offload)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
@@ -125,7 +124,7 @@ class Trainer:
         if offload is not None and self.policy.engine is Engine.MEGATRON:
             megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
         self.chunks = [
-            # The local norms are fp32 whatever the config says; Megatron-LM converts the whole model too.
+            # The local norms are fp32 regardless of the config. Megatron-LM converts the whole model too.
             chunk.to(self._device, dtype=config.params_dtype)
             for chunk in build_chunks(arguments, config)
         ]
@@ -171,7 +170,7 @@ class Trainer:
         self._check_open()
         for chunk in self._wrapped_chunks:
             chunk.train()
-        self.graphs.prepare_step(self._step)  # a capture is no part of the step
+        self.graphs.prepare_step(self._step)  # a capture is not part of the step
         start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
@@ -179,8 +178,8 @@ class Trainer:
         losses = self._run_schedule(count, is_evaluation=False)
         digests: dict[str, str] = {}
         if with_digests:
-            # Threads copy on streams of their own choice, which are not ordered behind this one. And to wait for backward is a
-            # part of the step, where the time of hashing, between it and the update, is none.
+            # Threads copy on their own streams, which are not ordered after this one. Waiting for backward is part of the step;
+            # hashing, between backward and the update, is not.
             self._synchronize()
             hashing = time.perf_counter()
             digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
@@ -198,7 +197,7 @@ class Trainer:
         """Run one global batch forward only, in eval mode, through the same schedule. Possible before, between and after steps.
 
         Returns:
-            Losses as in `StepResult.losses`, of text that no step takes: another part of it each time.
+            Losses as in `StepResult.losses`, over text that no step takes. Each call takes another part of it.
 
         Raises:
             StateError: The trainer is closed.
@@ -212,16 +211,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Let `ledger` count the activation bytes of what runs inside, what our engine brings back included.
+        """Let `ledger` count the activation bytes of the body, including those that our engine reloads.
 
-        It does not see what hooks of others take, as those of Megatron's own engine.
+        It does not see tensors of other saved-tensor hooks, such as those of Megatron's own engine.
         """
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield
 
     def close(self) -> None:
-        """Free the model and put back everything that was replaced. A second call does nothing."""
+        """Free the model and restore everything that was replaced. A second call does nothing."""
         self._is_closed = True
         self.graphs.close()
         release_graphs(self.chunks)
@@ -235,12 +234,12 @@ class Trainer:
 
     @staticmethod
     def initialize_parallel(arguments: TrainingArguments) -> None:
-        """Make the process groups. See `parallel.initialize_parallel`."""
+        """Create the process groups. See `parallel.initialize_parallel`."""
         parallel.initialize_parallel(arguments)
 
     @staticmethod
     def destroy_parallel() -> None:
-        """Take down what `initialize_parallel` made, and the process group."""
+        """Destroy Megatron's process groups, and the process group itself."""
         parallel.destroy_parallel()
 
     def _check_open(self) -> None:
@@ -250,7 +249,7 @@ class Trainer:
     def _run_schedule(self, count: int, *, is_evaluation: bool) -> list[torch.Tensor]:
         """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
         arguments = self.arguments
-        # A stage with several chunks asks for the same microbatch once for each.
+        # A stage with several chunks requests the same microbatch once for each chunk.
         iterators = [
             map(
                 self._forward_step.prepare,

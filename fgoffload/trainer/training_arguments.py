@@ -14,16 +14,16 @@ from fgoffload.integrations.megatron.flags.graph_modes import GRAPH_FIELDS, NO_G
 from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 
 BYTE_VALUES = 256
-"""The text is read byte by byte, and each value of a byte is a token."""
+"""Number of values of a byte. Text is read byte by byte, and each value is a token."""
 
 DEFAULT_ROUTER_TOPK = 2
-"""Experts of a token where no flag says so. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+"""Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
 DEFAULT_GRAPH_WARMUP_STEPS = 3
-"""Steps where no flag says so. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
+"""Default number of steps. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 LARGEST_SEED = 2**32 - 1
-"""The largest that every generator of random numbers takes; NumPy's takes no larger one."""
+"""Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,48 +31,48 @@ class TrainingArguments:
     """A training, as Megatron's flags describe it."""
 
     transformer: Mapping[str, Any]
-    """Fields of Megatron's TransformerConfig that were given; the rest keep their defaults."""
+    """Given fields of Megatron's TransformerConfig; the rest keep their defaults."""
     offload: OffloadConfig | None
-    """Fine-grained activation offload, or None where it is off."""
+    """Fine-grained activation offload options, or None if it is off."""
     source: FlagSources
-    """Where the flags came from, for errors."""
+    """Source of the flags, for errors."""
     world_size: int
-    """Processes of the training."""
+    """Number of processes."""
     seq_length: int
     """Tokens of a sequence."""
     max_position_embeddings: int
-    """Positions that the model can tell apart."""
+    """Number of positions of the model."""
     micro_batch_size: int
     """Sequences of a microbatch."""
     global_batch_size: int
     """Sequences of a step, over all microbatches and data-parallel ranks."""
     train_iters: int = 10
-    """Steps."""
+    """Number of steps."""
     lr: float = 1e-3
     """Learning rate."""
     seed: int = 1234
-    """Of weights, dropout and the order of the data. Source: Megatron-LM's default."""
+    """Seed of weights, dropout and the order of the data. Source: Megatron-LM's default."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """How positions enter the model."""
+    """Kind of position embedding."""
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
     rotary_percent: float = 1.0
-    """The part of a head that rotary embeddings turn."""
+    """Fraction of a head that rotary embeddings rotate."""
     vocab_size: int = 256
-    """Tokens of the vocabulary, before padding. 256 is one for each byte."""
+    """Vocabulary size before padding. 256 is one token for each byte."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
+    """The padded vocabulary is a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer weights of its own."""
+    """Whether the output layer has its own weights."""
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Sum and reduce gradients in fp32, whatever the type of the parameters."""
+    """Whether gradients are summed and reduced in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Pack several sequences into each: they do not see each other. Ours; Megatron-LM packs by its data set."""
+    """Whether each sequence packs several that do not attend to each other. Our own flag: Megatron-LM packs by its data set."""
 
     def __post_init__(self) -> None:
-        """Check what Megatron's own config does not.
+        """Check settings that Megatron's own config does not check.
 
         Raises:
             ConfigError: With the flag, the value, the limit and the fix.
@@ -97,47 +97,47 @@ class TrainingArguments:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Processes that share each layer."""
+        """Number of processes that share each layer."""
         return int(self.transformer.get("tensor_model_parallel_size", 1))
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return int(self.transformer.get("pipeline_model_parallel_size", 1))
 
     @property
     def virtual_pipeline_size(self) -> int | None:
-        """Model chunks of each stage under the interleaved schedule, or None without it."""
+        """Number of model chunks per stage under the interleaved schedule, or None without it."""
         return self.transformer.get("virtual_pipeline_model_parallel_size")
 
     @property
     def context_parallel_size(self) -> int:
-        """Processes that share each sequence."""
+        """Number of processes that share each sequence."""
         return int(self.transformer.get("context_parallel_size", 1))
 
     @property
     def expert_parallel_size(self) -> int:
-        """Processes that the experts of a layer are spread over."""
+        """Number of processes over which a layer's experts are spread."""
         return int(self.transformer.get("expert_model_parallel_size", 1))
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """Processes that share each expert; as many as share the other layers where no flag says so."""
+        """Number of processes that share each expert; by default, as many as share the other layers."""
         return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_parallel_size)
 
     @property
     def model_parallel_size(self) -> int:
-        """Processes that hold one copy of the model; its experts may be spread over several copies."""
+        """Number of processes that hold one copy of the model. Its experts may be spread over several copies."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model."""
+        """Number of copies of the model."""
         return self.world_size // self.model_parallel_size
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether the layers are those of Transformer Engine."""
+        """Whether the layers are Transformer Engine's."""
         return bool(self.transformer.get("transformer_impl", "local") == "transformer_engine")
 
     @property
@@ -152,43 +152,43 @@ class TrainingArguments:
 
     @property
     def steps_until_replay(self) -> int:
-        """Steps from the first one on that do more than replay graphs: eager ones, and the one that captures; 0 without any."""
+        """Number of first steps that do more than replay graphs: eager steps and the capturing step; 0 without graphs."""
         return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
 
     @property
     def cuda_graph_warmup_steps(self) -> int:
-        """Steps that run eagerly before graphs are captured."""
+        """Number of eager steps before graphs are captured."""
         return int(self.transformer.get("cuda_graph_warmup_steps", DEFAULT_GRAPH_WARMUP_STEPS))
 
     @property
     def uses_te_rng_tracker(self) -> bool:
-        """Whether Transformer Engine keeps the random states: where it runs layers or captures them, graphs need that."""
+        """Whether Transformer Engine keeps the random states. Graphs need that if it runs or captures the layers."""
         engine = "transformer_engine"
         has_te_graphs = self.cuda_graph_impl == engine or (self.captures_graphs and self.uses_transformer_engine)
         return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
 
     @property
     def has_variable_lengths(self) -> bool:
-        """Whether sequences of each microbatch have a length of their own, from half of `seq_length` up to it."""
+        """Whether each microbatch has its own sequence length, from half of `seq_length` up to it."""
         return bool(self.transformer.get("variable_seq_lengths", False))
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches that a rank runs in a step, once the batch has ramped up."""
+        """Number of a rank's microbatches in a step, after the batch has ramped up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Tokens of the vocabulary with padding, as the embedding has them."""
+        """Vocabulary size with padding, as in the embedding."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
     def without_graphs(self) -> "TrainingArguments":
-        """Return the same training with every step eager."""
+        """Return the same training with eager steps only."""
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
-    # Each check yields what it finds wrong; the first fault of all is raised.
+    # Each check yields its faults; the first of all is raised.
 
     def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")
@@ -260,7 +260,7 @@ class TrainingArguments:
             )
 
     def _check_processes(self) -> Iterator[str]:
-        """Yield what does not fit the number of processes."""
+        """Yield faults about the number of processes."""
         experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
         for what, size, factors in (
             ("one copy of the model takes", self.model_parallel_size, "tensor x pipeline x context"),
@@ -275,7 +275,7 @@ class TrainingArguments:
                 )
 
     def _check_batch(self) -> Iterator[str]:
-        """Yield what does not fit the microbatches of a step."""
+        """Yield faults about the microbatches of a step."""
         one_microbatch = self.micro_batch_size * self.data_parallel_size
         one = f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}"
         if self.global_batch_size % one_microbatch:
@@ -309,7 +309,7 @@ class TrainingArguments:
             )
 
     def _check_length(self) -> Iterator[str]:
-        """Yield what does not fit the length of a sequence."""
+        """Yield faults about the sequence length."""
         if self.seq_length > self.max_position_embeddings:
             yield (
                 f"--seq-length {self.seq_length} is above --max-position-embeddings "
@@ -326,5 +326,5 @@ class TrainingArguments:
 
 
 def _spell(name: str) -> str:
-    # As Megatron-LM spells it, which is what users type.
+    # Megatron-LM's spelling, which users type.
     return "--num-experts" if name == "num_moe_experts" else to_flag(name)

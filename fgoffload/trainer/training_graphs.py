@@ -1,7 +1,7 @@
-"""CUDA graphs of a training, captured by Megatron-Core's own means: when a capture runs, and what has to go afterwards.
+"""CUDA graphs of a training, captured by Megatron-Core's own code: when to capture, and what to release afterwards.
 
-Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer takes all of that down when it
-closes, and the next one in the process captures its own. Names of Megatron's for graphs that are not public stand here alone.
+Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer releases all of that when it
+closes, and the next one in the process captures its own. Megatron's private names for graphs are only used in this file.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
 _TRAINING = "training"
-"""How Megatron's graph of a whole step names the steps that train."""
+"""Megatron's name for training steps in its graph of a whole step."""
 
 
 class NoGraphs:
-    """Every step runs eagerly. What captures graphs derives from this."""
+    """Runs every step eagerly. Base class of capturing ones."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments
@@ -42,11 +42,11 @@ class NoGraphs:
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        """Let the data-parallel wrapper be built inside on the stream that captures need."""
+        """Have the data-parallel wrapper built in the body on a stream that captures allow."""
         yield
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
-        """Take the wrapped chunks of this rank and their config."""
+        """Receive this rank's wrapped chunks and their config."""
         self._chunks, self._config = chunks, config
 
     def get_schedule(self) -> Callable[..., Any]:
@@ -55,27 +55,27 @@ class NoGraphs:
         return schedule
 
     def prepare_step(self, step: int) -> None:
-        """Capture where it is time. The chunks are in training mode, and no step runs.
+        """Capture graphs if it is time. Chunks are in training mode, and no step is running.
 
         Args:
-            step: From 0.
+            step: Number of the step, from 0.
 
         Raises:
             IntegrationError: Nothing was captured when graphs should replay.
         """
 
     def close(self) -> None:
-        """Release the graphs and what Megatron keeps of them. The model still exists."""
+        """Release the graphs and Megatron's state for them. The model still exists."""
         self._chunks, self._config = (), None
 
 
 class _Graphs(NoGraphs):
-    """Base of all kinds of graphs."""
+    """Base class of all kinds of graphs."""
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        # The wrapper keeps the nodes that accumulate gradients, and those keep the stream on which they were made. Were it
-        # the default stream, backward would wait for it, which no capture may do. Megatron-LM does the same.
+        # The wrapper keeps the gradient accumulation nodes, which keep the stream on which they were made. Backward would wait
+        # for the default stream, which no capture allows. Megatron-LM does the same.
         stream = self._find_wrapping_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -91,7 +91,7 @@ class _Graphs(NoGraphs):
 
     def close(self) -> None:
         self._chunks, self._config = (), None
-        # cuBLAS keeps a workspace for each stream. One that was allocated in the pool of a graph would keep the pool alive.
+        # cuBLAS keeps a workspace per stream. A workspace allocated from a graph's pool would keep the pool alive.
         clear_cublas_workspaces()
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
@@ -99,7 +99,7 @@ class _Graphs(NoGraphs):
 
 
 class _LocalGraphs(_Graphs):
-    """Megatron captures modules by itself, at the end of the first step's schedule."""
+    """Graphs of modules, which Megatron captures at the end of the first step's schedule."""
 
     @property
     def is_captured(self) -> bool:
@@ -109,7 +109,7 @@ class _LocalGraphs(_Graphs):
     def close(self) -> None:
         module = load_module(_LAYER_GRAPHS)
         module.delete_cuda_graphs()
-        # That forgets runners which have captured. Their outputs keep autograd's graph, which keeps them and the whole model.
+        # Megatron forgot the captured runners, but their outputs keep autograd's graph, and so them and the whole model.
         managers = [one for chunk in self._chunks for one in chunk.modules() if isinstance(one, module.CudaGraphManager)]
         for manager in managers:
             for runner in manager.cudagraph_runners:
@@ -119,7 +119,7 @@ class _LocalGraphs(_Graphs):
 
 
 class _LayerGraphs(_Graphs):
-    """Transformer Engine captures layers or parts of them, between two steps."""
+    """Graphs of layers or their parts, which Transformer Engine captures between two steps."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         super().__init__(arguments)
@@ -132,9 +132,9 @@ class _LayerGraphs(_Graphs):
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
         super().start(chunks, config)
-        # The capture asks for the microbatches of a step.
+        # The capture reads the number of microbatches of a step.
         load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
-            rank=1,  # says nothing
+            rank=1,  # rank 1 logs nothing
             rampup_batch_size=None,
             global_batch_size=self._arguments.global_batch_size,
             micro_batch_size=self._arguments.micro_batch_size,
@@ -160,17 +160,17 @@ class _LayerGraphs(_Graphs):
                 config=self._config,
                 seq_length=self._arguments.seq_length,
                 micro_batch_size=self._arguments.micro_batch_size,
-                optimizers=[],  # ours leaves no gradients behind
+                optimizers=[],  # our optimizer leaves no gradients
             )
-            # No manual hooks afterwards: they gather parameters, which nothing shards here.
+            # Do not create manual hooks afterwards: they gather sharded parameters, and none are sharded here.
             self._helper.create_cudagraphs()
-        # A stage may have no layer that can be captured.
+        # A stage may have no layer to capture.
         self._is_captured = any(gather(bool(self._helper.graphs_created())))
         _logger.info("CUDA graphs of the layers are captured.")
 
 
 class _StepGraph(_Graphs):
-    """Megatron captures forward and backward of all microbatches as one graph, in the schedule's own place."""
+    """One graph of all microbatches' forward and backward, captured by Megatron in place of the schedule."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         super().__init__(arguments)
@@ -198,9 +198,9 @@ class _StepGraph(_Graphs):
             (module.StaticBufferLoader.static_buffers, list),
         ):
             kept.update({stage: empty() for stage in kept})
-        # A pool whose graphs are gone cannot take another one in.
+        # A pool without graphs cannot take another one.
         if hasattr(module, "_shared_graph_pool"):
-            module._shared_graph_pool = None  # noqa: SLF001 - nothing public forgets it
+            module._shared_graph_pool = None  # noqa: SLF001 - no public function resets it
         self._schedule = None
         super().close()
 
@@ -216,5 +216,5 @@ _KINDS: dict[str, type[NoGraphs]] = {LOCAL: _LocalGraphs, TRANSFORMER_ENGINE: _L
 
 
 def choose_graphs(arguments: TrainingArguments) -> NoGraphs:
-    """Return what captures the graphs that `arguments` ask for."""
+    """Return the object that captures the graphs of `arguments`."""
     return _KINDS.get(arguments.cuda_graph_impl, NoGraphs)(arguments)

@@ -1,21 +1,21 @@
-"""How a training runs, where a comparison of bits and a measurement of time want different things."""
+"""Choices for running a training: a bitwise comparison and a timing measurement need different ones."""
 
 import dataclasses
 import enum
 
 
 class Kernels(enum.Enum):
-    """Which kernels compute."""
+    """Kinds of kernels."""
 
-    DETERMINISTIC = "deterministic"  # the same bits every time, and slower: for comparisons
-    FASTEST = "fastest"  # whatever torch and Transformer Engine choose by themselves: for times
+    DETERMINISTIC = "deterministic"  # bitwise reproducible but slower: for comparisons
+    FASTEST = "fastest"  # the default choice of torch and Transformer Engine: for times
 
 
 class Update(enum.Enum):
     """Treatment of a step's gradients."""
 
     ADAMW = "adamw"  # updates the parameters
-    NONE = "none"  # leaves them: forward and backward alone, without the memory of an optimizer
+    NONE = "none"  # leaves them unchanged: forward and backward only, without optimizer memory
 
 
 class Engine(enum.Enum):
@@ -27,10 +27,10 @@ class Engine(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """The choices of a training that change neither its model nor its data. The defaults are for comparing bits."""
+    """Choices of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
 
     kernels: Kernels = Kernels.DETERMINISTIC
-    """Which kernels compute."""
+    """Kind of kernels to use."""
     update: Update = Update.ADAMW
     """Treatment of a step's gradients."""
     engine: Engine = Engine.OURS
