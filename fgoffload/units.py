@@ -53,6 +53,12 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
     return int(size_bytes)
 
 
+def is_size(text: str) -> bool:
+    """Return whether `text` is a number with a unit of bytes, such as `60GiB`."""
+    match = _SIZE.fullmatch(text)
+    return match is not None and bool(match["unit"]) and match["unit"].upper() in _BYTES_PER_UNIT
+
+
 def check_bytes(size_bytes: object, *, name: str) -> int:
     """Check a size that was given in code, and return it.
 

@@ -13,6 +13,7 @@ _LIBRARY = "fgoffload"
 _SHOWN_INFO = (
     "fgoffload.integrations.megatron.patching.cpu_support",
     "fgoffload.integrations.megatron.auto.auto_offload",
+    "fgoffload.integrations.budget.handle",
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )

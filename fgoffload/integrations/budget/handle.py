@@ -29,7 +29,7 @@ from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import KeptRun, find_running
-from fgoffload.integrations.pytorch.model import ModelOffload
+from fgoffload.integrations.pytorch.model import ModelOffload, find_handle
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.plan import Action, Site
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT
@@ -79,6 +79,13 @@ class BudgetOffload(ModelOffload):
         self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
+    def is_made_with(
+        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int
+    ) -> bool:
+        """Return whether `offload_within` with these arguments would create an equal handle."""
+        same = (config or TransferConfig()) == self.config and device == self._device
+        return same and memory == self._memory and read_size(reserve, name="memory_reserve") == self._reserve_bytes
+
     @property
     def planned(self) -> BudgetPlan | None:
         """Plan in use. None until the second step."""
@@ -88,7 +95,8 @@ class BudgetOffload(ModelOffload):
         """Return the plan with its predictions and measurements, as text."""
         if self._planned is None:
             return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
-        return describe(self._planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
+        reserve_bytes = self._reserve_bytes if self._memory == "auto" else None
+        return describe(self._planned, budget_bytes=self._budget_bytes, reserve_bytes=reserve_bytes, name=self.name)
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
         """Return `forward` or its replacement: a checkpoint, a trial, or a watched forward of the model."""
@@ -132,6 +140,11 @@ class BudgetOffload(ModelOffload):
     def _begin_step(self, model: torch.nn.Module, given: Any) -> None:
         engine = self.get_engine(given)
         if self._meter is None:
+            if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
+                raise ConfigError(
+                    f"memory: {self.name} checkpoints its layers, and a budget plans its own recompute. Call "
+                    "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
+                )
             self._meter = find_meter(engine, model)
             self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
         self._step += 1
@@ -224,10 +237,11 @@ class BudgetOffload(ModelOffload):
     def _plan(self, reading: StepReading) -> None:
         numel = max(gather(self._numel))
         blocks = [self._blocks[number] for number in sorted(self._blocks)]
-        if not blocks:
+        if not any(block.is_measured for block in blocks):
+            why = next((block.whole.refusal for block in blocks), "they did not run, or in a checkpoint of their own")
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: its layers checkpoint themselves, or did not run. Switch "
-                "gradient checkpointing off, since a budget plans its own recompute."
+                f"memory: no layer of {self.name} could be measured: {why}. Switch off what changes between two runs of a "
+                "layer, as the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -286,6 +300,22 @@ class BudgetOffload(ModelOffload):
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
         """Give no warning, since parts that the plan keeps offload nothing."""
+
+
+def offload_within(
+    model: torch.nn.Module,
+    memory: str | int,
+    config: TransferConfig | None,
+    *,
+    device: DeviceChoice,
+    reserve: str | int | None,
+) -> BudgetOffload:
+    """Offload `model` within a budget. A second call with the same arguments returns the existing handle."""
+    reserve = DEFAULT_RESERVE if reserve is None else reserve
+    known = find_handle(model)
+    if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=reserve):
+        return known
+    return BudgetOffload(model, memory, config, device=device, reserve=reserve)
 
 
 def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

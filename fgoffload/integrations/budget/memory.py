@@ -100,7 +100,7 @@ def read_size(value: Any, *, name: str) -> int:
     Raises:
         ConfigError: `value` is neither, or is not above 0.
     """
-    size_bytes = parse_bytes(value, name=name) if isinstance(value, str) else check_bytes(value, name=name)
+    size_bytes = parse_bytes(value, name=name, needs_unit=True) if isinstance(value, str) else check_bytes(value, name=name)
     if size_bytes <= 0:
         raise ConfigError(f"{name} {value!r} is not above 0. Give a size, as in '60GiB'.")
     return size_bytes

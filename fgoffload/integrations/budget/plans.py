@@ -103,7 +103,7 @@ class Planner:
                 f"memory {format_bytes(self._budget_bytes)} is below what recompute and offload of the layers reach: the "
                 f"nearest plan is predicted to take {format_bytes(error.least_bytes)}."
             )
-            raise BudgetError(why, round(_SAFETY * error.least_bytes)) from error
+            raise BudgetError(why, round(_SAFETY * error.least_bytes)) from None
         result = solution.result
         return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
 
@@ -220,13 +220,15 @@ def _make_part(tag: str, part: Measured, tensors: Sequence[SavedTensor]) -> Laye
     )
 
 
-def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name: str) -> str:
+def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | None, name: str) -> str:
     """Return the plan as text, with one line per layer, then predictions and measurements."""
-    lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}, {format_bytes(reserve_bytes)} reserved beside it in auto"]
+    reserved = "" if reserve_bytes is None else f", beside a reserve of {format_bytes(reserve_bytes)}"
+    lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}{reserved}"]
     for number, block in enumerate(planned.blocks):
         acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}
         saved = sum(size for size, tags in block.storages if tags and tags != (LAYER_INPUT,))
         chosen = ", ".join(f"{tag}: {act}" for tag, act in acts.items()) or "keep"
+        chosen = chosen if block.is_measured else "offload, since it could not be measured"
         lines.append(f"  layer {number} ({block.name}), {format_bytes(saved)} saved: {chosen}")
     for tag, why in dict.fromkeys(_list_refusals(planned.blocks)):
         lines.append(f"  {tag} cannot be recomputed: {why}")
@@ -235,8 +237,9 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name
     where = "forward and backward" if is_settled else "forward and backward of the layers"
     lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else "the time after 12 steps of this plan"
-        lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
+        time = f"{format_ms(read.step_s)} for forward and backward, " if is_settled else ""
+        later = "" if is_settled else "; the time is measured in the 13th step of the plan"
+        lines.append(f"measured: {time}{format_bytes(read.peak_bytes)} at peak{later}")
     return "\n".join(lines)
 
 

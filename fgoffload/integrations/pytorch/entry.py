@@ -1,5 +1,7 @@
 """Offloads a PyTorch model by one call, either named modules or within a memory budget."""
 
+from typing import Any
+
 import torch
 
 from fgoffload.errors import ConfigError
@@ -60,15 +62,23 @@ def offload(
         raise ConfigError(
             f"modules {modules!r} and memory {memory!r} exclude each other: a budget chooses the modules. Give one."
         )
-    from fgoffload.integrations.budget.handle import BudgetOffload  # it derives from this module's handle
+    from fgoffload.integrations.budget.handle import offload_within  # it derives from this module's handle
 
-    return BudgetOffload(model, memory, config, device=device, reserve="2GiB" if memory_reserve is None else memory_reserve)
+    return offload_within(model, memory, config, device=device, reserve=memory_reserve)
 
 
-def explain(handle: ModelOffload) -> str:
-    """Return the plan of a handle made with `memory` as text: each layer's treatment and bytes, the step's time and peak.
+def explain(handle: Any) -> str:
+    """Return a plan as text: each layer's treatment and bytes, the step's time and peak.
+
+    Args:
+        handle: Handle of `offload` or an `OffloadCallback`, with `memory`. The callback keeps its plan after the training.
 
     Raises:
-        ConfigError: The handle has no memory budget.
+        ConfigError: `handle` is neither, or has no memory budget.
     """
-    return handle.explain()
+    if not hasattr(handle, "explain"):
+        raise ConfigError(
+            f"a {type(handle).__name__} has no plan. Give the handle that fgoffload.offload(model, memory=...) returns, or an "
+            "OffloadCallback(memory=...)."
+        )
+    return str(handle.explain())

@@ -34,7 +34,7 @@ def offload_sites(
     model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None = None, *, device: DeviceChoice = None
 ) -> "ModelOffload":
     """Offload `sites`, the modules that were already found, as `offload` does."""
-    known = _find_handle(model)
+    known = find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
         return known
     handle = ModelOffload(model, sites, config, device=device)
@@ -60,7 +60,7 @@ class ModelOffload(EngineOwner):
     ) -> None:
         name = type(getattr(model, "_orig_mod", model)).__name__
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
-        if _find_handle(model) is not None:
+        if find_handle(model) is not None:
             raise ConfigError(
                 f"{name} is offloaded already, with other modules, config or device. Call `remove` on the first handle, or "
                 "name all modules in one call."
@@ -217,7 +217,7 @@ class _Run:
             self.forward.finish()
 
 
-def _find_handle(model: torch.nn.Module) -> ModelOffload | None:
+def find_handle(model: torch.nn.Module) -> ModelOffload | None:
     """Return the handle of `model`, or None. A copied handle of another model does not count."""
     handle = vars(model).get(HANDLE)
     return handle if isinstance(handle, ModelOffload) and handle.is_of(model) else None

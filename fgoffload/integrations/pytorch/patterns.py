@@ -13,6 +13,7 @@ the name of its module, and the wrapper is the region.
 import dataclasses
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -22,6 +23,9 @@ from fgoffload.errors import ConfigError
 
 Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
 """Globs with tags, or globs alone, whose tags come from the module names."""
+
+_WIDE_RANGE = re.compile(r"\[[^\]]*(\d\d+-|-\d\d+)[^\]]*\]")
+"""A range in brackets that is meant for numbers of two digits."""
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Attribute names of the wrapped module in `torch.compile`, torch's checkpoint wrapper and FSDP1."""
@@ -87,8 +91,7 @@ def check_tag(tag: object) -> None:
 
 
 def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
-    if isinstance(patterns, str):
-        return {patterns: None}
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, Iterable):
         raise ConfigError(
             f"modules {patterns!r} are not patterns. Give globs, as in ['layers.*.mlp'], or a dict with their tags."
@@ -97,6 +100,11 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     for pattern, tag in tags.items():
         if not isinstance(pattern, str):
             raise ConfigError(f"pattern {pattern!r} is not text. Give a glob over module names, as in 'layers.*.mlp'.")
+        if (wide := _WIDE_RANGE.search(pattern)) is not None:
+            raise ConfigError(
+                f"pattern {pattern!r}: {wide[0]} matches one character, not a range of numbers. Give a pattern for each number "
+                "of digits, as in 'layers.[0-9]' and 'layers.1[0-5]'."
+            )
         if isinstance(patterns, Mapping):
             check_tag(tag)
     return tags

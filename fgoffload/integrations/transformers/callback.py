@@ -7,13 +7,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.budget.memory import read_size
 from fgoffload.integrations.pytorch.entry import offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.integrations.transformers.rivals import warn_of_rivals
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import GIB
+from fgoffload.units import GIB, is_size
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,17 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
+        if memory is not None and memory != "auto":
+            read_size(memory, name="memory")
+        if isinstance(modules, str) and is_size(modules):
+            raise ConfigError(f"modules {modules!r} is a size. Give OffloadCallback(memory={modules!r}) for a memory budget.")
         self.handle: ModelOffload | None = None
         """Handle of the model. None outside of training."""
         self._modules = modules
         self._memory = memory
         self._config = config or TransferConfig(is_timed=True)
+        self._plan = ""
+        """Text of the last plan, after the training."""
         self._steps = 0
         self._uses_cache: bool | None = None
         """Value of the model config's `use_cache` before a training with a memory budget."""
@@ -115,8 +122,20 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if self._uses_cache and model is not None:
             model.config.use_cache = True
         if self.handle is not None:
+            if self._memory is not None:
+                self._plan = self.handle.explain()
             self.handle.close()
             self.handle = None
+
+    def explain(self) -> str:
+        """Return the plan of this training or the last one: see `fgoffload.explain`.
+
+        Raises:
+            ConfigError: The callback has no memory budget, or no training has begun.
+        """
+        if self._memory is None or (self.handle is None and not self._plan):
+            raise ConfigError("this OffloadCallback has no plan yet. Give it memory=..., and ask after the training has begun.")
+        return self._plan if self.handle is None else self.handle.explain()
 
 
 def _list_numbers(handle: ModelOffload) -> dict[str, float]:

@@ -7,6 +7,7 @@ from support.huggingface_models import PEFT, make_inputs, make_moe, make_peft
 from support.models import ALL, check_equal, copy_gradients
 
 import fgoffload
+from fgoffload.integrations.transformers import OffloadCallback
 from fgoffload.plan import Action
 
 # PEFT warns of transformers, and dynamo of itself.
@@ -44,3 +45,25 @@ def test_a_tight_budget_changes_no_bit(kind):
     found, handle = train(kind, int(0.9 * roomy.planned.peak_bytes))
     check_equal(expected, found)
     assert {Action.OFFLOAD, Action.RECOMPUTE} & set(handle.planned.plan.actions.values())
+
+
+@pytest.mark.parametrize(
+    ("switch", "says"), [("cache", "DynamicCache.*use_cache = False"), ("checkpoints", "checkpointing_disable")]
+)
+def test_layers_that_cannot_be_measured_are_an_error_that_names_the_switch(switch, says):
+    model = make_llama(use_cache=switch == "cache").train()
+    if switch == "checkpoints":
+        model.gradient_checkpointing_enable()
+    fgoffload.offload(model, memory="1GiB", config=ALL)
+    with pytest.raises(fgoffload.ConfigError, match=says):
+        model(**make_inputs()).loss.backward() or model(**make_inputs())
+
+
+def test_a_handle_is_made_once_and_sizes_need_units():
+    model = make_llama(use_cache=False)
+    assert fgoffload.offload(model, memory="1GiB") is fgoffload.offload(model, memory="1GiB")
+    for wrong in ({"memory": "60"}, {"memory": "sixty"}, {"modules": "60GiB"}):
+        with pytest.raises(fgoffload.ConfigError, match=r"has no unit|is (not )?a size"):
+            OffloadCallback(**wrong)
+    with pytest.raises(fgoffload.ConfigError, match="matches one character"):
+        fgoffload.offload(make_llama(), "model.layers.[10-15]")
