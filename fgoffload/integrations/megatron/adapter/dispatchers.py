@@ -3,9 +3,10 @@
 A dispatcher keeps the routing probabilities of its last forward as an attribute, and with them their graph. The tensors that
 the graph saved are freed after backward. But if a checkpoint recomputed the forward, the graph begins in the checkpoint's own
 leaf: a copy of the layer's input, with its gradient. Both stay until the layer's next forward, 2sbh elements for each
-recomputed layer of experts. On the benchmark's reference workload these are 128 MiB per layer, and the last layer of backward
-has those of all others. Source: `dispatch_preprocess` of megatron-core 0.16.1, and the memory of an H200 between two steps
-(docs/decisions.md).
+recomputed layer of experts. On the benchmark's reference workload these are 128 MiB per layer, and the last layer of
+backward has those of all others.
+
+Source: `dispatch_preprocess` of megatron-core 0.16.1, and the memory of an H200 between two steps (docs/decisions.md).
 """
 
 import functools

@@ -141,7 +141,7 @@ class AutoOffload(StepMeasurement):
             OffloadError: A process has no profile of the first step. All processes raise it.
         """
         self._steps += 1
-        rival = self._rival if self.planned is None else None  # where the last step was to be measured again
+        rival = self._rival if self.planned is None else None  # set if the last step was measured again
         known = self.planned if rival is None else rival.planned
         if known is not None and not call.is_within(known.call):
             logger.info("a step of %s is beyond the plan for %s: planning again", call, known.call)
@@ -198,7 +198,7 @@ class AutoOffload(StepMeasurement):
         failure: OffloadError | None = None
         try:
             own = self._take_own()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+        except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
             own = f"{type(error).__name__}: {error}"
             failure = error if isinstance(error, OffloadError) else OffloadError(f"this process could not measure: {own}")
             failure.__cause__ = None if failure is error else error
@@ -218,7 +218,7 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _take_own(self) -> ProcessMeasurement:
-        rank = self.take_profile()  # first, since what comes behind the step's last pass ends here
+        rank = self.take_profile()  # first, since it ends the time after the step's last pass
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
         if self._rival is not None:
@@ -255,14 +255,14 @@ class AutoOffload(StepMeasurement):
 
     def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
         """Apply the fastest plan for `call`. If there is none, change nothing and return why. All processes do the same."""
-        found: PlannedStep | str = ""  # of all but the first process, and not looked at
+        found: PlannedStep | str = ""  # not used by any process but the first
         cause: Exception | None = None
         if is_first_process():
             try:
                 found = self._solve(call)
             except PlanError as error:
                 found, cause = str(error), error
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+            except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
                 found, cause = f"rank 0 could not plan: {type(error).__name__}: {error}", error
         planned = broadcast(found)
         if isinstance(planned, str):
@@ -283,7 +283,7 @@ class AutoOffload(StepMeasurement):
         self._checked = {}
         self.apply(planned.plan)
         if self._memory is not None:
-            self._memory.take_peak()  # the peak from now on is of this plan
+            self._memory.take_peak()  # so that the next peak is this plan's
 
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """Time and check the step that ended before `call`, for which a plan is in use."""
@@ -299,7 +299,7 @@ class AutoOffload(StepMeasurement):
         if step_s is None or (self._left_checks and self._memory is not None):
             return
         if self._rival is None and call != planned.call:
-            return  # a step with fewer microbatches is not what the plan is for: the next one may be
+            return  # a step with fewer microbatches is not the planned one; the next may be
         # All processes have timed the same steps, and the slowest process decides how long a step took.
         tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
         if self._rival is None:

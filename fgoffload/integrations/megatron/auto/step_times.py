@@ -6,7 +6,7 @@ times include all that. The plan from them applies from the second step on, and 
 is measured in the same way, now warm. A second plan is made from it, with the overhead beside copies that the timed steps
 showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps under it are timed too, and
 the faster plan is kept. Every step counts for the training: results are bitwise identical. A step lasts until the next one
-begins, including all that the training does in between. The median ignores one step with an evaluation or checkpoint behind it.
+begins, including all that the training does in between. The median ignores one step that an evaluation or checkpoint follows.
 The first step under a plan is not timed, since the allocator adapts in it.
 
 [Note: What ends a trial]

@@ -1,8 +1,7 @@
 """Lists the flags of Megatron that a plan depends on, and those that it does not.
 
 Has its own small table, so that planning needs neither Megatron-Core nor torch. Spellings are Megatron-LM's, with the names of
-Megatron-Core's config fields if these differ. `tests/unit/megatron/test_model_shapes.py` compares the table with those
-fields.
+Megatron-Core's config fields if these differ. `tests/unit/megatron/test_model_shapes.py` compares the table with those fields.
 """
 
 import argparse

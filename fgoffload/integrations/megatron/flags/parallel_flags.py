@@ -119,7 +119,7 @@ def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name
         return fewest // model
     check_count(name, num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
-        # Without experts, a copy of them needs a divisor of the model's ranks.
+        # Without experts, `experts` is a divisor of the model's ranks.
         needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"

@@ -225,7 +225,7 @@ class Variables:
                 self._arrays[name] += words
             else:
                 self._arrays[name] = words
-            self._used.discard(name)  # an array that includes itself is still in use
+            self._used.discard(name)  # an array that includes itself is not used by another
         elif name in self._arrays and appends:
             self._arrays[name][:1] = [self._arrays[name][0] + self.expand_whole(word)] if self._arrays[name] else []
         else:
@@ -241,7 +241,7 @@ class Variables:
         self._arrays.pop(name, None)
 
     def find(self, name: str) -> str | None:
-        """Return the text of `name`, or None where it is not assigned."""
+        """Return the text of `name`, or None if it is not assigned."""
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:

@@ -36,7 +36,7 @@ class Calls:
 
     @property
     def offload(self) -> MegatronOffload:
-        """The integration."""
+        """Integration that serves the calls."""
         return self._get_offload()
 
     def begin_microbatch(
@@ -67,8 +67,7 @@ class Calls:
     def disable(self) -> None:
         """Stop offload for the warm-up of a CUDA graph, which does not belong to a step.
 
-        For the graph of a layer, the warm-up only counts what will be offloaded: see [Note: Captured layers] in
-        `fgoffload/engine/capture.py`.
+        The warm-up of a layer's graph only counts later offloads: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
         """
         if self.is_enabled:
             self._begun = self.offload.count_microbatches()

@@ -185,7 +185,7 @@ class _LayerBuilder:
         self._storages = storages
         self._runs = runs
         self._facts = facts
-        # Experts save more tensors where more of them have tokens.
+        # Experts save more tensors if more of them have tokens.
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 

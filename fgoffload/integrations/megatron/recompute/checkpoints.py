@@ -5,11 +5,12 @@ fills them in backward. If a plan recomputes them, `reruns.py` does it, and resu
 recompute. If Megatron's own flags recompute them, Megatron does it, and results are bitwise identical to the same flags without
 offload. The same holds in FP8, whose scaling Megatron's checkpoint restores.
 
-[Note: Inputs of a checkpoint without output] The checkpoint saves detached copies of its inputs. Such a copy needs a gradient
-and no node has computed it, so it is a leaf. With a saved leaf, torch keeps the node that would accumulate its gradient,
-whatever hooks have returned for the tensor. The node holds the leaf, and the leaf its storage. So an offloaded input stayed on
-the GPU anyway until backward reached it. With a saved tensor that is not detached, torch keeps the node that computed it, which
-the graph has anyway. So the inputs are saved here.
+[Note: Inputs of a checkpoint without output]
+The checkpoint saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it, so it is a leaf.
+With a saved leaf, torch keeps the node that would accumulate its gradient, whatever hooks have returned for the tensor. The
+node holds the leaf, and the leaf its storage. So an offloaded input stayed on the GPU anyway until backward reached it. With a
+saved tensor that is not detached, torch keeps the node that computed it, which the graph has anyway. So the inputs are saved
+here.
 
 Results stay bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
 the recompute. Changes in place are still detected, since a detached copy shares its original's version counter. An input that

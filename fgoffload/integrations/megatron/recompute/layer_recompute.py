@@ -5,7 +5,8 @@ If the module then has a checkpoint without output, `reruns.py` replaces it (see
 checkpoint: Megatron's, which restores the random states of all its generators, or in FP8 Transformer Engine's, which
 restores the scaling too. First linears, with the code before and after them, are partial recomputes of their modules' forward.
 `permutations.py` recomputes token permutations.
-| unit | what does it | since |
+
+| unit | implementation | since |
 |---|---|---|
 | `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
 | `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |

@@ -11,9 +11,9 @@ Tokens from other ranks would have to be sent again. So the unit exists if a ran
 nothing is exchanged, and the sort by expert after the exchange does not change the order. The dispatcher returns the result of
 the permutation in another storage. The counts are known from forward, so the host does not wait.
 
-[Note: Nothing is emptied] Outputs of other units are emptied after their last use (`reruns.py`). Here the first linear saves
-nothing of the output, because of `detached_outputs.py`, and the output is freed with the frames of forward, such as Megatron's
-`MoELayer`.
+[Note: Nothing is emptied]
+Outputs of other units are emptied after their last use (`reruns.py`). Here the first linear saves nothing of the output,
+because of `detached_outputs.py`, and the output is freed with the frames of forward, such as Megatron's `MoELayer`.
 """
 
 import functools

@@ -3,24 +3,25 @@
     forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
     backward    the function runs again; dropped tensors and outputs are restored; then the graph of forward runs
 
-[Note: One graph] Megatron's checkpoint without output runs the function without a graph, builds one in the recompute, and runs
-a nested backward through it. Here the graph is the one of forward, and only its saved tensors come from the recompute. So
-gradients are summed in the order of a training without recompute, and results are bitwise identical for any function. The host
-has no second graph and no nested backward to run. Instead, each saved tensor costs it three calls, so a function that saves
-dozens costs more. Both keep the function's inputs and nothing else, unless a custom function inside keeps tensors without
-`save_for_backward`.
+[Note: One graph]
+Megatron's checkpoint without output runs the function without a graph, builds one in the recompute, and runs a nested backward
+through it. Here the graph is the one of forward, and only its saved tensors come from the recompute. So gradients are summed in
+the order of a training without recompute, and results are bitwise identical for any function. The host has no second graph and
+no nested backward to run. Instead, each saved tensor costs it three calls, so a function that saves dozens costs more. Both
+keep the function's inputs and nothing else, unless a custom function inside keeps tensors without `save_for_backward`.
 
 Non-reentrant `torch.utils.checkpoint` does this for tensors that a function saves. Here its outputs, which other functions
 save, are dropped too, and its inputs may be offloaded. Autocast is not restored, as in Megatron's checkpoints.
 
-[Note: Outputs] After its last use in forward, the storage of an output is emptied. A user below the hooks of
-`detached_outputs.py` has not saved it, and gets the recomputed tensor. Then nothing references the storage in backward, and
-nothing is copied. If something still does, the storage is filled with a copy, which all users share. An output that was changed
-in place before its last use is not emptied, since the recompute would not repeat the change.
+[Note: Outputs]
+After its last use in forward, the storage of an output is emptied. A user below the hooks of `detached_outputs.py` has not
+saved it, and gets the recomputed tensor. Then nothing references the storage in backward, and nothing is copied. If something
+still does, the storage is filled with a copy, which all users share. An output that was changed in place before its last use is
+not emptied, since the recompute would not repeat the change.
 
-[Note: Ownership] The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds the
-stand-ins weakly, its inputs packed, and its outputs without a graph until they are emptied. There is no cycle, so dropping the
-graph frees all of it.
+[Note: Ownership]
+The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds the stand-ins weakly,
+its inputs packed, and its outputs without a graph until they are emptied. There is no cycle, so dropping the graph frees all.
 """
 
 import functools
