@@ -4,11 +4,11 @@
     from fgoffload.integrations import megatron
 
     offload = megatron.apply(OffloadConfig(offload_modules=("core_attn", "attn_proj", "expert_fc1")))
-    ...  # build the model as always, and train
+    ...  # build the model as usual, and train
     megatron.remove(offload)
 
-Apply before the model's `TransformerConfig` is made: Megatron's layers read from it which of their sites are on, and `apply`
-sets that in every config that is made from then on. Our own sites need no config, and are found at a model's first forward.
+Apply before the model's `TransformerConfig` is made. Megatron's layers read from it which of their sites are on, and `apply`
+sets that in every config made afterwards. Our own sites need no config, and are added in a model's first forward.
 """
 
 import logging
@@ -29,7 +29,7 @@ __all__ = ["MegatronOffload", "apply", "remove"]
 
 
 def __getattr__(name: str) -> Any:
-    # Importing this package must not import torch: the modules that read argument files lie in it and need no torch.
+    # Importing this package must not import torch, since the modules that read argument files are in it and do not need torch.
     if name == "MegatronOffload":
         require_torch()
         from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
@@ -39,14 +39,14 @@ def __getattr__(name: str) -> Any:
 
 
 def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "MegatronOffload":
-    """Let our engine answer Megatron-Core's offload sites, and add sites where it has none.
+    """Make our engine serve Megatron-Core's offload sites, and add sites that Megatron-Core lacks.
 
     Args:
-        config: What leaves.
-        device: Where the model lives; None takes CUDA where it is available, else the CPU.
+        config: Settings of offload.
+        device: Device of the model; None selects CUDA if it is available, else the CPU.
 
     Returns:
-        The integration: it holds the engine, and `remove` undoes everything.
+        The integration, which holds the engine. `remove` undoes everything.
 
     Raises:
         IntegrationError: torch or Megatron-Core is not installed, Megatron-Core lacks a symbol, or offload is applied already.
@@ -106,5 +106,5 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
 
 
 def remove(offload: "MegatronOffload") -> None:
-    """Undo what `apply` did: Megatron's own symbols are back, and so is all memory but what a graph still wants."""
+    """Undo `apply`: restore Megatron's symbols and free all memory that no graph needs."""
     offload.remove()

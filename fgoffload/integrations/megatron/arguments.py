@@ -1,4 +1,4 @@
-"""The flags of fine-grained activation offload, for any parser."""
+"""Adds the flags of fine-grained activation offload to any parser."""
 
 import argparse
 import contextlib
@@ -50,13 +50,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"default": None, "metavar": "SIZE", "help": "bytes back on the GPU before backward asks for them (512MiB)"},
     ),
 )
-"""Each flag, and what argparse needs to know of it."""
+"""Each flag, with its options for argparse."""
 
 
 def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of fine-grained activation offload to `parser`, and return it.
 
-    Usable as Megatron-LM's `extra_args_provider`. A flag that the parser has already stays as it is. Give the parsed flags to
+    Usable as Megatron-LM's `extra_args_provider`. A flag that the parser has already is not changed. Pass the parsed flags to
     `OffloadConfig.from_flags`.
     """
     group = parser.add_argument_group("fine-grained activation offload")

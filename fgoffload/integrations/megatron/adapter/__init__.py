@@ -1,1 +1,1 @@
-"""How offload follows a Megatron model: its layers, their sites, and what a plan says of each."""
+"""Follows a Megatron model's layers and their sites, and applies a plan's action to each."""

@@ -1,9 +1,9 @@
-"""`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads so many bytes of a step less than the one before it.
+"""`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads so many bytes per step less than the one before it.
 
-Earlier ranks have more microbatches in flight under 1F1B, so they need the memory and later ones do not. What a site moves is
-known when the first step is over, in which every site moves; from the second step on the rank's last sites of forward stay, in
-all microbatches alike, as many as have the bytes that the rank offloads less. Megatron's own engine keeps the first layers of
-the first microbatches instead; see docs/reference/megatron_engine.md.
+Under 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
+offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, alike
+in all microbatches, until their bytes make up the difference. Megatron's own engine keeps the first layers of the first
+microbatches instead; see docs/reference/megatron_engine.md.
 """
 
 import logging
@@ -19,30 +19,30 @@ logger = logging.getLogger(__name__)
 
 
 class RankBalance:
-    """Keeps on this pipeline rank the sites that it is to offload less than the first rank.
+    """Chooses the sites of this pipeline rank that stay on the GPU so that it offloads less than the first rank.
 
     Args:
-        actions: What is done about each site of the rank.
-        delta_bytes: Of a step, from one rank to the next; 0 where all ranks offload alike.
+        actions: Actions of the rank's sites.
+        delta_bytes: Bytes of a step from one rank to the next; 0 if all ranks offload alike.
     """
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
         self._actions = actions
         self._delta_bytes = delta_bytes
         self._groups: list[tuple[Site, Group]] = []
-        """Of the first step, where what each site moved has to be known."""
+        """Groups of the first step, whose offloaded bytes have to be known."""
         self._site_bytes: dict[Site, float] = {}
-        """What each site moved in a microbatch of the first step, in the order of forward."""
+        """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
         self._microbatches = 0
-        """Of the steps that are balanced now; 0 in the first step."""
+        """Microbatches of a step that is balanced now; 0 in the first step."""
 
     def note(self, site: Site, group: Group) -> None:
-        """A run of `site` saves to `group`."""
+        """Record that a run of `site` saves to `group`."""
         if self._delta_bytes and not self._microbatches:
             self._groups.append((site, group))
 
     def finish_step(self, microbatches: int) -> None:
-        """A step is over: balance the ones that follow, in steps of so many microbatches."""
+        """Balance the steps that follow, of so many microbatches each, once a step is over."""
         if not self._delta_bytes:
             return
         for site, group in self._groups:
@@ -65,17 +65,17 @@ class RankBalance:
 
 
 def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
-    """Return the sites that stay so that `less_bytes` fewer leave in a step: whole sites, so by less than one site more.
+    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer, rounded up to whole sites.
 
     Args:
-        moved_bytes: What each site moved in a step, all microbatches, in the order of forward.
-        less_bytes: Bytes. Where all sites together have fewer, all stay.
+        moved_bytes: Offloaded bytes of each site in a step of all microbatches, in the order of forward.
+        less_bytes: Bytes. If all sites together have fewer, all stay on the GPU.
     """
     kept = []
     for site in reversed(tuple(moved_bytes)):
         if less_bytes <= 0:
             break
-        # One that moved nothing stays too: it saves what a site before it moved, and would move that in its place.
+        # A site that moved nothing stays too. It shares storages with an earlier site, and would offload them in its place.
         kept.append(site)
         less_bytes -= moved_bytes[site]
     return kept

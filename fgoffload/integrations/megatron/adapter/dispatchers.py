@@ -1,12 +1,12 @@
-"""Token dispatchers: what they hold of a graph between two microbatches, and how they permute.
+"""Frees the graph that token dispatchers hold between microbatches, and tells how they permute.
 
-A dispatcher keeps the routing probabilities of its last forward as an attribute, and through them the graph behind them. What
-that graph saved is gone after backward, but where a checkpoint ran the forward again the graph begins in the checkpoint's own
-leaf: a copy of the layer's input, and its gradient. Both stay until the layer's next forward, 2sbh elements for each layer of
-experts that ran again: 128 MiB on the benchmark's reference workload, of which the last layer of backward has all the others'.
+A dispatcher keeps the routing probabilities of its last forward as an attribute, and with them their graph. The tensors that
+the graph saved are freed after backward. But if a checkpoint recomputed the forward, the graph begins in the checkpoint's own
+leaf: a copy of the layer's input, with its gradient. Both stay until the layer's next forward, 2sbh elements for each
+recomputed layer of experts. On the benchmark's reference workload these are 128 MiB per layer, and the last layer of
+backward has those of all others.
 
-Source: `dispatch_preprocess` of megatron-core 0.16.1, and what an H200 held between two steps
-(docs/decisions.md).
+Source: `dispatch_preprocess` of megatron-core 0.16.1, and the memory of an H200 between two steps (docs/decisions.md).
 """
 
 import functools
@@ -22,18 +22,18 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _LAST_METHOD = "combine_postprocess"
-"""Nothing of a dispatcher is read after it, until the next forward."""
+"""Last method of a dispatcher that reads its attributes, until the next forward."""
 
 
 @functools.cache
 def permutes_by_mask() -> bool:
-    """Return whether the permutation that is not fused selects by a mask, which makes the host wait; since 0.17 it sorts."""
+    """Return whether the unfused permutation selects by a mask, on which the host waits. Since 0.17 it sorts instead."""
     permute = inspect.unwrap(load_module("megatron.core.transformer.moe.moe_utils").permute)
     return "masked_select" in permute.__code__.co_names
 
 
 def free_inputs_of_recompute(patches: Patches) -> None:
-    """Have dispatchers let go of the graph of a recompute, with the last of what they do in it.
+    """Make dispatchers release the graph of a recompute at the end of their last method.
 
     Raises:
         IntegrationError: Megatron-Core has no such dispatchers.
@@ -45,7 +45,7 @@ def free_inputs_of_recompute(patches: Patches) -> None:
 
 
 def detach_routing(dispatcher: Any) -> None:
-    """Let go of every graph that `dispatcher` holds; the values of its tensors stay."""
+    """Release every graph that `dispatcher` holds. The values of its tensors stay."""
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         for name, value in tuple(vars(holder).items()) if holder is not None else ():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -55,7 +55,7 @@ def detach_routing(dispatcher: Any) -> None:
 def _wrap_last_method(original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
-        # In a recompute alone: elsewhere the graph begins in parameters, which live anyway.
+        # Only in a recompute. Otherwise the graph begins in parameters, which exist anyway.
         if is_in_backward():
             detach_routing(self)
         return outputs

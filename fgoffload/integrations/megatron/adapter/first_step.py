@@ -1,6 +1,6 @@
-"""Checks the first step: selected tags that offloaded nothing, and planned sites that no rank has.
+"""Checks the first step for selected tags that offloaded nothing, and for planned sites that no rank has.
 
-Ranks agree before any of them raises: one that raised alone would leave the others waiting for it.
+Ranks agree before any of them raises. A rank that raised alone would leave the others waiting for it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _TagReport:
-    """Totals of one tag in the first step; integers, since ranks agree on them by a maximum."""
+    """Totals of one tag in the first step. Ranks agree on them by a maximum, so they are integers."""
 
     sites: int = 0
     planned: int = 0
@@ -32,7 +32,7 @@ class _TagReport:
 
 
 def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
-    """Check what the first step did, on all ranks.
+    """Check on all ranks that tags and planned sites had an effect in the first step.
 
     Raises:
         IntegrationError: A selected tag saved nothing on any rank.
@@ -46,10 +46,10 @@ def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepSt
 
 
 def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
-    """Check that all ranks offload by the same tags and the same plan: what they agree on next is a row for each.
+    """Check that all ranks have the same tags and plan, since they agree next on one row for each of them.
 
     Raises:
-        PlanError: They do not.
+        PlanError: The ranks have different tags or plans.
     """
     digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
@@ -61,24 +61,24 @@ def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
 
 
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
-    """Check that each planned site is there.
+    """Check that each planned site exists.
 
     Raises:
         PlanError: The plan names a site that no rank has.
     """
     planned = sorted(plan.actions)
-    # What stays needs no site: of a tag that no plan lets leave, nobody asks where it has one.
+    # A planned KEEP needs no site: sites are not looked up for a tag that no plan offloads.
     known = [
         site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
     ]
-    # A plan is for all ranks, and each has the sites of its own layers: only together can they tell what none has.
+    # A plan is for all ranks, and each rank knows the sites of its own layers. Only together can they find a missing site.
     for site, (has_site,) in zip(planned, agree([(int(is_known),) for is_known in known]), strict=True):
         if not has_site:
             raise PlanError(f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Plan for this model.")
 
 
 def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
-    """Check that each selected tag did something.
+    """Check that each selected tag had an effect.
 
     Raises:
         IntegrationError: A tag has no site, or saved nothing, on any rank.
@@ -124,7 +124,7 @@ def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], st
 
 
 def agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the greatest of every rank's numbers; all ranks come here with as many rows."""
+    """Return the maximum over all ranks for each number. All ranks call this with equally many rows."""
     if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return rows
     numbers = torch.tensor(rows, dtype=torch.int64)

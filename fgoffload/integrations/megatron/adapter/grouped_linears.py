@@ -1,4 +1,4 @@
-"""What the grouped linears of experts keep for backward: their whole input as one tensor, or a part for each expert.
+"""Chooses how grouped linears of experts save their input: as one tensor, or as one part for each expert.
 
 Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
 """
@@ -11,7 +11,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 _EXPERT_TAGS = frozenset(("expert_fc1", "moe_act", "expert_fc2"))
 _ATTRIBUTE = "save_original_input"
-"""Of Transformer Engine's linears. Without it they save what they multiply: a view for each expert, or what FP8 made of it."""
+"""Attribute of Transformer Engine's linears. If it is off, they save the factor: a view per expert, or its FP8 form."""
 
 
 def is_quantized(config: Any) -> bool:
@@ -20,21 +20,21 @@ def is_quantized(config: Any) -> bool:
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
-    """Have the linears of `experts` save the least, and in as few tensors as that allows.
+    """Make the linears of `experts` save as few bytes as possible, in as few tensors as that allows.
 
-    In bf16 both ways save the same bytes. The views of 16 experts are 16 calls of Python each way, 2 ms a layer and microbatch
-    where the host has just waited for the routing and the device waits for the host. So where something of the experts leaves,
-    the whole input is saved. Quantized linears go on as without offload: the parts leave at half the size, and delayed scaling,
-    which refuses the attribute, works. Megatron sets it in all cases, for its own engine.
+    In bf16, whole inputs and views have the same bytes. But the views of 16 experts are 16 Python calls in forward and again in
+    backward: 2 ms per layer and microbatch, at a point where the host is late because it has just waited for the routing. So if
+    a tag of the experts is offloaded, the whole input is saved. Quantized linears are left as without offload. Their parts have
+    half the size, and delayed scaling, which rejects the attribute, works. Megatron always sets it, for its own engine.
 
     Args:
-        patches: Take it back later.
-        experts: A Megatron module; experts without grouped linears stay as they are.
-        offloaded: The tags of this layer that leave.
+        patches: Undo the change later.
+        experts: A Megatron module. Experts without grouped linears are not changed.
+        offloaded: Tags of this layer that are offloaded.
     """
     if is_quantized(getattr(experts, "config", None)):
         if getattr(experts, "offload_expert_fc1", False):
-            # Not through `patches`: Megatron set it for offload alone, and without offload it is off.
+            # Not through `patches`: Megatron set it only for offload, and without offload it is off.
             setattr(experts.linear_fc1, _ATTRIBUTE, False)
         return
     if _EXPERT_TAGS.isdisjoint(offloaded):
@@ -44,6 +44,6 @@ def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]
 
 
 def save_whole_input(patches: Patches, linear: Any) -> None:
-    """Have a grouped linear that is not quantized save its input as one tensor; any other stays as it is."""
+    """Make a grouped linear that is not quantized save its input as one tensor. Other linears are not changed."""
     if hasattr(linear, _ATTRIBUTE):
         set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute

@@ -1,21 +1,21 @@
-"""The number of each layer in the whole model, from 0: the layers of multi-token prediction follow those of the decoder.
+"""Numbers the layers of the whole model from 0. Layers of multi-token prediction follow those of the decoder.
 
-Megatron-Core 0.16 numbers them so itself. Since 0.17 they start at 1 again and have `is_mtp_layer`. In hybrid models each depth
-has a stack of layers, which starts at 1 too, and only its attention layers have the flag.
+Megatron-Core 0.16 does so itself. Since 0.17, layers of multi-token prediction start at 1 again and have `is_mtp_layer`. In
+hybrid models each depth has a stack of layers, which starts at 1 too, and only its attention layers have the flag.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 _OFFSET = "_fgoffload_number_offset"
-"""What the number of a layer in such a stack is short of, as an attribute of the layer."""
+"""Attribute of a layer in such a stack: difference between its number in the model and in the stack."""
 
 
 def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield each transformer layer of `block` behind the stack that it is in and its index there; number those of depths.
+    """Yield the stack, the index in it and the layer, for each transformer layer of `block`. Numbers the layers of depths.
 
     Args:
-        block: A stack of layers, or the block of multi-token prediction, which is the stack of depths of one layer.
+        block: A stack of layers, or a block of multi-token prediction, which is the stack of depths of one layer.
     """
     for index, module in enumerate(block.layers):
         inner = _find_inner(module)
@@ -28,7 +28,7 @@ def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
 
 
 def find_first(module: Any) -> Any:
-    """Return the first layer that a layer of multi-token prediction holds."""
+    """Return the first layer inside a layer of multi-token prediction."""
     inner = _find_inner(module)
     return inner.layers[0] if hasattr(inner, "layers") else inner
 
@@ -42,7 +42,7 @@ def get_number(layer: Any) -> int:
 
 
 def _find_inner(module: Any) -> Any:
-    """Return the layer or the stack that a layer of multi-token prediction holds; None for any other layer."""
+    """Return the layer or stack inside a layer of multi-token prediction, or None for any other layer."""
     return getattr(module, "transformer_layer", None) or getattr(module, "mtp_model_layer", None)
 
 

@@ -1,4 +1,4 @@
-"""The layers of a Megatron model: where forward is, and the sites and recompute units of each layer."""
+"""Follows forward through the layers of a Megatron model, and prepares the sites and recompute units of each layer."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ NEWER_LAYERS = (
     "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
     "megatron.core.ssm.mamba_layer:MambaLayer",
 )
-"""What not all versions have, wrapped where it is there. Each of these layers has a forward of its own."""
+"""Modules that only some versions have, wrapped if they exist. Each of these layers has a forward of its own."""
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
@@ -55,14 +55,14 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap what tells where forward is: schedules, models, blocks and layers.
+    """Wrap schedules, models, blocks and layers, to follow where forward is.
 
     Args:
-        patches: Put everything back later.
-        get_offload: Returns what is told; it exists only after everything is wrapped.
+        patches: Restore everything later.
+        get_offload: Returns the integration that is notified. It exists only after everything is wrapped.
 
     Raises:
-        IntegrationError: Megatron-Core lacks one of them.
+        IntegrationError: Megatron-Core lacks one of these symbols.
     """
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
@@ -73,7 +73,7 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
-    # The overlap of expert communication runs no layer's forward, but the pieces of two microbatches in turns.
+    # The overlap of expert communication calls no layer's forward. It runs pieces of two microbatches alternately.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
@@ -95,7 +95,7 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
         if not kwargs.get("forward_only", False):
             get_offload().begin_step(ScheduleCall.read(kwargs))
         result = original(*args, **kwargs)
-        # Where Megatron's own flag is on, its schedule has said so already; ours alone may be on.
+        # If Megatron's own flag is on, its schedule has done so already. If only ours is on, it has not.
         if not kwargs.get("forward_only", False):
             get_offload().finish_open_step()
         return result
@@ -109,7 +109,7 @@ def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
         offload = registrar.get_offload()
         with offload.watch_model(self, getattr(self, "vp_stage", None) or 0):
             outputs = original(self, *args, **kwargs)
-        offload.flush_delayed()  # no graph of this forward comes any more
+        offload.flush_delayed()  # this forward launches no more graphs
         return outputs
 
     return forward
@@ -117,7 +117,7 @@ def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
 
 def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Its own where it knows it: without a model around it, forward need not be in it yet.
+        # The block's own chunk if it has one, since forward need not be in a chunk yet without a model around the block.
         offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
         chunk = offload.chunk if chunk is None else chunk
         registrar.register([self], chunk)
@@ -130,10 +130,10 @@ def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
 
 
 def _find_ending_block(model: Any) -> Any:
-    """Return the block of `model` behind which only the loss comes, and then backward; None where other stages follow."""
+    """Return the last block of `model` before the loss, or None if other pipeline stages follow."""
     if not getattr(model, "post_process", False):
         return None
-    multi_token = getattr(model, "mtp", None)  # behind the decoder, where this stage has it
+    multi_token = getattr(model, "mtp", None)  # after the decoder, if this stage has it
     return model.decoder if multi_token is None else multi_token
 
 
@@ -162,33 +162,33 @@ def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
 
 
 class _Registrar:
-    """Tells the integration what the layers of each model have, once, and prepares them for what is planned for each."""
+    """Registers the layers of each model once with the integration, and prepares them for their planned actions."""
 
     def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
         self._patches = patches
         self._innermost = Patches()
-        """What is wrapped before anything else is, so that regions of sites are around it."""
+        """Patches applied first, so that regions of sites are around them."""
         patches.enter(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
 
     def begin_forward(self, model: Any) -> None:
-        """A model chunk begins a forward, or the plan of one."""
+        """Register a model chunk when it begins a forward, or builds the plan of one."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
         offload.note_ending_block(_find_ending_block(model))
-        # All of the chunk together: a fraction is of all its sites.
+        # All blocks of the chunk at once, since a fraction is of all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
             most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
             offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
-        """Register the layers of those of `blocks` that are new.
+        """Register the layers of all new blocks.
 
         Raises:
-            ConfigError: Tags and what Megatron recomputes exclude each other.
-            IntegrationError: A model cannot be offloaded as it is.
-            PlanError: The plan asks of a layer what it cannot do.
+            ConfigError: Tags and Megatron's recomputed modules exclude each other.
+            IntegrationError: A model does not support offload as it is.
+            PlanError: The plan has an action that a layer does not support.
         """
         offload = self.get_offload()
         new = [block for block in blocks if not offload.is_known(block)]
@@ -208,20 +208,20 @@ class _Registrar:
         for layer, _ in found:
             self._prepare(layer, chunk)
         stacks = {stack for block in new for stack, _, _ in list_layers(block)}
-        offload.remember([*new, *stacks])  # only now: what is refused once is refused the next time too
+        offload.remember([*new, *stacks])  # last, so that a rejected block is rejected the next time too
 
     def _prepare(self, layer: Any, chunk: int) -> None:
-        """Give `layer` its sites, and recompute in it what is planned."""
+        """Add the sites of `layer`, and recompute its planned units."""
         offload, number = self.get_offload(), get_number(layer)
         offload.graphs.add_layer(layer, chunk)
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-        # A plan that is made of measurements says only later what is recomputed.
+        # If the plan comes from measurements, the recomputed units are not known yet.
         units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
-        # A first linear that is recomputed has its site around what it runs again from.
+        # If a first linear is recomputed, its site is around the tensor that recompute starts from.
         own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
@@ -230,7 +230,7 @@ class _Registrar:
 
 
 def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:
-    """Return what `layer` has, for the plan: `input_tag` where a checkpoint around whole layers begins at it."""
+    """Return the sites of `layer`, with `input_tag` if a checkpoint around whole layers begins at it."""
     return LayerSites(
         number=get_number(layer),
         tags=(*input_tag, *find_tags(layer, selected)),
@@ -241,16 +241,16 @@ def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -
 
 
 def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return `layer_input` where it is selected and Megatron's own full recompute begins at the layer `index` of `stack`."""
+    """Return `layer_input` if it is selected and Megatron's full recompute begins at layer `index` of `stack`."""
     config = stack.config
     if LAYER_INPUT not in selected or config.recompute_granularity != "full":
         return ()
     layers = config.recompute_num_layers or 1
     if config.recompute_method == "uniform":
-        # Of multi-token prediction each depth has one checkpoint around all of it.
+        # Each depth of multi-token prediction has one checkpoint around all its layers.
         begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
     else:
-        begins = index < layers and hasattr(stack, "pre_process")  # a depth of one layer has none
+        begins = index < layers and hasattr(stack, "pre_process")  # False for a depth of one layer
     return (LAYER_INPUT,) if begins else ()
 
 
@@ -260,7 +260,7 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
         if is_capturing():
             return original(self, *args, **kwargs)
         if is_inert():
-            # Under a checkpoint, where nothing is saved, and its recompute. The layer counts all the same.
+            # Inside a checkpoint, which saves nothing, or in its recompute. The layer counts all the same.
             if not torch.is_grad_enabled():
                 offload.pass_layer(get_number(self))
             return original(self, *args, **kwargs)
@@ -280,11 +280,11 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:
-    """Refuse what excludes offload, or what a plan does.
+    """Reject a config that excludes offload, or recompute flags that conflict with a plan.
 
     Raises:
         ConfigError: A tag and a module that Megatron recomputes exclude each other.
-        IntegrationError: With the flag and the fix.
+        IntegrationError: A flag excludes offload. Names the flag and the fix.
         PlanError: The plan was made for another model.
     """
     if getattr(config, "cpu_offloading", False):
@@ -316,7 +316,7 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
             f"The plan recomputes modules of single layers, but --recompute-granularity {granularity} those of all layers. "
             "Leave Megatron's recompute flags out."
         )
-    # As the commands do before Megatron starts; who calls `apply` has no other start.
+    # The commands check this before Megatron starts. Callers of `apply` have no earlier check.
     check_selective(offload.config, vars(config))
     check_paged_stash(offload.selected, vars(config))
     check_graphs(offload.config, offload.selected, vars(config))
@@ -328,11 +328,11 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
 
 
 def _check_linears(block: Any) -> None:
-    """Refuse linears that find out through an attribute of their saved weight that its gradient is in place already.
+    """Reject linears that read from an attribute of their saved weight whether its gradient is accumulated already.
 
     Raises:
         IntegrationError: A linear of Megatron's own in `block` fuses the accumulation of its weight's gradient. Under any
-            saved-tensor hooks torch gives a custom function a new tensor for a saved parameter, without its attributes, so
+            saved-tensor hooks, torch unpacks a saved parameter of a custom function as a new tensor without its attributes. So
             `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
             `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """

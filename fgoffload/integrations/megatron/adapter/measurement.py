@@ -1,4 +1,4 @@
-"""What the integration asks of whoever measures its steps."""
+"""Protocol by which the integration has its steps measured."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -11,32 +11,32 @@ from fgoffload.plan import Site
 
 
 class Measurement(Protocol):
-    """Measures steps, in which nothing leaves. `profile.step_measurement` has the one there is."""
+    """Measures steps, in which nothing is offloaded. Implemented in `profile.step_measurement`."""
 
     @property
     def is_recording(self) -> bool:
         """Return whether a step is being recorded."""
 
     def close(self) -> None:
-        """Take everything out of the model."""
+        """Remove all hooks and patches from the model."""
 
     def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: Any) -> None:
-        """Learn what `layer` of model chunk `chunk` has: sites of `tags`, and checkpoints around it by `inputs`."""
+        """Record the facts of `layer` in model chunk `chunk`: its sites of `tags`, and checkpoints around it by `inputs`."""
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """A schedule begins."""
+        """Start recording when a schedule begins, if a step is wanted."""
 
     def finish_step(self) -> None:
-        """A schedule is over."""
+        """Stop recording when a schedule ends."""
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> AbstractContextManager[object]:
         """Return a context for the forward of a model chunk."""
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[object] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None where no step is recorded."""
+        """Return a context for the forward of a layer with the input `hidden`, or None if no step is recorded."""
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region of the step that is recorded, for a site in the layer that forward is in."""
+        """Return a region of the recorded step, for a site in the layer that forward is in."""
 
     def apart(self) -> AbstractContextManager[object]:
-        """Return a context for what is not the model's own."""
+        """Return a context for work outside the model."""

@@ -1,7 +1,7 @@
-"""Megatron's own offload flags in the configs of the models that are built from now on.
+"""Sets Megatron's own offload flags in the configs of models that are built from now on.
 
-Megatron's config refuses tags that it does not know, and an empty list. So it is given those of ours that it accepts, or its
-flag is switched off; the others need no flag of Megatron's.
+Megatron's config rejects unknown tags and an empty list. So it gets only those of our tags that it accepts; without any, its
+flag is switched off. The other tags need no flag of Megatron's.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ _FACTS: dict[str, int | str] = {
     "overlap_moe_expert_parallel_comm": 0,
     "microbatch_group_size_per_vp_stage": 1,
 }
-"""Fields that a plan may say that it was made for, with what None stands for, of the type that each is compared as."""
+"""Fields that a plan may name in `made_for`, each with the value that None means and the type that it is compared as."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:
-    """Return what a config says of what plans are made for: see `OffloadPlan.made_for`."""
+    """Return the facts of a config that plans are made for. See `OffloadPlan.made_for`."""
     facts: dict[str, int | str] = {PARAMETER_BYTES: _count_parameter_bytes(config), FP8_RECIPE: NO_FP8}
     if getattr(config, "fp8", None):
         recipe = getattr(config, "fp8_recipe", "delayed")
@@ -72,14 +72,14 @@ def read_facts(config: Any) -> dict[str, int | str]:
 
 
 def _count_parameter_bytes(config: Any) -> int:
-    # The flags first: Megatron's wrapper converts a model by them, whatever type its parameters were made with.
+    # The flags come first: Megatron's wrapper converts a model by them, whatever type its parameters had.
     if getattr(config, "bf16", False) or getattr(config, "fp16", False):
         return 2
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
-    """Let every config that is made from now on have the flags for the tags `selected`, whatever it was given.
+    """Set the flags for the tags `selected` in every config that is made from now on, whatever its own values.
 
     Raises:
         IntegrationError: Megatron-Core has no such config.
@@ -88,7 +88,7 @@ def set_flags(patches: Patches, selected: Sequence[str]) -> None:
 
     def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def check(self: Any) -> None:
-            # Megatron's offload of whole layers excludes ours. Such a model is refused when it runs, and may never do so here.
+            # Megatron's offload of whole layers excludes ours. Such a model is rejected when it runs, and may never run here.
             if not getattr(self, "cpu_offloading", False):
                 _set(patches, self, accepted, selected)
             original(self)
@@ -118,25 +118,25 @@ def _set(patches: Patches, config: Any, accepted: Sequence[str], selected: Seque
 
 
 def list_accepted(tags: Sequence[str]) -> list[str]:
-    """Return those of `tags` that Megatron's config accepts."""
+    """Return the tags that Megatron's config accepts."""
     return [tag for tag in tags if _is_accepted(tag)]
 
 
 @functools.cache
 def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`. It says so nowhere but in its refusal, so a tiny config is tried."""
+    """Return whether Megatron's config accepts `tag`. Only its validation knows, so a tiny config is tried."""
     config_class = load_module(CONFIG_MODULE).TransformerConfig
-    check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, also where `set_flags` has replaced it
+    check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, even if `set_flags` has replaced it
     probe = type("Probe", (config_class,), {"__post_init__": check})
     fields = {
         "num_layers": 1,
         "hidden_size": 1,
         "num_attention_heads": 1,
         "fine_grained_activation_offloading": True,
-        # attn_proj is refused without core_attn, which every version accepts.
+        # attn_proj is rejected without core_attn, which every version accepts.
         "offload_modules": ["core_attn", tag],
     }
-    # fused_group_mlp is refused without the op fuser, which the versions before it do not have.
+    # fused_group_mlp is rejected without the op fuser, which earlier versions do not have.
     has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
     return any(_is_possible(probe, {**fields, **options}) for options in ({}, {_OP_FUSER: True} if has_fuser else {}))
 

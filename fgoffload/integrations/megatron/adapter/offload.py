@@ -1,4 +1,4 @@
-"""The link between a Megatron-Core training and an engine: where forward is, what the plan says, and what a step did."""
+"""Connects a Megatron-Core training to an engine: follows forward, applies the plan, and reports each step."""
 
 import contextlib
 import logging
@@ -28,58 +28,58 @@ logger = logging.getLogger(__name__)
 class MegatronOffload:
     """Fine-grained activation offload, applied to the Megatron-Core of this process.
 
-    Made by `fgoffload.integrations.megatron.apply`. It holds the engine; nothing else in the process does.
+    Made by `fgoffload.integrations.megatron.apply`. It alone holds the engine of the process.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, undo: Callable[[], None]) -> None:
         self.config = config
         self.engine = engine
         self.last_step: StepStats | None = None
-        """The numbers of the last whole step on this rank; None before the first."""
+        """Statistics of the last complete step on this rank; None before the first."""
         self.measurement: Measurement | None = None
-        """Measures steps, in which nothing leaves; None where nothing is to be measured."""
+        """Measures steps, in which nothing is offloaded; None if no step is to be measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
         self.selected = list_selected_tags(config, plan)
-        """The tags whose tensors may leave: those that users named, or those of the plan."""
+        """Tags whose tensors may be offloaded: the plan's, or else the user's."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
-        """What is done about each site."""
+        """Action of each site."""
         self.graphs = GraphedLayers(engine, self.actions)
-        """Those of layers."""
+        """CUDA graphs of layers."""
         self.open_reruns = OpenReruns()
-        """What runs again and forward uses just now."""
+        """Recomputed units that forward is in."""
         self.has_waiting_layers = False
-        """Whether a layer of this rank lets the host wait in each of its forwards, as token dispatchers do."""
+        """Whether the host waits for the device in each forward of a layer of this rank, as in token dispatchers."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
-        """Those that forward has reached in the lane; None where a model began it, and begins the next one too."""
+        """Blocks that forward has reached in the lane; None if a model began it, and will begin the next one too."""
         self._chunk = 0
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
         self._open: list[tuple[str, Region | CapturedRegion]] = []
         self._holding = Holding(self._submit_held)
         self._call: ScheduleCall | None = None
-        """Of the step that a schedule is in."""
+        """Schedule call of the running step."""
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
-        """Of the model that forward is in: the block behind which only the loss comes; None where other stages follow."""
+        """Last block before the loss of the model that forward is in; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._most_warned_of = 0
-        """Microbatches of a step, more than the plan was made for."""
+        """Most microbatches of a step that a warning named, above those that the plan was made for."""
 
     def __repr__(self) -> str:
-        """Return the tags, and what the last step moved."""
+        """Return the tags and the bytes that the last step moved."""
         step = (
             "no step yet" if self.last_step is None else f"{format_bytes(self.last_step.d2h_bytes)} offloaded in the last step"
         )
         return f"<MegatronOffload (tags: {' '.join(sorted(self.selected)) or 'none'}), {step}>"
 
     def remove(self) -> None:
-        """Put Megatron's own symbols back and give back all memory but what a graph still wants. A second call does nothing."""
+        """Restore Megatron's symbols and free all memory that no graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                # First, since what it wrapped is wrapped around what is undone next.
+                # First, since its wrappers are around those that are removed next.
                 self.measurement.close()
             self._undo()
         finally:
@@ -90,29 +90,29 @@ class MegatronOffload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can leave and nobody looks, as with a plan that only runs modules again: nothing is to be followed.
+        """Whether nothing can be offloaded and no one observes, as with a plan that only recomputes. Then nothing is followed.
 
-        Asked in each forward of each layer. What follows one for the engine costs the host as much as a small kernel's launch,
-        and a host that is late pays for it in the step.
+        Checked in each forward of each layer. Following a forward costs the host about as much as launching a small kernel,
+        which makes the step of a launch-bound training longer.
         """
         return not self.selected and not self.engine.observers
 
     def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never move the storages of `tensors`, which are emptied and filled again: see `OffloadEngine.keep`."""
+        """Never offload the storages of `tensors`, which are emptied and recomputed. See `OffloadEngine.keep`."""
         if not self.is_idle:
             self.engine.keep(tensors, reason=KeptReason.RECOMPUTED)
 
-    # Where forward is.
+    # Progress of forward.
 
     def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
-        """A forward of model chunk `chunk` begins. Without grad mode it has no microbatch.
+        """Begin a forward of model chunk `chunk`. Without grad mode it does not count as a microbatch.
 
         Args:
-            chunk: The virtual pipeline stage.
-            most_in_flight: How many groups of each tag may be on their way to the host before compute waits; None for any.
+            chunk: Virtual pipeline stage.
+            most_in_flight: How many groups of each tag may be in flight to the host before compute waits; None for no limit.
 
         Raises:
-            ConfigError: That number is below 0.
+            ConfigError: `most_in_flight` is negative.
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
@@ -125,9 +125,9 @@ class MegatronOffload:
             self._lane_blocks = None
 
     def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
-        """Forward reaches `block`, of model chunk `chunk`.
+        """Note that forward reaches `block` of model chunk `chunk`.
 
-        Not every model says that a forward of it begins: BERT and T5 do not. A block that forward reaches again does.
+        Some models, such as BERT and T5, do not announce a forward. For them, reaching a block again begins the next forward.
         """
         if is_inert():
             return
@@ -139,12 +139,12 @@ class MegatronOffload:
 
     def _begin_lane(self) -> Lane:
         microbatch = self._microbatches_begun.get(self._chunk, 0)
-        if torch.is_grad_enabled():  # an evaluation is no part of a step
+        if torch.is_grad_enabled():  # an evaluation does not belong to a step
             self._microbatches_begun[self._chunk] = microbatch + 1
         self._layer = -1
         self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
-        self._open.clear()  # regions that nobody ended
+        self._open.clear()  # regions that were never ended
         self.engine.begin_forward(lane)
         return lane
 
@@ -153,33 +153,33 @@ class MegatronOffload:
         return dict(self._microbatches_begun)
 
     def leave_out_microbatches(self, before: dict[int, int]) -> None:
-        """Take those that have begun since they were counted for no part of the step."""
+        """Exclude microbatches that have begun since `before` was counted from the step."""
         self._microbatches_begun = dict(before)
 
     def abandon_microbatch(self) -> None:
-        """Forward raised: hold nothing of it. A recompute that raises in backward, or stops early, has nothing here."""
+        """Drop all state of a forward that raised. A recompute that raises or stops early in backward has none here."""
         if not is_inert():
             self._lane = None
             self._open.clear()
 
     def enter_layer(self, layer: int) -> Lane:
-        """Forward reaches the layer with number `layer`, from 0 over the whole model."""
+        """Begin the layer with number `layer`, from 0 over the whole model."""
         lane = self._lane or self._begin_lane()
         self._layer = layer
         return lane
 
     @property
     def chunk(self) -> int:
-        """The model chunk that forward is in."""
+        """Model chunk that forward is in."""
         return self._chunk
 
     @property
     def last_layer(self) -> int:
-        """The layer that forward reached last, from 0 over the whole model; -1 before the first."""
+        """Layer that forward reached last, from 0 over the whole model; -1 before the first."""
         return self._layer
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the forward of `model`, which is chunk `chunk`."""
+        """Return a context for the forward of `model`, which is model chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
         return self.measurement.watch_model(model, chunk)
@@ -188,15 +188,15 @@ class MegatronOffload:
         """Return a context for the forward of the layer that was entered last.
 
         Args:
-            lane: As `enter_layer` returned it.
-            hidden: The input of the layer.
-            has_parts: Whether `watch_attention` is called in it, for the part that may have to be watched alone.
+            lane: Lane that `enter_layer` returned.
+            hidden: Input of the layer.
+            has_parts: Whether the layer calls `watch_attention`, so that attention alone can be watched.
         """
         if self.measurement is not None and self.measurement.is_recording:
             recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
-        # What left of the layers before is let go of here, and not only where the next group ends, perhaps in backward.
+        # Releases offloaded tensors of earlier layers now. The next group may only end in backward.
         self.engine.poll()
         watched = self._find_watched()
         if watched is Watched.FOLLOWED:
@@ -207,15 +207,15 @@ class MegatronOffload:
         return contextlib.nullcontext()
 
     def watch_attention(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the attention of the layer that forward is in, where that has to be watched alone."""
+        """Return a context for the attention of the current layer, for layers in which only attention is watched."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
         return self.engine.watch(self._lane)
 
     def leave_attention(self, hidden: torch.Tensor) -> None:
-        """Forward has left the attention of the layer that it is in, which returned `hidden`."""
+        """Note that forward has left the attention of the current layer, which returned `hidden`."""
         if self._lane is not None and not self._find_watched().covers_layer and not self._is_recording:
-            # Behind attention nothing is watched, so that backward says by this mark that it has come to it.
+            # Code after attention is not watched, so a mark on its output shows when backward reaches the layer.
             self.engine.announce_backward(self._lane, hidden)
 
     @property
@@ -223,54 +223,54 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        """Return what has to be watched of the layer that forward is in."""
-        # Who observes wants to know of every save where it was.
+        """Return which part of the current layer has to be watched."""
+        # An observer needs the place of every save.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self._chunk, self._layer)
 
     def note_ending_block(self, block: torch.nn.Module | None) -> None:
-        """Forward is in a model that `block` ends, but for the loss; None where other stages follow."""
+        """Record the last block before the loss of the current model; None if other pipeline stages follow."""
         self._ending_block = None if block is None else weakref.ref(block)
 
     def leave_block(self, block: torch.nn.Module) -> None:
-        """Forward has left `block`. Where it ends the model, in one of Megatron's schedules, backward comes next."""
+        """Note that forward has left `block`. If that ends the model in one of Megatron's schedules, backward comes next."""
         ends_model = self._ending_block is not None and self._ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a piece of forward outside of any layer's: see `OffloadEngine.watch`."""
+        """Return a context for code of forward outside of layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
     def is_known(self, block: torch.nn.Module) -> bool:
-        """Return whether the layers of `block` have been registered."""
+        """Return whether the layers of `block` are registered."""
         return block in self._blocks
 
     def remember(self, blocks: Iterable[torch.nn.Module]) -> None:
-        """Take note that the layers of `blocks` have been registered, and prepared."""
+        """Record that the layers of `blocks` are registered and prepared."""
         self._blocks.update(blocks)
 
     def pass_layer(self, layer: int) -> None:
-        """Forward has come to the layer with number `layer` in a way that saves nothing of it."""
+        """Note that forward has reached the layer with number `layer` without saving anything in it."""
         self._layer = layer
 
     def list_sited(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the tags of a registered layer that need a site: those whose tensors leave, or may when they are measured."""
+        """Return the tags of a registered layer that need a site: offloaded tags, or all tags if steps are measured."""
         actions = self.actions
         return actions.list_offloaded(chunk, layer) if self.measurement is None else actions.list_tags(chunk, layer)
 
     def list_sites(self) -> list[Site]:
-        """Return the sites of this rank, in order."""
+        """Return the sites of this rank, sorted."""
         return sorted(self.actions.by_site)
 
     # Regions.
 
     def find_region(self, tag: str) -> Region | CapturedRegion | None:
-        """Return a region for the site of `tag` where forward is now, or None where its tensors stay.
+        """Return a region for the site of `tag` in the current layer, or None if its tensors stay on the GPU.
 
         For sites of your own: the tag must be registered and selected.
         """
-        # Inert first: a recompute in backward comes here too, when forward is somewhere else.
+        # Checks inertness first, since a recompute in backward calls this too, when forward is elsewhere.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
@@ -282,20 +282,20 @@ class MegatronOffload:
         site = self.actions.find_offloaded(self._chunk, self._layer, tag)
         if site is None:
             return None
-        # Not `OffloadEngine.find_region`, which would ask once more whether it is inert.
+        # Not `OffloadEngine.find_region`, which would check again whether it is inert.
         region = Region(self.engine, self._lane, self.engine.open_group(site, self._lane))
         self._balance.note(site, region.group)
         return region
 
     def open_region(self, tag: str) -> Region | CapturedRegion | None:
-        """Return a region as `find_region` does, to be ended by `end_region` with the same tag."""
+        """Return a region like `find_region`. End it with `end_region` and the same tag."""
         region = self.find_region(tag)
         if region is not None:
             self._open.append((tag, region))
         return region
 
     def end_region(self, tag: str, *, may_wait: bool = False) -> None:
-        """End the region of `tag` that was opened last, if one is open: see `end`."""
+        """End the region of `tag` that was opened last, if one is open. See `end`."""
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
@@ -303,29 +303,29 @@ class MegatronOffload:
                 return
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
-        """End `region`: what it saved leaves now, or at the next flush where groups are held.
+        """End `region`, and offload its saves now, or at the next flush if groups are held.
 
         Args:
-            region: That has saved all.
-            may_wait: Behind the graph of a layer, wait until the next graph is launched, whatever the flag says.
+            region: Region that has saved all its tensors.
+            may_wait: Delay the offload after a layer's CUDA graph until the next graph is launched, regardless of the flag.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
         region.end(is_held=self._holding.is_on or is_delayed)
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the groups that end are held until `flush`.
+        """Return a context that holds ended groups until `flush`.
 
-        Their copies would be ahead of something that the host waits for.
+        Otherwise their copies would delay something that the host waits for.
         """
         return self._holding
 
     def flush(self) -> None:
-        """The host has waited: submit what was held, and hold no more."""
+        """Submit held groups once the host has waited, and stop holding."""
         self._holding.flush()
 
     def flush_delayed(self) -> None:
-        """A graph has been launched, or a forward is over: submit what has waited for that."""
-        if not (self.is_idle or self._holding.is_on):  # else the host waits for something else first
+        """Submit delayed groups after a graph is launched or a forward is over."""
+        if not (self.is_idle or self._holding.is_on):  # while groups are held, the host waits for something else first
             self._submit_held()
 
     def _submit_held(self) -> None:
@@ -335,7 +335,7 @@ class MegatronOffload:
     # Steps.
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """A schedule begins a step.
+        """Begin a step when its schedule begins.
 
         Raises:
             PlanError: No plan fits the budget, or the plan was made for smaller or fewer microbatches.
@@ -355,27 +355,27 @@ class MegatronOffload:
         except PlanError as error:
             if not self._is_first_step_over:
                 raise
-            # A batch that grows in the middle of a run: the step may fit, and to end the run here would lose it for certain.
+            # A batch may grow during a run. The step may still fit, and raising would end the run for certain.
             if call.microbatches > self._most_warned_of:
                 logger.warning("%s The training goes on, and may exceed the memory budget.", error)
             self._most_warned_of = max(call.microbatches, self._most_warned_of)
 
     def use_plan(self, plan: OffloadPlan) -> None:
-        """Do as `plan` says from the next microbatch on. What runs again is switched by whoever planned."""
+        """Apply `plan` from the next microbatch on. The caller switches the recompute of its units."""
         self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
-        """Finish the step that is under way, if one is: if a forward has begun since the last one.
+        """Finish the running step, if a forward has begun since the last one.
 
         Raises:
-            IntegrationError: As `finish_step`.
-            PlanError: As `finish_step`.
+            IntegrationError: As in `finish_step`.
+            PlanError: As in `finish_step`.
         """
         if self._microbatches_begun:
             self.finish_step()
 
     def finish_step(self) -> None:
-        """A step is over: keep its numbers, and after the first say which tags came to nothing.
+        """Finish a step and keep its statistics. After the first step, check which tags had no effect.
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
@@ -391,7 +391,7 @@ class MegatronOffload:
             "step: %s to the host, %s back", format_bytes(self.last_step.d2h_bytes), format_bytes(self.last_step.h2d_bytes)
         )
         if self.measurement is not None:
-            # A plan that was made of measurements names what was there.
+            # A plan from measurements names only sites that exist, so no check is needed.
             self.measurement.finish_step()
             return
         if not self._is_first_step_over:

@@ -1,4 +1,4 @@
-"""Sites of our own around methods and linears of single modules, where Megatron-Core has no call site."""
+"""Adds sites of our own around methods and linears of single modules, where Megatron-Core has no call site."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ SiteRegion = Region | CapturedRegion
 
 
 def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
-    """Make one site of `methods` of `target`, which run in this order, each once in a forward.
+    """Make one site from `methods` of `target`, which run in this order, each once per forward.
 
-    The region is opened before the first, saves in each of them and in nothing between them, and ends after the last.
+    The region opens before the first method, saves only inside the methods, and ends after the last.
     """
     opened: list[SiteRegion] = []
     for name in methods:
@@ -32,7 +32,7 @@ def _wrap_part(
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             offload = get_offload()
             if is_first:
-                opened.clear()  # what a forward left that raised
+                opened.clear()  # regions of a forward that raised
                 region = offload.find_region(tag)
                 if region is not None:
                     opened.append(region)
@@ -51,27 +51,28 @@ def _wrap_part(
 
 
 class LinearTags(NamedTuple):
-    """The tags of two linears with an activation between them; None where somebody else has the site, or nobody wants it."""
+    """Tags of two linears with an activation between them; None for a site that exists elsewhere or is not wanted."""
 
     fc1: str | None = None
     act: str | None = None
     fc2: str | None = None
 
     def select(self, tags: Sequence[str]) -> "LinearTags":
-        """Return the same with those of `tags` only."""
+        """Return a copy with only those of `tags`."""
         return LinearTags(*(tag if tag in tags else None for tag in self))
 
 
 def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
-    """Make sites of the linears, and of what lies between them.
+    """Make sites of pairs of linears, and of the activation between them.
 
     Args:
-        patches: Take them away later.
-        get_offload: Returns what answers.
-        owner: The module whose forward runs all of `pairs`: a dense MLP itself, or what holds several experts.
+        patches: Remove them later.
+        get_offload: Returns the integration.
+        owner: Module whose forward runs all of `pairs`: a dense MLP itself, or the container of several experts.
         pairs: Modules with `linear_fc1` and `linear_fc2`.
-        tags: One group for what all first linears save, since experts' tokens are views of one storage; the other two once for
-            each pair.
+        tags: Tags of the sites. All first linears share one group, since experts' tokens are views of one storage. The other
+            two
+            tags have a group for each pair.
     """
     if not any(tags):
         return
@@ -83,7 +84,7 @@ def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pair
 
 
 class _Passes:
-    """What the linears of one module call: they find the pass that forward is in. Such modules do not nest."""
+    """Wrappers for the linears of one module, which find the pass that forward is in. Such modules do not nest."""
 
     def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
         self._get_offload = get_offload
@@ -91,7 +92,7 @@ class _Passes:
         self._current: _Pass | None = None
 
     def wrap_owner(self, original: Any) -> Any:
-        """Wrap the forward of the module that has the linears."""
+        """Wrap the forward of the module that contains the linears."""
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             current = self._current = _Pass(self._get_offload(), self._tags)
@@ -151,34 +152,34 @@ class _Pass:
         self._fc1 = self._open(self._tags.fc1, hidden)
 
     def end(self) -> None:
-        """All pairs are through."""
+        """End the region of the first linears, once all pairs have run."""
         self._end(self._fc1)
 
     def start_fc1(self) -> None:
-        """A first linear comes."""
+        """Save for the first linear that runs next."""
         self._save_for(self._fc1)
 
     def start_activation(self, output: torch.Tensor) -> None:
-        """A first linear is through; what follows is the activation."""
+        """Save for the activation, once a first linear has run."""
         self.stop_saving()
         self._act = self._open(self._tags.act, output)
         self._save_for(self._act)
 
     def start_fc2(self, hidden: torch.Tensor) -> None:
-        """The activation is through; a second linear comes."""
+        """Save for the second linear that runs next, once the activation has run."""
         self.stop_saving()
         self._fc2 = self._open(self._tags.fc2, hidden)
         self._save_for(self._fc2)
 
     def end_pair(self) -> None:
-        """A second linear is through, and nothing needs any more what its pair saved."""
+        """End the regions of a pair once its second linear has run, since nothing needs its saves any more."""
         self.stop_saving()
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
 
     def stop_saving(self) -> None:
-        """Leave the region that forward is in, if any; after an exception too."""
+        """Leave the region that forward is in, if any. Also called after an exception."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.__exit__(None, None, None)
@@ -200,13 +201,13 @@ class _Pass:
 
 
 def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, and let what it saves for backward leave where the site of `tag` does.
+    """Return the result of `run`, and offload its saves if the site of `tag` is offloaded.
 
     Args:
-        offload: Says whether it does where forward is now.
-        tag: Of the site. None saves as without one.
-        tensor: The input of the site.
-        run: Saves, and needs nothing of it any more when it is through.
+        offload: Decides whether the site is offloaded in the current layer.
+        tag: Tag of the site. None saves without a site.
+        tensor: Input of the site.
+        run: Saves for backward. Needs none of its saves after it returns.
     """
     region = None if tag is None else offload.find_region(tag)
     if region is None:
@@ -219,7 +220,7 @@ def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor,
 
 
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the first tensor of a call: the hidden states, however they are passed."""
+    """Return the first tensor argument of a call: the hidden states, however they are passed."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

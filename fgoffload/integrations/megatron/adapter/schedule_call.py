@@ -1,4 +1,4 @@
-"""What a training asks of one of Megatron-Core's schedules."""
+"""Arguments of a call to one of Megatron-Core's schedules."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCall:
-    """One step, as the schedule is called for it. All ranks call it alike."""
+    """Size of one step, from its schedule's arguments. All ranks pass the same."""
 
     microbatches: int
-    """Of the step, on each data-parallel rank."""
+    """Microbatches of the step, on each data-parallel rank."""
     tokens: int
-    """Of a microbatch, at most: sequence length times sequences."""
+    """Most tokens of a microbatch: sequence length times sequences."""
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> "ScheduleCall":
-        """Return what the keyword arguments of a schedule say; Megatron-Core's take no others.
+        """Return the call from a schedule's keyword arguments. Megatron-Core's schedules take no others.
 
-        Source: `forward_backward_no_pipelining` and its neighbours, megatron-core 0.16.1.
+        Source: `forward_backward_no_pipelining` and the other schedules, megatron-core 0.16.1.
         """
         return cls(
             microbatches=int(arguments.get("num_microbatches", 1)),
@@ -26,7 +26,7 @@ class ScheduleCall:
         )
 
     def is_within(self, other: "ScheduleCall") -> bool:
-        """Return whether it has no more microbatches than another step, and no larger ones."""
+        """Return whether the step has at most as many microbatches as another step, and none larger."""
         return self.microbatches <= other.microbatches and self.tokens <= other.tokens
 
     def __str__(self) -> str:

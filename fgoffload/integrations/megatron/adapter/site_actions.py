@@ -1,4 +1,4 @@
-"""Which tags may leave, what is done about each site of a rank, and which ops of a layer are watched for that."""
+"""Decides which tags may be offloaded, the action of each site of a rank, and which part of a layer is watched."""
 
 import dataclasses
 import logging
@@ -13,67 +13,67 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Modules of which no run compared the bits."""
+"""Tags of modules whose results no run has compared with the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSites:
-    """What one layer of a model has."""
+    """Sites and recompute units of one layer."""
 
     number: int
-    """In the whole model, from 0."""
+    """Number of the layer in the whole model, from 0."""
     tags: tuple[str, ...]
-    """The selected tags that have a site there, in the order of forward."""
+    """Selected tags that have a site in the layer, in the order of forward."""
     fused: tuple[str, ...] = ()
-    """The selected tags whose module is fused into another."""
+    """Selected tags whose module is fused into another."""
     units: tuple[str, ...] = ()
-    """What can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
+    """Units that can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
     shares_router_input: bool = False
-    """Whether something else than the router saves the hidden states that it gets."""
+    """Whether another module saves the router's input too."""
 
 
 class SiteActions:
-    """The action for each site of this rank, by a plan or by a fraction of all sites.
+    """Actions for the sites of this rank, from a plan or from a fraction of all sites.
 
     Args:
-        plan: What users planned; None where they named tags.
-        fraction: Without a plan, the part of a chunk's sites that is offloaded.
-        selected: The tags whose tensors may leave.
+        plan: The user's plan; None if the user selected tags.
+        fraction: Part of a chunk's sites that is offloaded without a plan.
+        selected: Tags whose tensors may be offloaded.
     """
 
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
-        """By which sites are offloaded; None where a fraction of them is."""
+        """Plan in use; None if a fraction of the sites is offloaded."""
         self.layers: set[tuple[int, int]] = set()
-        """The chunk and number of each registered layer."""
+        """Chunk and number of each registered layer."""
         self.fused_tags: set[str] = set()
-        """Those whose module is fused into another in some layer."""
+        """Tags whose module is fused into another in some layer."""
         self._fraction = fraction
         self._selected = selected
         self._actions: dict[Site, Action] = {}
         self._sharing_layers: set[tuple[int, int]] = set()
-        """Those of which something else than the router saves the hidden states that it gets."""
+        """Layers in which another module saves the router's input too."""
         self._watched: dict[tuple[int, int], Watched] = {}
-        """By chunk and number of a layer, as the actions say."""
+        """Watched part of a layer, by chunk and number, derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """By chunk, number of a layer and tag, as the actions say: the site that leaves, or None where it stays. Forward asks
-        at every call site of Megatron's, and to make a `Site` and hash it takes several times as long."""
+        """Offloaded site, or None if it stays on the GPU, by chunk, number of the layer and tag. Derived from the actions.
+        Every call site of Megatron's looks one up in forward, and creating and hashing a `Site` takes several times as long."""
 
     @property
     def by_site(self) -> Mapping[Site, Action]:
-        """The actions."""
+        """Action of each site."""
         return self._actions
 
     @property
     def recomputes(self) -> bool:
-        """Return whether the plan runs anything again."""
+        """Return whether the plan recomputes any unit."""
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Learn what the layers of a model chunk have, and choose an action for each site.
+        """Register the layers of a model chunk, and choose an action for each site.
 
         Raises:
-            PlanError: The plan asks of a layer what it cannot do.
+            PlanError: The plan has an action that a layer does not support.
         """
         planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
         for layer in layers:
@@ -99,7 +99,7 @@ class SiteActions:
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     def use_plan(self, plan: OffloadPlan) -> None:
-        """Do as `plan` says from now on."""
+        """Apply `plan` from now on."""
         self.plan = plan
         planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers}
         sites = [site for site in self._actions if site.tag in self._selected and site.tag != "layer_input"]
@@ -107,15 +107,15 @@ class SiteActions:
         self.set(planned.items())
 
     def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
-        """Do something else about some sites."""
+        """Replace the actions of some sites."""
         self._actions.update(actions)
         self._watched.clear()
         self._offloaded.clear()
 
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
-        """Return the site of `tag` in a layer if what it saves leaves, or None where it stays.
+        """Return the site of `tag` in a layer if it is offloaded, or None if it stays on the GPU.
 
-        A site that no block listed is one of the user's own, or of a layer outside of the blocks. It is listed from now on.
+        A site that no block listed is the user's own, or in a layer outside of the blocks. It is added to the list.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -134,7 +134,7 @@ class SiteActions:
         return action
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
-        """Return what of a layer has to be watched: all, where it has not been registered and nobody knows."""
+        """Return which part of a layer has to be watched: all of it if the layer is not registered, to be safe."""
         if (chunk, layer) not in self.layers:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
@@ -147,15 +147,15 @@ class SiteActions:
         return found
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the tags of a registered layer whose tensors leave."""
+        """Return the tags of a registered layer that are offloaded."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads)
 
     def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the units of a registered layer that run again in backward."""
+        """Return the units of a registered layer that are recomputed in backward."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].recomputes)
 
     def list_tags(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the tags, and the units, of a registered layer of which anything is known."""
+        """Return all tags and units of a registered layer that have an action."""
         return tuple(site.tag for site in self._list_layer(chunk, layer))
 
     def _list_layer(self, chunk: int, layer: int) -> Iterator[Site]:
@@ -163,10 +163,10 @@ class SiteActions:
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
-    """Refuse what a plan asks of a layer and the layer cannot do.
+    """Reject planned actions that a layer does not support.
 
     Raises:
-        PlanError: With the site, and what can be had instead.
+        PlanError: An action is not supported. Names the site and the alternatives.
     """
     for name, action in planned.items():
         if not action.recomputes:
@@ -199,10 +199,10 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
 
 
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
-    """Return the tags whose tensors may leave: of the plan where there is one, else those that users named.
+    """Return the tags whose tensors may be offloaded: the plan's, or else the user's.
 
-    A plan decides for all: files of flags name others, for trainings without a plan. `auto` names all that may have a site of
-    their own in any layer.
+    A plan overrides tags, since files of flags name some for trainings without a plan. `auto` selects all tags that may have a
+    site of their own in any layer.
 
     Raises:
         ConfigError: The plan offloads an unknown tag, or one without what it requires.

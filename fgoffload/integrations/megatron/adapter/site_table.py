@@ -1,6 +1,6 @@
-"""Where each tag's tensors are saved in Megatron-Core, and where its host waits for the device.
+"""Table of the places where Megatron-Core saves each tag's tensors, and where its host waits for the device.
 
-A row for each place, with the versions that have it; docs/reference/tags.md shows the same rows.
+Each row is one place, with the versions that have it. docs/reference/tags.md shows the same rows.
 """
 
 import enum
@@ -24,7 +24,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLay
 
 
 class CallSite(enum.Enum):
-    """Whose code says where the region is."""
+    """Owner of the code that opens the region."""
 
     MEGATRON = "Megatron's"
     OURS = "ours"
@@ -34,16 +34,16 @@ class SiteRow(NamedTuple):
     """One place where tensors of a tag are saved."""
 
     tag: str
-    """As in `--offload-modules`."""
+    """Tag as in `--offload-modules`."""
     owner: str
-    """The class, as `module:Class`."""
+    """Class, as `module:Class`."""
     method: str
-    """The method of the class in which they are saved."""
+    """Method of the class that saves the tensors."""
     saves: str
-    """What."""
+    """Saved tensors, in words."""
     call_site: CallSite
     since: str
-    """The first version of megatron-core that has the place, or the first and the last."""
+    """First version of megatron-core that has the place, or first and last."""
 
 
 _MEGATRON, _OURS = CallSite.MEGATRON, CallSite.OURS

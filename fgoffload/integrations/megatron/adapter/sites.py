@@ -1,6 +1,6 @@
-"""The tags of each Megatron layer: which have a site, whose it is, and the sites that are ours.
+"""Finds the tags that have a site in a Megatron layer, and adds the sites that Megatron lacks.
 
-Which class and method saves what is in `site_table.py`.
+`site_table.py` lists which class and method saves which tensors.
 """
 
 import weakref
@@ -26,10 +26,10 @@ COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
 
 
 def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the tags `selected` that have a site in a Megatron layer, in the order of forward.
+    """Return the `selected` tags that have a site in a Megatron layer, in the order of forward.
 
-    Megatron's layers say for their own sites whether they are on; ours ask what modules are there. `layer_input` is not among
-    them: it depends on what is recomputed.
+    Megatron's layers have attributes that tell which of their own sites are on. Ours depend on the modules of the layer.
+    `layer_input` is not included, since it depends on recompute.
     """
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -56,25 +56,25 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
 
 
 def shares_router_input(layer: Any) -> bool:
-    """Return whether another module of a Megatron layer saves the hidden states that the router gets."""
+    """Return whether another module of a Megatron layer saves the router's input too."""
     return any(getattr(layer.mlp, name, None) is not None for name in ("shared_experts", "fc1_latent_proj"))
 
 
 def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the norms' tags `selected` that have no module of their own: the linear after them does the norm."""
+    """Return the `selected` tags of norms without a module of their own: the next linear does the norm."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     return tuple(tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity))
 
 
 def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offloaded: Sequence[str]) -> None:
-    """Put our own sites into one layer.
+    """Add our own sites to one layer.
 
     Args:
-        patches: Take them away later.
-        get_offload: Returns what answers.
+        patches: Remove the sites later.
+        get_offload: Returns the integration.
         layer: A Megatron layer.
-        offloaded: The tags of this layer that leave; where none of ours is among them, the layer stays as it is.
+        offloaded: Tags of this layer that are offloaded. If none of ours is among them, the layer does not change.
     """
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -105,7 +105,7 @@ _MEGATRON_FLAGS = (
 
 
 def switch_off_later(patches: Patches, layer: Any) -> None:
-    """Let Megatron's own call sites in `layer` be off when `patches` are removed: its own engine would answer them then."""
+    """Switch Megatron's call sites in `layer` off when `patches` are removed. Otherwise its own engine would serve them."""
     modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
     references = [weakref.ref(module) for module in modules if module is not None]
 
@@ -119,7 +119,7 @@ def switch_off_later(patches: Patches, layer: Any) -> None:
 
 
 def is_sequential(experts: Any) -> bool:
-    """Return whether `experts` are Megatron's that run one after the other."""
+    """Return whether `experts` are Megatron's sequential ones."""
     return isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
 
 
@@ -129,9 +129,9 @@ def _is_pair(module: Any) -> bool:
 
 
 def has_op_fuser(module: Any) -> bool:
-    """Return whether `module` leaves its linears their weights alone, and calls ops of Transformer Engine's op fuser.
+    """Return whether `module` runs ops of Transformer Engine's op fuser, and its linears only hold their weights.
 
-    A dense MLP that is built for it has `_make_fused_impl`, and experts that can use it (0.20) have `_fused_forward`.
+    A dense MLP built for the op fuser has `_make_fused_impl`. Experts that can use it (0.20) have `_fused_forward`.
     """
     config = getattr(module, "config", None)
     can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)

@@ -1,24 +1,24 @@
-"""`--offload-modules auto`: the first step measures, and from the second on a plan for the memory budget applies.
+"""`--offload-modules auto`: measures the first step, and applies a plan for the memory budget from the second step on.
 
 [Note: When a plan is made]
-A step is measured with everything kept. When the next schedule begins, the optimizer has all its memory and no activation is
-left: what is on the device then is what no plan moves. All processes exchange what they measured; the first one plans and sends
-the plan, or why there is none, to the others, so that all do the same or raise the same. A plan is for some microbatches of
-some size. All processes call a schedule with the same numbers, so that all know without asking when a step goes beyond: more
-microbatches only count more of the same, and the plan is made anew at once; larger ones are measured first.
+A step is measured with all activations on the GPU. When the next schedule begins, the optimizer has allocated all its memory
+and no activation is left. What is on the device then is the memory that no plan moves. All processes exchange their
+measurements. The first one plans, and sends the plan or the error to the others, so that all do or raise the same. A plan is
+for a number and a size of microbatches. All processes call a schedule with the same numbers, so each knows on its own when a
+step exceeds the plan. More microbatches need only a new plan, at once. Larger microbatches are measured first.
 
 [Note: A step that does not fit]
-A model that needs a budget may not fit while everything is kept. So a layer is kept only as long as the budget has room for it,
-with a part in reserve for what is not known yet. Else all its tags are offloaded while it is measured, as far as host memory
-allows: its bytes are the same, and its times, in which it waits for copies, count only where it was kept in no microbatch
-that is timed, and no other layer of its kind in its model chunk was. Where that does not fit either, the first step fails as it
-would with every tag selected. A step that is measured again ([Note: Two plans] in `step_times`) need not fail, since there is a
-plan that fits: how much may stay is simulated first, and where nothing would fit it is not measured.
+A model that needs a budget may not fit with all activations on the GPU. So a layer stays on the GPU only while the budget has
+room for it, with a reserve for memory that is not known yet. All tags of other layers are offloaded during the measurement, as
+far as host memory allows. Their bytes are the same, but their times include waits for copies. These times count only if the
+layer was offloaded in every timed microbatch, and so was every other layer of its kind in its model chunk. If that does not fit
+either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in
+`step_times`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, nothing is measured.
 
-[Note: A plan that takes more than was said]
-What operators have for a moment was measured in one step, in which other layers stayed than in those that follow. So the first
-step under a plan is looked at: where it took more than the budget on any rank, by what the allocator counts, the next plan
-leaves free what that step took beyond its prediction. After a few of these the last one stays, with a warning.
+[Note: A plan that exceeds its prediction]
+Temporary memory of operators was measured in one step, with other layers on the GPU than in later steps. So the first step
+under a plan is checked. If the allocator counted more than the budget on any rank, the next plan leaves the excess over the
+prediction free. After `MOST_CHECKS` such plans the last one is kept, with a warning.
 """
 
 import dataclasses
@@ -54,34 +54,34 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 KEPT_PART = 0.8
-"""Of the budget, that a step may fill before its layers leave, where none was measured before: the rest is for the loss, for
-gradients of activations and for the largest layer's temporary tensors, of which nothing is known yet."""
+"""Part of the budget that a step may fill before its layers are offloaded, if no step was measured before. The rest is for
+memory that is not known yet: the loss, gradients of activations, temporary tensors of the largest layer."""
 
 MOST_CHECKS = 3
-"""Plans in a row whose first step is looked at. See [Note: A plan that takes more than was said]."""
+"""Consecutive plans whose first step is checked. See [Note: A plan that exceeds its prediction]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """What the first step under a plan took on one process, in device bytes."""
+    """Device memory of one process in the first step under a plan."""
 
     rank: int
-    """The process's pipeline rank."""
+    """Pipeline rank of the process."""
     peak_bytes: int
-    """At its worst moment."""
+    """Peak device bytes."""
     beyond_bytes: int
-    """Of them: more than was predicted of that rank."""
+    """Peak device bytes beyond the prediction for the rank."""
 
 
 class AutoOffload(StepMeasurement):
-    """Measures, plans, and has the plan applied.
+    """Measures steps, makes plans and applies them.
 
     Args:
-        config: With the budget.
-        engine: Offloads what does not fit while a step is measured.
-        use_plan: Lets the integration offload by a plan.
-        clock: Goes forward alone, in seconds.
-        has_own_host: Whether the host is not the device, and can be late; None asks the device.
+        config: Settings, with the budget.
+        engine: Engine that offloads what does not fit while a step is measured.
+        use_plan: Makes the integration offload by a plan.
+        clock: Returns seconds of a monotonic clock.
+        has_own_host: Whether host and device are distinct, so that the host can be late; None derives it from the device.
     """
 
     def __init__(
@@ -101,47 +101,47 @@ class AutoOffload(StepMeasurement):
         self._clock = clock
         self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
         self.planned: PlannedStep | None = None
-        """None before the first plan, and while a step is measured for another."""
+        """Plan in use; None before the first plan, and while a step is measured for another."""
         self._measured: MeasuredStep | None = None
-        """The last step of which a plan was made."""
+        """Last measured step that a plan was made from."""
         self._link: LinkProfile | None = None
         self._kept_bytes = 0
-        """Of parameters and gradients, where nobody counts device bytes."""
+        """Bytes of parameters and gradients, if device bytes cannot be counted."""
         self._staying: Layers | None = None
-        """The layers that are to stay in a measured step; None where nobody knows what fits: as many as there is room for."""
+        """Layers that may stay on the GPU in a measured step; None if unknown, which keeps as many as fit."""
         self._step_end_s = 0.0
-        """Of the step that was measured last, on this process."""
+        """Seconds after the last pass of the last measured step, on this process."""
         self._steps = 0
-        """That have begun."""
+        """Number of steps that have begun."""
         self._current: ScheduleCall | None = None
-        """The step that runs, or ran last."""
+        """Schedule call of the running step, or of the last one."""
         self._ended_call: ScheduleCall | None = None
-        """That step, when it has ended; None where it raised."""
+        """Schedule call of the last step; None until it has ended, and if it raised."""
         self._taken_bytes: int | None = None
-        """At peak, of the first step under the plan in use; None when it was compared, and where it will not be."""
+        """Peak device bytes of the first step under the plan in use; None once checked, and if it will not be."""
         self._left_checks = 0
-        """Steps that will still be compared so."""
+        """Number of plans whose first step will still be checked."""
         self._beyond_bytes = 0
-        """How much more a step took than the measurement in use predicts of its plan: what all later plans leave free."""
+        """Most bytes by which a step exceeded the prediction of the measurement in use. All later plans leave them free."""
         self._times: StepTimes | None = None
-        """Of the steps under the plan in use; None where no other plan is to be compared with it."""
+        """Times of steps under the plan in use; None if no other plan is to be compared with it."""
         self._rival: TriedStep | None = None
-        """The first plan of a trial, from when its steps were timed: a step is measured again, or a second plan is tried."""
+        """First plan of a trial, set once its steps are timed, while a step is measured again or a second plan is tried."""
         self._checked: Mapping[int, int] = {}
-        """By pipeline rank: the peak of the first step under the plan in use; empty where it was not compared."""
+        """Peak of the first step under the plan in use, by pipeline rank; empty if it was not checked."""
         self._is_leaving = False
-        """Whether the layer that forward is in is offloaded while it is measured."""
+        """Whether the layer in forward is offloaded while it is measured."""
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """A schedule begins: plan where a step was measured, and again where a plan was left behind by this step or the last.
+        """Plan when a schedule begins after a measured step; plan again if this step or the last one exceeded the plan.
 
         Raises:
-            PlanError: No plan fits the budget; all processes raise alike.
-            OffloadError: A process has no profile of the first step; all raise then.
+            PlanError: No plan fits the budget. All processes raise it.
+            OffloadError: A process has no profile of the first step. All processes raise it.
         """
         self._steps += 1
-        rival = self._rival if self.planned is None else None  # where the last step was to be measured again
+        rival = self._rival if self.planned is None else None  # set if the last step was measured again
         known = self.planned if rival is None else rival.planned
         if known is not None and not call.is_within(known.call):
             logger.info("a step of %s is beyond the plan for %s: planning again", call, known.call)
@@ -169,7 +169,7 @@ class AutoOffload(StepMeasurement):
             self._taken_bytes = self._memory.count_peak()
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
-        """Return a context that records a layer, which leaves where there is no room. See [Note: A step that does not fit]."""
+        """Return a context that records a layer, and offloads it if there is no room. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
         self._is_leaving = recorder is not None and not (may_stay and self._has_room(recorder))
@@ -179,26 +179,26 @@ class AutoOffload(StepMeasurement):
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region of the measured step, with one of the engine inside where the layer leaves."""
+        """Return a region that records a site, around the engine's region if the layer is offloaded."""
         if self._recorder is None or not self._is_leaving:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
 
     def _has_room(self, recorder: StepRecorder) -> bool:
         now_bytes = self._kept_bytes + recorder.live_bytes if self._memory is None else self._memory.count_allocated()
-        # Where it was found what may stay, the budget is the limit if that was wrong.
+        # If a simulation chose the layers that stay, the budget only limits the damage of a wrong choice.
         part = KEPT_PART if self._staying is None else 1.0
         return now_bytes + recorder.largest_layer_bytes <= part * self._budget_bytes
 
     # Planning.
 
     def _exchange(self) -> OffloadError | None:
-        """Learn what all processes have measured in the last step. Where one could not say, return why. All do alike."""
+        """Gather what all processes measured in the last step. Return the error if one failed. All processes do the same."""
         own: ProcessMeasurement | str
         failure: OffloadError | None = None
         try:
             own = self._take_own()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+        except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
             own = f"{type(error).__name__}: {error}"
             failure = error if isinstance(error, OffloadError) else OffloadError(f"this process could not measure: {own}")
             failure.__cause__ = None if failure is error else error
@@ -218,18 +218,18 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _take_own(self) -> ProcessMeasurement:
-        rank = self.take_profile()  # first, since what comes behind the step's last pass ends here
+        rank = self.take_profile()  # first, since it ends the time after the step's last pass
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
         if self._rival is not None:
-            # No evaluation and no checkpoint that came behind the step is a part of it: the median of the steps that it is
-            # compared with has none either. Plans do not change what comes behind the last pass.
+            # An evaluation or checkpoint after the step does not count: the median of the steps that it is compared with has
+            # none either. Plans do not change the time after the last pass.
             rank = dataclasses.replace(rank, step_end_s=min(rank.step_end_s, self._step_end_s))
         self._step_end_s = rank.step_end_s
         return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
 
     def _plan(self, call: ScheduleCall) -> None:
-        """Plan for `call`, or have it measured where its microbatches are larger than the measured ones.
+        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones.
 
         Raises:
             PlanError: No plan fits the budget.
@@ -247,22 +247,22 @@ class AutoOffload(StepMeasurement):
             raise failure
 
     def _measure(self, staying: Layers | None) -> None:
-        """Measure the step that begins now; of its layers these stay, or as many as there is room for."""
+        """Measure the step that begins now. The layers `staying` stay on the GPU; None keeps as many as there is room for."""
         self._staying = staying
         self.apply(NOTHING)
         self.planned = self._times = self._taken_bytes = None
         self.request()
 
     def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
-        """Follow the fastest plan for `call` from now on; where there is none change nothing, and return why. All do alike."""
-        found: PlannedStep | str = ""  # of all but the first process, and not looked at
+        """Apply the fastest plan for `call`. If there is none, change nothing and return why. All processes do the same."""
+        found: PlannedStep | str = ""  # not used by any process but the first
         cause: Exception | None = None
         if is_first_process():
             try:
                 found = self._solve(call)
             except PlanError as error:
                 found, cause = str(error), error
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for an answer
+            except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
                 found, cause = f"rank 0 could not plan: {type(error).__name__}: {error}", error
         planned = broadcast(found)
         if isinstance(planned, str):
@@ -277,16 +277,16 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _follow(self, planned: PlannedStep) -> None:
-        """Do as a plan says from now on."""
+        """Apply a plan from now on."""
         self.planned = planned
         self._times = self._taken_bytes = None
         self._checked = {}
         self.apply(planned.plan)
         if self._memory is not None:
-            self._memory.take_peak()  # the peak from now on is of this plan
+            self._memory.take_peak()  # so that the next peak is this plan's
 
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
-        """The step before `call`, for which there is a plan in use, is over."""
+        """Time and check the step that ended before `call`, for which a plan is in use."""
         if self._times is not None:
             self._times.note_end(self._clock(), is_full=self._ended_call == planned.call)
         if self._taken_bytes is not None:
@@ -295,12 +295,12 @@ class AutoOffload(StepMeasurement):
             self._compare(planned, self._times.median_s, call)
 
     def _compare(self, planned: PlannedStep, step_s: float | None, call: ScheduleCall) -> None:
-        """Measure again where the first plan has been timed, and go on to the faster one where both have."""
+        """Measure again once the first plan is timed. Choose the faster plan once both are timed."""
         if step_s is None or (self._left_checks and self._memory is not None):
             return
         if self._rival is None and call != planned.call:
-            return  # a step with fewer microbatches is not what the plan is for: the next one may be
-        # All processes have timed the same steps: the slowest says what a step took.
+            return  # a step with fewer microbatches is not the planned one; the next may be
+        # All processes have timed the same steps, and the slowest process decides how long a step took.
         tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
         if self._rival is None:
             self._measure_again(TriedStep(planned=planned, tried=tried, peaks=self._checked))
@@ -316,7 +316,7 @@ class AutoOffload(StepMeasurement):
             self._return(rival)
 
     def _measure_again(self, first: TriedStep) -> None:
-        """Have the step that begins measured, with all warm. Where that would be above the budget the first plan stays."""
+        """Measure the step that begins, now that all is warm. Keep the first plan if that would exceed the budget."""
         measured, free_bytes = self._measured, self._beyond_bytes
         self._times = None
         if measured is None:
@@ -331,12 +331,12 @@ class AutoOffload(StepMeasurement):
         self._measure(staying)
 
     def _plan_again(self, first: TriedStep) -> None:
-        """Plan from the step that was measured with all warm, and try that plan. Where there is none the first one stays."""
+        """Plan from the step that was measured warm, and try that plan. Return to the first plan if there is none."""
         former = self._measured
-        # Of a process on which the step did not end the others learn so too.
+        # The exchange also tells the other processes if the step did not end on one of them.
         failure = self._exchange() or self._try_to_plan(first.planned.call)
         if failure is not None:
-            # What the first plan was made of, and what its steps took beyond that, go together.
+            # The bytes that steps took beyond the prediction belong to the measurement of the first plan, so both are restored.
             self._measured = former
             words = "keeping the plan %s: step %d was measured warm, but gave no plan. %s"
             logger.warning(words, first.planned.origin, self._steps - 1, failure)
@@ -348,20 +348,20 @@ class AutoOffload(StepMeasurement):
             self._left_checks = 1
 
     def _return(self, first: TriedStep) -> None:
-        """Follow the first plan of a trial again, for good."""
+        """Return to the first plan of a trial, for good."""
         self.forget()
         self._left_checks, self._rival = 0, None
         self._follow(first.planned)
 
     def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
-        """Plan again where the first step under a plan took more than the budget on any process. All know of all."""
+        """Plan again if the first step under a plan exceeded the budget on any process. All processes know all peaks."""
         self._taken_bytes = None
         self._left_checks -= 1
         beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
         taken = gather(_Taken(rank=self._get_rank(), peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
         peak_bytes = max(one.peak_bytes for one in taken)
         self._checked = {rank: max(one.peak_bytes for one in taken if one.rank == rank) for rank in planned.peaks}
-        # Within the budget too: the next plan may use all of it.
+        # Counts within the budget too, since the next plan may use all of it.
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
         if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
             logger.info("a step with the plan %s took %s: keeping the first", planned.origin, format_bytes(peak_bytes))
@@ -382,13 +382,13 @@ class AutoOffload(StepMeasurement):
             logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
-        """Return the plan for `call` by the last measurement.
+        """Return the plan for `call` from the last measurement.
 
         Raises:
-            PlanError: There is none.
+            PlanError: No plan fits the budget.
         """
         if self._measured is None:
             raise PlanError("No step was measured.")
-        # After a trial's measurement what is left free is found anew. See [Note: What a plan leaves free].
+        # A plan from a trial's measurement finds its own free bytes. See [Note: Memory that a plan leaves free].
         free_bytes = self._beyond_bytes if self._rival is None else 0
         return self._measured.plan(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes, known=self._rival)

@@ -1,10 +1,10 @@
-"""Plans made of a step that all processes measured, while a training runs. The first process makes them, for all.
+"""Makes plans during training, from a step that all processes measured. The first process plans for all.
 
-[Note: What a plan leaves free]
-What steps take beyond their prediction is left free by the next plan, and a prediction is of one measurement: the first step's
-may be far above what is taken, where layers left late while host memory was locked. So what is known of steps under a plan is
-kept, and not how far it was from an older prediction: the newer measurement says what it predicts of that plan, and the rest
-is what its plans leave free.
+[Note: Memory that a plan leaves free]
+The next plan leaves free the bytes that steps took beyond their prediction. A prediction belongs to one measurement. That of
+the first step may be far too high, because layers were offloaded late while host memory was pinned. So we keep the peaks of
+steps under a plan, not their distance from an older prediction. The newer measurement predicts the same plan again, and its
+plans leave the difference free.
 """
 
 import bisect
@@ -25,12 +25,12 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 Layers = frozenset[tuple[int, int]]
-"""Some, by chunk and number."""
+"""Layers, by chunk and number."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMeasurement:
-    """What one process measured."""
+    """Measurement of one process."""
 
     rank: RankProfile
     link: LinkProfile
@@ -39,20 +39,20 @@ class ProcessMeasurement:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """The plan in use, and what is expected of it."""
+    """A plan in use, with its predicted peaks and time."""
 
     plan: OffloadPlan
-    """For all ranks."""
+    """Plan for all ranks."""
     call: ScheduleCall
-    """The largest step that it is for."""
+    """Largest step that the plan is for."""
     peaks: Mapping[int, int]
-    """By pipeline rank: device bytes at its worst moment."""
+    """Predicted peak device bytes, by pipeline rank."""
     step_s: float
-    """Of the step."""
+    """Predicted seconds of the step."""
     free_bytes: int
-    """Of the budget, that it leaves free since steps took more than was predicted of them."""
+    """Bytes of the budget that the plan leaves free, since steps took more than predicted."""
     measured_step: int
-    """The number of the training's step that it is made of, from 1."""
+    """Number of the measured training step that the plan is made from, counted from 1."""
 
     @property
     def peak_bytes(self) -> int:
@@ -61,11 +61,11 @@ class PlannedStep:
 
     @property
     def origin(self) -> str:
-        """Return what it is made of, for a log."""
+        """Return which step the plan is made from, for a log."""
         return "of the first step" if self.measured_step == 1 else f"of step {self.measured_step}"
 
     def describe(self, budget_bytes: int) -> str:
-        """Return what it does and what is expected of it within a budget, for a log."""
+        """Return a summary of the plan and its prediction within a budget, for a log."""
         offloads = self.plan.count(Action.OFFLOAD) + self.plan.count(Action.RECOMPUTE_AND_OFFLOAD)
         recomputes = self.plan.count(Action.RECOMPUTE) + self.plan.count(Action.RECOMPUTE_AND_OFFLOAD)
         return (
@@ -76,30 +76,30 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedStep:
-    """A plan that was in use, and what steps under it took."""
+    """A plan that was in use, and the time and peaks of steps under it."""
 
     planned: PlannedStep
     tried: Tried
     peaks: Mapping[int, int]
-    """By pipeline rank: the most device bytes that any process of it took; empty where nobody counts them."""
+    """Most device bytes of any process, by pipeline rank; empty if device bytes cannot be counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What all processes measured in one step."""
+    """Measurements of one step by all processes."""
 
     processes: tuple[ProcessMeasurement, ...]
     call: ScheduleCall
-    """Of the step."""
+    """Schedule call of the step."""
     number: int
-    """Of the step in the training, from 1."""
+    """Number of the step in the training, counted from 1."""
     device_type: str
     policy: TransferPolicy
 
     def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
-        """Return this step with what segments of an older one of the same training had for a moment, where that was more.
+        """Return this step with the larger temporary bytes of each segment, of this step and of an older one.
 
-        Of a layer that leaves while it is measured nobody knows it: with little room one may have stayed in the older alone.
+        The temporary bytes of an offloaded layer are unknown. With little room, it may have stayed only in the older step.
         """
         processes = [
             dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
@@ -111,16 +111,16 @@ class MeasuredStep:
         """Return the fastest plan for `call`.
 
         Args:
-            call: Of microbatches that are no larger than the measured ones.
-            budget_bytes: Of each device.
-            free_bytes: Of it, what is left free in any case.
-            known: What steps under an older plan for `call` took: they say how late the host is, and what is left free
-                beyond that. See [Note: What a plan leaves free].
+            call: Step to plan for. Its microbatches are no larger than the measured ones.
+            budget_bytes: Device bytes of each rank.
+            free_bytes: Bytes of the budget that are left free in any case.
+            known: Time and peaks of steps under an older plan for `call`. They determine the overhead of the host and any
+                further bytes to leave free. See [Note: Memory that a plan leaves free].
 
         Raises:
-            PlanError: There is none, or layers cannot do what the older plan says.
+            PlanError: No plan fits, or layers cannot follow the older plan.
         """
-        # Here: SciPy takes longer to load than all else, and one process plans.
+        # Imported here, since SciPy loads slower than everything else and only one process plans.
         from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
         from fgoffload.planner.simulation.simulator import simulate
         from fgoffload.planner.solving.solver import solve_leaving_free
@@ -145,18 +145,18 @@ class MeasuredStep:
         )
 
     def find_staying(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int) -> Layers:
-        """Return the layers that may stay where a step is measured again, while the others leave. As many as fit, on all ranks.
+        """Return as many layers as may stay on the GPU of each rank when a step is measured again. All others are offloaded.
 
-        Times are those of layers that stayed, where there are any: first one of each kind does, then another, and so on.
+        Times come from layers that stayed, if there are any. So one layer of each kind stays first, then another, and so on.
 
         Raises:
-            PlanError: The step is above the budget though all leaves that may.
+            PlanError: The step exceeds the budget even if all layers are offloaded.
         """
         from fgoffload.planner.simulation.simulator import simulate
         from fgoffload.planner.solving.megatron_flags import MegatronFlags
         from fgoffload.planner.solving.solver import count_planned_bytes
 
-        # As it runs: by no plan.
+        # The measured step runs without a plan.
         models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]
         planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
         leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
@@ -166,7 +166,7 @@ class MeasuredStep:
             return frozenset(layer for layers in ordered for layer in layers[:count])
 
         def count_missing(count: int) -> int:
-            """Return the bytes that the budget lacks where so many layers of each rank stay."""
+            """Return the missing bytes of the budget if `count` layers of each rank stay on the GPU."""
             staying = choose(count)
             actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in staying}
             return simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
@@ -179,7 +179,7 @@ class MeasuredStep:
         return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))
 
     def _make_models(self, microbatches: int) -> tuple[RankModel, ...]:
-        # The slowest link of all: which process of a pipeline rank is late makes no difference to the step.
+        # The slowest link of all: the step is as late whichever process of a pipeline rank is late.
         link = min((one.link for one in self.processes), key=lambda link: link.copies[-1].d2h_bytes_per_s)
         ranks = merge_processes(one.rank for one in self.processes)
         device = CPU if self.device_type == "cpu" else self.device_type
@@ -198,7 +198,7 @@ class MeasuredStep:
 
 
 def _order_layers(model: RankModel) -> list[tuple[int, int]]:
-    """Return the layers of a rank, by chunk and number: one of each kind, then another one of each, and so on."""
+    """Return the layers of a rank, by chunk and number: first one of each kind, then another of each, and so on."""
     seen: collections.Counter[str] = collections.Counter()
     keys = []
     for chunk, layers in enumerate(one.layers for one in model.chunks):
@@ -209,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own` with the most that each segment of a layer has for a moment in either."""
+    """Return `own` with the most temporary bytes of each segment in either profile."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)

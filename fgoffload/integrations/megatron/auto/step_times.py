@@ -1,32 +1,32 @@
-"""Which of two plans for a budget is faster, by the training's own steps.
+"""Times the steps of a training under each of two plans, to keep the faster one.
 
 [Note: Two plans]
-The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is locked while layers leave. Its
-plan has all that in its times, and applies from the second step on. A few of its steps are timed. Then one more step is
-measured, as the first one was, with all warm, and a second plan is made of that one: as late beside copies as the host was in
-the steps that were timed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps by it are
-timed too, and the faster one stays. Every step counts for the training: all compute the same bits. A step takes from its
-beginning to that of the next, with whatever the training does between; the median leaves out one that an evaluation or a
-checkpoint came behind. The first step under a plan is not timed: memory finds its place in it.
+The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is pinned during offload. Its
+times include all that. The plan from them applies from the second step on, and a few of its steps are timed. Then one more step
+is measured in the same way, now warm. A second plan is made from it, with the overhead beside copies that the timed steps
+showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps under it are timed too, and
+the faster plan is kept. Every step counts for the training: results are bitwise identical. A step lasts until the next one
+begins, including all that the training does in between. The median ignores one step that an evaluation or checkpoint follows.
+The first step under a plan is not timed, since the allocator adapts in it.
 
 [Note: What ends a trial]
-More or larger microbatches than the plan is for end it wherever it is: what was measured again and not taken is dropped, and
-all begins anew with a plan for them. Smaller steps are neither timed nor measured: they run by the plan that is in use. The
-first plan stays where a step that is measured again would be above the budget, does not end or has no profile, where no plan
-comes of it or the same one, and where the second plan takes more than the budget and than the first.
+A step with more or larger microbatches than planned ends a trial. A repeated measurement that was not used is then dropped, and
+all starts over with a plan for that step. Smaller steps are neither timed nor measured; they run under the plan in use. The
+first plan is kept if the repeated step would exceed the budget, does not end or has no profile, if it leads to no plan or to
+the same one, and if the second plan takes more than the budget and than the first plan.
 """
 
 import statistics
 
 TIMED_STEPS = 3
-"""Of each plan, after its first. The fewest of which a median leaves one out: they run by the slower plan too."""
+"""Timed steps of each plan, after its first step. The fewest whose median ignores one: the slower plan runs them too."""
 
 
 class StepTimes:
     """Times the steps under the plan in use, on this process.
 
     Args:
-        now_s: When the first one begins, by a clock that only goes forward.
+        now_s: Time at which the first step begins, in seconds of a monotonic clock.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -35,11 +35,11 @@ class StepTimes:
         self._steps = 0
 
     def note_end(self, now_s: float, *, is_full: bool) -> None:
-        """A step is over, and the next one begins.
+        """Record that a step has ended and the next one begins.
 
         Args:
-            now_s: By that clock.
-            is_full: Whether it had all the microbatches that the plan is for: others are not timed.
+            now_s: Time of that clock.
+            is_full: Whether the step had all the microbatches of the plan. Other steps are not timed.
         """
         if is_full:
             self._steps += 1
@@ -49,5 +49,5 @@ class StepTimes:
 
     @property
     def median_s(self) -> float | None:
-        """Return what a step takes; None before enough were timed."""
+        """Return the median seconds of a step; None until enough steps were timed."""
         return statistics.median(self._seconds) if len(self._seconds) >= TIMED_STEPS else None

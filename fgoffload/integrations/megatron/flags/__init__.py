@@ -1,1 +1,1 @@
-"""Megatron's flags, read without Megatron: the model, the ranks and the offload that they describe."""
+"""Reads Megatron's flags without Megatron: model, ranks and offload settings."""

@@ -1,4 +1,4 @@
-"""Argument files: bash scripts that hold Megatron flags, read without running them.
+"""Reads Megatron flags from argument files, which are bash scripts, without running them.
 
     MODEL_ARGS=(
         --num-layers ${LAYERS:-4}   # a comment
@@ -6,10 +6,10 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags are those behind the Python script of the last command that starts one; without such a command, those in arrays, and
-in texts that begin with a flag. What is read: assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
-arithmetic, and `if` whose condition compares texts or numbers. Everything else, like `source` and loops, is skipped, and one
-line says so. A variable that the file does not assign stays as it is written.
+The flags are those after the Python script in the last command that starts one. Without such a command, they are those in
+arrays, and in strings that begin with a flag. The reader supports assignments, arrays, `+=`, `export`, quotes, variables with
+defaults, integer arithmetic, and `if` with comparisons of strings or numbers. Everything else, such as `source` and loops, is
+skipped, and one log line lists it. A variable that the file does not assign is left as written.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Words that begin a block, and those that end it."""
+"""Words that begin a block, with the words that end it."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _QUIET = frozenset(
     {"set", "shopt", "echo", "tee", "printf", "exit", "cd", "mkdir", "shift", "return", "fi", "done", "then", "else", "}"}
 )
-"""Commands that change no flag: nothing is said of them."""
+"""Commands that change no flag. They are skipped silently."""
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
-"""Words behind which a command begins."""
+"""Words after which a command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 """Operators that end a command."""
 _COMPARISONS = {
@@ -50,15 +50,15 @@ _Item = Word | Operator
 
 
 def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags in the bash file at `path`, in their order.
+    """Return the flags in the bash file at `path`, in order.
 
     Args:
         path: The file.
-        variables: What `$NAME` means where the file does not say; None knows no other names. Bash would look into the
-            environment, so `os.environ` reads the file as bash would.
+        variables: Values of `$NAME` that the file does not assign; None leaves other names unknown. Bash would look them up in
+            the environment, so `os.environ` reads the file as bash would.
 
     Raises:
-        ConfigError: The file cannot be read, has a quote, bracket or block without an end, or holds no flag.
+        ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
     """
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     return parse_argument_file(text, source=str(path), variables=variables)
@@ -69,11 +69,11 @@ def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] 
 
     Args:
         text: The script.
-        source: Where it came from, for errors.
-        variables: What `$NAME` means where the script does not say.
+        source: Name of the script, for errors.
+        variables: Values of `$NAME` that the script does not assign.
 
     Raises:
-        ConfigError: The script has a quote, bracket or block without an end, or holds no flag.
+        ConfigError: The script has an unclosed quote, bracket or block, or contains no flag.
     """
     script = read_script(text, source=source, variables=variables)
     if script.skipped:
@@ -83,25 +83,25 @@ def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """What a bash script says."""
+    """Flags and variables read from a bash script."""
 
     flags: tuple[str, ...]
-    """Of Megatron, in their order."""
+    """Megatron's flags, in order."""
     skipped: tuple[str, ...]
     """Commands that may change flags and were not run, each with its line."""
     variables: Variables
-    """At the end of the script."""
+    """Variables at the end of the script."""
 
 
 def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return what the bash script `text` says. See `parse_argument_file`."""
+    """Return the flags and variables of the bash script `text`. See `parse_argument_file`."""
     reader = _Reader(source, variables or {})
     reader.read(split_script(text, source))
     return Script(reader.collect_flags(), tuple(reader.skipped), reader.variables)
 
 
 class _Reader:
-    """Goes through the commands of a script."""
+    """Reads the commands of a script in order."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
@@ -111,7 +111,7 @@ class _Reader:
         self.skipped: list[str] = []
 
     def collect_flags(self) -> tuple[str, ...]:
-        for text in [] if self._launched else self.variables.list_texts():  # as of sbatch or srun, which take a command as text
+        for text in [] if self._launched else self.variables.list_texts():  # sbatch and srun take a command as a string
             self._read_launch_text(text.split())
         flags = self._launched or [word for words in self.variables.list_unused() for word in words]
         if not flags:
@@ -119,7 +119,7 @@ class _Reader:
         return tuple(flags)
 
     def read(self, items: Sequence[_Item]) -> None:
-        """Take in the commands of `items`."""
+        """Read the commands in `items`."""
         for command in self._split_commands(items):
             first = command[0]
             if isinstance(first, Word) and first.plain == "if":
@@ -144,7 +144,7 @@ class _Reader:
             self._skip(first, self.variables.expand_whole(first))
 
     def _read_launch(self, words: list[Word]) -> bool:
-        """Take the flags behind a Python script, and return whether there is one."""
+        """Store the flags after a Python script, and return whether there is one."""
         return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
 
     def _read_launch_text(self, texts: Sequence[str]) -> bool:
@@ -164,7 +164,7 @@ class _Reader:
         return True
 
     def _read_if(self, command: Sequence[_Item]) -> None:
-        """Take in the branch whose condition holds; none from the first condition on that cannot be told."""
+        """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
         for condition, body in _split_branches(command):
             holds = self._test(condition)
             if holds is None:
@@ -175,7 +175,7 @@ class _Reader:
                 return
 
     def _test(self, condition: Sequence[_Item]) -> bool | None:
-        """Return whether a condition holds, or None where only running it can tell."""
+        """Return whether a condition holds, or None if only running it could tell."""
         result: bool | None = True
         joins = "&&"
         test: list[Word] = []
@@ -220,7 +220,7 @@ class _Reader:
         return holds if holds is None or not negated else not holds
 
     def _split_commands(self, items: Sequence[_Item]) -> Iterator[list[_Item]]:
-        """Yield each command, a block with all that is in it."""
+        """Yield each command. A block is one command with all its contents."""
         command: list[_Item] = []
         ends: list[str] = []
         for item in items:
@@ -245,7 +245,7 @@ class _Reader:
             yield command
 
     def _skip_block(self, command: Sequence[_Item], name: str) -> None:
-        """Say of a block that assigns something that it is skipped."""
+        """Report a block as skipped if it assigns a variable."""
         if any(map(_find_assignment, command)):
             self._skip(command[0], name)
 
@@ -254,7 +254,7 @@ class _Reader:
 
 
 def _drop_redirections(command: Sequence[_Item]) -> Iterator[Word]:
-    """Yield the words of a command without those of redirections: `2>&1`, `> log`."""
+    """Yield the words of a command without redirections such as `2>&1` and `> log`."""
     for before, item, behind in zip((None, *command), command, (*command[1:], None), strict=False):
         is_target = isinstance(before, Operator) and before.text[0] in "<>&"
         is_channel = isinstance(item, Word) and item.plain.isdigit() and isinstance(behind, Operator) and behind.text[0] in "<>"
@@ -267,7 +267,7 @@ def _is_function(command: Sequence[_Item]) -> bool:
 
 
 def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
-    """Yield condition and body of each branch of an `if`; the condition of `else` is empty, and holds."""
+    """Yield condition and body of each branch of an `if`. The condition of `else` is empty and holds."""
     parts: list[tuple[str, list[_Item]]] = []
     depth = 0
     for place, item in enumerate(command):
@@ -285,7 +285,7 @@ def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item],
 
 
 def _begins_command(before: Sequence[_Item]) -> bool:
-    """Return whether a word behind `before` is the first of a command."""
+    """Return whether a word after `before` is the first of a command."""
     return not before or isinstance(before[-1], Operator) or before[-1].plain in _OPENERS
 
 

@@ -1,4 +1,4 @@
-"""What Megatron's flags say of a step beside model and ranks: the optimizer's state, fused kernels, and what offload moves."""
+"""Assumptions of a prediction from Megatron's flags: optimizer state, fused kernels, and offload settings."""
 
 import logging
 from collections.abc import Mapping
@@ -40,26 +40,26 @@ ASSUMPTION_FLAGS = frozenset(
         "use_torch_fsdp2",
     }
 )
-"""Flags, with `_` for `-`, that a prediction's assumptions come from."""
+"""Flags, with `_` for `-`, that the assumptions of a prediction come from."""
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Of a number, by the names that Megatron's flags have for types."""
+"""Bytes of a number, by the type names of Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Of Megatron-FSDP, each with more that data-parallel ranks share."""
+"""Strategies of Megatron-FSDP, each of which shards more over data-parallel ranks than the previous one."""
 
 _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Return what flags say of a step. What they do not say has its default.
+    """Return the assumptions in Megatron's flags. Values without a flag have their defaults.
 
     Args:
-        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
-        has_optimizer: Steps update the parameters.
+        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+        has_optimizer: Whether steps update the parameters.
 
     Raises:
-        ConfigError: A flag has a value that it cannot have, or flags exclude each other.
+        ConfigError: A flag has an invalid value, or flags exclude each other.
     """
     sizes = {
         f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}", needs_unit=True)
@@ -79,14 +79,14 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes that a number of a parameter has beside its weight.
+    """Return the bytes of each parameter in addition to its weight.
 
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
 
     Args:
-        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
-        has_optimizer: Without, gradients are all that there is.
+        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+        has_optimizer: Whether steps update the parameters. If not, only gradients count.
 
     Raises:
         ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.
@@ -116,7 +116,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
 
 
 def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return which weights and gradients ranks have, of `--fp8-param-gather`, Megatron-FSDP and FSDP2."""
+    """Return whether ranks share weights and gradients, from `--fp8-param-gather`, Megatron-FSDP and FSDP2."""
     strategy = values.get("data_parallel_sharding_strategy", "no_shard") if values.get("use_megatron_fsdp") else "no_shard"
     if values.get("use_torch_fsdp2"):
         strategy = "optim_grads_params"
@@ -142,8 +142,8 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
-        return 0  # what the model has is what the optimizer updates
-    # Transformer Engine keeps what bf16 lacks of fp32. With the other recipes of fp8 Megatron-Core itself keeps all of fp32.
+        return 0  # the optimizer updates the model's own parameters
+    # Transformer Engine keeps the bits that bf16 lacks of fp32. With other fp8 recipes, Megatron-Core keeps all of fp32.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]

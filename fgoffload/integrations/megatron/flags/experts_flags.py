@@ -1,4 +1,4 @@
-"""The experts that Megatron's flags describe, for plans."""
+"""Reads experts from Megatron's flags, for plans."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ EXPERTS_FLAGS = frozenset(
         "moe_flex_dispatcher_backend",
     }
 )
-"""Flags, with `_` for `-`, that say how experts run and not how many or how large they are."""
+"""Flags, with `_` for `-`, that define how experts run, but not their number or size."""
 
 _FIELD_FLAGS = {
     "num_experts": "num_experts",
@@ -42,20 +42,20 @@ _FIELD_FLAGS = {
     "score_function": "moe_router_score_function",
     "has_pre_softmax": "moe_router_pre_softmax",
 }
-"""By field of experts and their router, the flag, with `_` for `-`."""
+"""Flag of each field of experts and their router, with `_` for `-`."""
 
 _DEFAULT_TOPK = 2
-"""Experts of a token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
+"""Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
 
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
-    """Return the experts of a layer, or None where there are none.
+    """Return the experts of a layer, or None if it has none.
 
     Args:
-        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
+        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
 
     Raises:
-        ConfigError: With the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     if "num_experts" not in values:
         return None
@@ -75,10 +75,10 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
 
 
 def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsShape:
-    """Return `experts` as the flags of `EXPERTS_FLAGS` let them run.
+    """Return `experts` with the changes from the flags of `EXPERTS_FLAGS`.
 
     Raises:
-        ConfigError: With the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     changes: dict[str, Any] = {"router": _change_router(experts.router, values), "dispatcher": _find_dispatcher(values)}
     if "moe_permute_fusion" in values:
@@ -93,7 +93,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the rows of the fullest rank over the mean, where a capacity drops tokens or pads up to it; at least the mean."""
+    """Return the rows of the fullest rank over the mean, at least 1, if a capacity drops tokens or pads up to it."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))
@@ -111,7 +111,7 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
-    """Return what exchanges tokens. What flex dispatchers save counts as what the all-to-all one saves."""
+    """Return the dispatcher that exchanges tokens. Flex dispatchers are assumed to save as much as the all-to-all one."""
     kind = values.get("moe_token_dispatcher_type", "alltoall")
     if kind == "allgather":
         logger.warning("--moe-token-dispatcher-type allgather counts as alltoall, so that memory and times err low.")
@@ -132,7 +132,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
         if flag in values:
             changes[field] = values[flag]
     if changes.get("score_function") == "sigmoid":
-        changes["has_pre_softmax"] = False  # it has no effect there
+        changes["has_pre_softmax"] = False  # has no effect with sigmoid
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
             "--moe-router-dtype fp64 is not supported: the router's saved bytes are only known for fp32. Give "
@@ -148,7 +148,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
 
 @contextlib.contextmanager
 def _named_by_flags() -> Iterator[None]:
-    """Let an error of a shape of experts name what was typed."""
+    """Make errors of an experts' shape name flags instead of fields."""
     try:
         yield
     except ConfigError as error:

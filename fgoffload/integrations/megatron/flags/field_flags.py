@@ -1,7 +1,7 @@
-"""From dataclass fields to command-line flags, and a parser that raises instead of ending the process.
+"""Derives command-line flags from dataclass fields, with a parser that raises instead of ending the process.
 
-The flags of a model are the fields of Megatron's own config classes: their names, types, defaults and, where a field carries
-one, the spelling that Megatron-LM gives it. So a flag that Megatron adds is known here without being written down again.
+The flags of a model are the fields of Megatron's own config classes: names, types, defaults and, if a field has one,
+Megatron-LM's spelling. So a flag that Megatron adds is known here without any change.
 """
 
 import argparse
@@ -19,29 +19,29 @@ from typing import Any, NoReturn
 from fgoffload.errors import ConfigError
 
 LONGEST_PATTERN = 10_000
-"""Elements. A layer pattern such as `[0]*1+[1]*3` may be this long; the deepest models have a few hundred layers."""
+"""Most elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
 
 
 NEAREST_CUTOFF = 0.75
-"""From 0 to 1, as `difflib` measures. `--num-layer` is 0.96 near to `--num-layers`; below 0.75 the hint misleads."""
+"""Least similarity of a suggestion, from 0 to 1 by `difflib`. `--num-layer` to `--num-layers` is 0.96; below 0.75 misleads."""
 
 _PARSED_AT_ONCE = 200
-"""Words, and those up to the next flag. Fewer cost more, since each part looks at the defaults of all flags."""
+"""Words that are parsed together, plus those up to the next flag. Smaller parts check all defaults too often."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""`-1e-3` and `-1MiB` are values that are out of range, not flags; argparse knows `-1` and `-.5` alone."""
+"""`-1e-3` and `-1MiB` are values out of range and not flags; argparse recognizes only `-1` and `-.5`."""
 
 
 def whole_number(text: str) -> int:
-    """Return the whole number that `text` is, for argparse: decimal digits, without the `_` and blanks that Python takes."""
-    # The length: Python refuses to read thousands of digits, and no flag has a use for a hundred.
+    """Return `text` as an integer, for argparse: decimal digits, without the `_` and blanks that Python allows."""
+    # Limits the length: Python refuses to read thousands of digits, and no flag needs a hundred.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Give one, as in 4.")
     return int(text)
 
 
 def number(text: str) -> float:
-    """Return the finite number that `text` is, for argparse."""
+    """Return `text` as a finite number, for argparse."""
     try:
         value = math.nan if "_" in text else float(text)
     except ValueError:
@@ -52,9 +52,9 @@ def number(text: str) -> float:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Return the number or the list that `text` is: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
+    """Return `text` as a number or a list: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
 
-    Lists are computed from literals, `+` and `*` alone: nothing in `text` is run.
+    Lists are computed only from literals, `+` and `*`. No code in `text` is run.
     """
     try:
         pattern: int | list[int] = _compute(ast.parse(text.strip(), mode="eval").body)
@@ -91,7 +91,7 @@ def _check_length(length: int) -> None:
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
-    """Return a type for argparse that accepts `choices` alone."""
+    """Return a type for argparse that accepts only `choices`."""
 
     def choice(text: str) -> str:
         if text not in choices:
@@ -102,7 +102,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
 
 def size_pair(text: str) -> tuple[int, int]:
-    """Return the two whole numbers that `text` is, as in `128,0` or `(128,0)`."""
+    """Return `text` as two integers, as in `128,0` or `(128,0)`."""
     parts = text.strip("()").split(",")
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers. Write them as in 128,0.")
@@ -110,39 +110,39 @@ def size_pair(text: str) -> tuple[int, int]:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser for flags from a file or a command line: it raises ConfigError and never prints nor exits."""
+    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits."""
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
         """Make a parser without flags.
 
         Args:
-            source: Where the words come from, for errors.
-            known_elsewhere: Flags that something else reads from the same place, to be suggested for one typed wrongly.
+            source: Name of the source of the words, for errors.
+            known_elsewhere: Flags that other code reads from the same source, for suggestions after typing errors.
         """
-        # Absent flags leave no attribute, so that a config class keeps its own default. Abbreviations would hide typing errors.
+        # Absent flags set no attribute, so a config class keeps its default. Abbreviations would hide typing errors.
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.source = source
         self._known_elsewhere = tuple(known_elsewhere)
         self._negative_number_matcher = _VALUE_THAT_BEGINS_WITH_MINUS
 
     def parse_flags(self, words: Sequence[str], *, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the values of the flags in `words`; a flag that is absent has no entry unless it has a default.
+        """Return the values of the flags in `words`. An absent flag has no entry unless it has a default.
 
         Raises:
-            ConfigError: A flag is unknown, lacks its value, or has one that it cannot have.
+            ConfigError: A flag is unknown, lacks its value, or has an invalid value.
         """
         values, unknown = self.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
         if unknown:
             self._refuse_unknown(unknown[0])
         return vars(values)
 
-    # argparse's own signature takes further forms, for subclasses of Namespace.
+    # argparse's own signature has more forms, for subclasses of Namespace.
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the values of the flags in `args`, and the words that are none of them.
+        """Return the values of the flags in `args`, and all other words.
 
-        Done part by part: argparse copies what is left of the words at each flag, and so takes minutes for 100,000 of them.
+        Parses in parts: argparse copies the remaining words at each flag, which takes minutes for 100,000 of them.
         """
         values, unknown = namespace or argparse.Namespace(), []
         for part in _split_at_flags(args):
@@ -151,18 +151,18 @@ class FlagParser(argparse.ArgumentParser):
         return values, unknown
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the flags that `words` gives, in all their spellings, with the names of their fields."""
+        """Return the flags in `words`, in all their spellings, with the names of their fields."""
         actions = self._option_string_actions
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def find_nearest(self, flag: str) -> str | None:
-        """Return the known flag that `flag` may have been meant to be, or None where none is near."""
+        """Return the known flag that is most similar to `flag`, or None if none is similar."""
         known = (*self._option_string_actions, *self._known_elsewhere)
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=NEAREST_CUTOFF)), None)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse found as a ConfigError."""
+        """Raise argparse's error as a ConfigError."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
             rest = f"{rest}. Give it after the flag, as in {flag.partition('/')[0]} VALUE."
@@ -181,12 +181,12 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def _split_at_flags(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield `words` in parts, at least one, that begin with a flag. What follows a `--` is one with it: there are no flags."""
+    """Yield `words` in parts, at least one, each beginning with a flag. All words from a `--` on are in one part."""
     begin = 0
     for index, word in enumerate(words):
         if word == "--":
             break
-        # A blank in a word may make it a value.
+        # A word with a blank may be a value.
         if index - begin >= _PARSED_AT_ONCE and word.startswith("--") and " " not in word:
             yield list(words[begin:index])
             begin = index
@@ -200,9 +200,9 @@ def add_field_flags(
     leave_out: Collection[str] = (),
     aliases: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Add a flag for each field of `config_class` that can be typed on a command line.
+    """Add a flag for each field of `config_class` that can be given on a command line.
 
-    A boolean field gets `--name` and `--no-name`; a field that carries Megatron-LM's spelling gets that one instead.
+    A boolean field gets `--name` and `--no-name`. A field with Megatron-LM's spelling gets only that spelling.
     """
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -220,29 +220,29 @@ def add_field_flags(
 
 
 def to_flag(field_name: str) -> str:
-    """Return the flag of a field: `num_layers` becomes `--num-layers`."""
+    """Return the flag of a field, such as `--num-layers` for `num_layers`."""
     return "--" + field_name.replace("_", "-")
 
 
 def name_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return `message` with the flag in place of each field that it names.
+    """Return `message` with fields replaced by their flags.
 
     Args:
-        message: Of an error that speaks of fields of dataclasses, to somebody who typed flags.
-        flags: By field, the flag with `_` for `-`.
+        message: Message of an error that names fields of dataclasses, for a user who typed flags.
+        flags: Flag of each field, with `_` for `-`.
     """
     return re.sub(rf"\b({'|'.join(flags)})\b", lambda match: to_flag(flags[match[0]]), message)
 
 
 class _StoreOneOrMore(argparse.Action):
-    """Stores one value as itself and several as a list, for fields that are a value or a list of them."""
+    """Stores one value as itself and several as a list, for fields that accept both."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 def _find_options(hint: Any) -> dict[str, Any] | None:
-    """Return how argparse reads a field of type `hint`, or None where it cannot be typed."""
+    """Return options of argparse for a field of type `hint`, or None if it cannot be given on a command line."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = [member for member in (typing.get_args(hint) if is_union else (hint,)) if member is not types.NoneType]
     elements = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is list]

@@ -1,7 +1,7 @@
-"""Megatron's flags of CUDA graphs, spelled as in 0.19 whichever version is installed.
+"""Megatron's CUDA graph flags, with the names of 0.19 regardless of the installed version.
 
-Before 0.18 `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of a whole step was a scope of `local` graphs. Both
-spellings are read, and the config of each version gets the fields that it has.
+Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of a whole step was a scope of `local` graphs. Both
+spellings are accepted, and the config of each version gets the fields that it has.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +25,7 @@ __all__ = [
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 
 GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
-"""Fields of Megatron's config that `add_graph_flags` covers, in all versions."""
+"""Fields of Megatron's config that `add_graph_flags` covers, over all versions."""
 
 _WHOLE_LAYER = "full"
 _MODULES_OF_LAYERS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
@@ -39,7 +39,7 @@ def add_graph_flags(parser: FlagParser) -> None:
 
 
 def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the flags in `values` set, under the names of 0.19. No module stands for the whole layer."""
+    """Return the fields set by the flags in `values`, with the names of 0.19. An empty list means the whole layer."""
     fields = {name: values[name] for name in (_IMPL, _MODULES) if name in values}
     modules = fields.get(_MODULES)
     if modules == [_WHOLE_LAYER]:
@@ -50,15 +50,15 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return `fields`, those of graphs as the installed version's config takes them.
+    """Return `fields` with those of graphs converted for the installed version's config.
 
     Args:
-        fields: Of Megatron's config, under the names of 0.19.
-        known: The fields that the config has.
+        fields: Fields of Megatron's config, with the names of 0.19.
+        known: Fields of the installed version's config.
     """
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
-        changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and means the same
+        changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning
     if _MODULES in known or _MODULES not in changed:
         return changed
     changed[_SCOPE] = changed.pop(_MODULES)

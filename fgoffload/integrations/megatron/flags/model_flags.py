@@ -1,8 +1,7 @@
-"""The flags of Megatron that a plan is made from, and those that it does not depend on.
+"""Lists the flags of Megatron that a plan depends on, and those that it does not.
 
-A small table of its own, so that planning needs neither Megatron-Core nor torch. Spellings are those of Megatron-LM, with the
-names of Megatron-Core's config fields beside them where they differ; `tests/unit/megatron/test_model_shapes.py` compares the
-table with those fields.
+Has its own small table, so that planning needs neither Megatron-Core nor torch. Spellings are Megatron-LM's, with the names of
+Megatron-Core's config fields if these differ. `tests/unit/megatron/test_model_shapes.py` compares the table with those fields.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, ha
 from fgoffload.planner.model.layer_shape import DISPATCHERS, FP8_RECIPES
 
 OWN_FLAGS = ("--num-gpus",)
-"""Flags that Megatron does not have: it asks the launcher how many processes there are."""
+"""Flags that Megatron does not have, since it gets the number of processes from the launcher."""
 
 _NUMBERS: tuple[tuple[str, ...], ...] = (
     ("--num-layers",),
@@ -57,7 +56,7 @@ _NUMBERS: tuple[tuple[str, ...], ...] = (
     ("--min-offloaded-tensor-size",),
     OWN_FLAGS,
 )
-"""Whole numbers. The short ones are ours, and those of other launchers."""
+"""Flags with integer values. The short ones are ours, and those of other launchers."""
 
 _SWITCHES: tuple[tuple[str, ...], ...] = (
     ("--use-rotary-position-embeddings",),
@@ -96,7 +95,7 @@ _SWITCHES: tuple[tuple[str, ...], ...] = (
     ("--moe-pad-expert-input-to-capacity",),
     ("--gradient-accumulation-fusion",),
 )
-"""On where they are given, and off as `--no-...`."""
+"""Flags that switch a setting on, and off as `--no-...`."""
 
 _OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("--rotary-percent",): {"type": number},
@@ -130,15 +129,15 @@ _OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("--offload-window",): {},
     ("--offload-prefetch",): {},
 }
-"""Each with how argparse reads it."""
+"""Other flags, each with its options for argparse."""
 
 
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
-    """Return a parser of the flags that a plan is made from. A flag that is absent leaves no value.
+    """Return a parser of the flags that a plan depends on. Absent flags set no value.
 
     Args:
-        source: Where the flags come from, for errors.
-        own_flags: Flags that something else reads from the same place, to be suggested for one typed wrongly.
+        source: Name of the source of the flags, for errors.
+        own_flags: Flags that other code reads from the same source, for suggestions after typing errors.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     for flags in _NUMBERS:
@@ -152,10 +151,10 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words` that change a plan or of which nothing is known, each once.
+    """Return the flags among `words` that change a plan or are unknown, without duplicates.
 
     Args:
-        words: What the parser left: flags that it does not have, with their values.
+        words: Words that the parser did not recognize: flags and their values.
     """
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

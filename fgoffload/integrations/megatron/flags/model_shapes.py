@@ -1,11 +1,11 @@
-"""From Megatron's flags to the model and the ranks that a plan is for.
+"""Reads the model and the ranks of a plan from Megatron's flags.
 
     model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
 
-Needs neither torch nor Megatron-Core. Where a flag is absent, the value is Megatron-LM's default, with two exceptions. Without
-`--ffn-hidden-size` a gated model is refused, since Megatron-LM and Megatron-Core have different defaults. And optimizer states
-are taken to be shared, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given: the runs that
-arguments/ has its figures from all share them, and `fgoffload train`, which reads the same files, does not know the flag.
+Needs neither torch nor Megatron-Core. Absent flags have Megatron-LM's defaults, with two exceptions. Without
+`--ffn-hidden-size`, a gated model is rejected, since Megatron-LM and Megatron-Core have different defaults. Optimizer states
+are sharded, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given. All runs that arguments/
+takes its figures from shard them, and `fgoffload train`, which reads the same files, does not have the flag.
 """
 
 import dataclasses
@@ -67,36 +67,36 @@ _MODEL_FLAGS = {
         "v_head_dim",
     )
 }
-"""Fields of a model, and what lists its layers, that are called as their flags are, with `_` for `-`."""
+"""Fields of a model, and of its list of layers, that have the name of their flag, with `_` for `-`."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
-"""Flags that there has to be, with examples."""
+"""Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Of latent attention, in Megatron-LM and in megatron-core 0.16.1. They differ in the rank of keys and values, which is asked
-for."""
+"""Defaults of latent attention, in Megatron-LM and in megatron-core 0.16.1. Their defaults for the rank of keys and values
+differ, so its flag is required."""
 
 _DEFAULT_VOCAB_SIZE = 256
-"""As of `fgoffload train`, which reads bytes. Megatron-LM asks the tokenizer."""
+"""Default of `fgoffload train`, which reads bytes. Megatron-LM gets it from the tokenizer."""
 
 _CHANGEABLE = frozenset(
     {"seq_length", "mtp_num_layers", "rope_fusion", "bias_swiglu_fusion", "hidden_dropout", "fp8_format", "fp8_recipe"}
 )
-"""Flags, with `_` for `-`, that change a model from elsewhere, beside those of experts."""
+"""Flags, with `_` for `-`, that change a model from another source, in addition to those of experts."""
 
 _OF_TYPES_AND_PADDING = frozenset({"bf16", "make_vocab_size_divisible_by"})
-"""Flags that a model from elsewhere may be given too."""
+"""Further flags that are allowed for a model from another source."""
 
 
 def read_model_file(
     path: Path, *, typed: Sequence[str] = (), own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the model and the ranks of the argument file at `path`. See `read_model`.
+    """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
     `NUM_GPUS=1024` in the file is the number of ranks.
 
     Raises:
-        ConfigError: The file cannot be read, or is not of a model that can be planned.
+        ConfigError: The file cannot be read, or describes a model that cannot be planned.
     """
     flags = read_argument_file(path)
     return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path), own_flags=own_flags)
@@ -110,17 +110,17 @@ def read_model(
     num_gpus: int | None = None,
     own_flags: Collection[str] = (),
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the model and the ranks that `flags` describe.
+    """Return the model and the ranks from `flags`.
 
     Args:
-        flags: Those of Megatron-LM; a later one wins. Those that are not known here are left out, with one warning.
-        source: Where they came from, for errors and for the name of the model.
-        typed: Further flags, from the command line; they win, and one that is not known is an error.
-        num_gpus: Ranks, unless `--num-gpus` says it. None is the fewest that hold the model and its experts.
-        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+        flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped, with one warning.
+        source: Source of the flags, for errors and for the name of the model.
+        typed: Further flags, from the command line. They take precedence, and an unknown one is an error.
+        num_gpus: Number of ranks without `--num-gpus`. None selects the fewest that hold the model and its experts.
+        own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
 
     Raises:
-        ConfigError: A flag is absent or has a value that it cannot have, or the ranks cannot share the model.
+        ConfigError: A flag is missing or has an invalid value, or the ranks cannot share the model.
     """
     values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
     try:
@@ -133,7 +133,7 @@ def read_model(
             logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
-        list_chunks(model, parallelism)  # which refuses what ranks cannot share
+        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
@@ -144,19 +144,19 @@ def read_model(
 def read_parallelism(
     flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the ranks that `flags` describe, and `model` as they train it: for a model that does not come from flags.
+    """Return the ranks from `flags`, and `model` as they train it, for a model that does not come from flags.
 
-    Nobody has said how such a model is trained, so that more is taken for granted, each with one warning: sequence parallelism
-    where ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
+    The training of such a model is not specified, so two more assumptions are made, each with one warning: sequence parallelism
+    if ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
 
     Args:
-        flags: As typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
-        source: Where they came from, for errors.
-        model: Of Hugging Face's files, for one. Its vocabulary is padded as Megatron does.
-        own_flags: Flags of the command line that are read by others, to be suggested for one typed wrongly.
+        flags: Flags as typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
+        source: Name of the source of the flags, for errors.
+        model: Model from another source, such as Hugging Face's files. Its vocabulary is padded as in Megatron.
+        own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
 
     Raises:
-        ConfigError: A flag has a value that it cannot have, or the ranks cannot share the model.
+        ConfigError: A flag has an invalid value, or the ranks cannot share the model.
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
     shares_layers = values.get("tensor_model_parallel_size", 1) > 1
@@ -166,9 +166,9 @@ def read_parallelism(
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
-        list_chunks(model, parallelism)  # which refuses what ranks cannot share
+        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
     except ConfigError as error:
-        # The other sizes of the model are not flags here.
+        # Other sizes of the model are not flags here.
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
     if takes_sequence_parallel:
@@ -191,16 +191,16 @@ def read_parallelism(
 def read_assumptions(
     flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
 ) -> Assumptions:
-    """Return what flags say of a step beside model and ranks: gradients, the optimizer, fused kernels, and what offload moves.
+    """Return the assumptions in `flags` beyond model and ranks: gradients, optimizer, fused kernels, offload settings.
 
     Args:
-        flags: Those of Megatron-LM; a later one wins. Those that are not known are left out without a word.
-        source: Where they came from, for errors.
-        typed: Further flags, from the command line; they win.
-        has_optimizer: Steps update the parameters.
+        flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped silently.
+        source: Name of the source of the flags, for errors.
+        typed: Further flags, from the command line. They take precedence.
+        has_optimizer: Whether steps update the parameters.
 
     Raises:
-        ConfigError: A flag has a value that it cannot have, or flags exclude each other.
+        ConfigError: A flag has an invalid value, or flags exclude each other.
     """
     parsed, _ = build_model_parser(source).parse_known_args(list(flags))
     parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
@@ -211,7 +211,7 @@ def read_assumptions(
 
 
 def _find_num_gpus(path: Path) -> int | None:
-    """Return what the file assigns to NUM_GPUS, or None where it does not."""
+    """Return the value of NUM_GPUS in the file, or None if it is not assigned."""
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
     word = read_script(text, source=str(path)).variables.find("NUM_GPUS")
     if word and not word.isdecimal():
@@ -220,16 +220,16 @@ def _find_num_gpus(path: Path) -> int | None:
 
 
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of the flags, by name with `_` for `-`."""
+    """Return the values of the flags by name, with `_` for `-`."""
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(list(flags))
     warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     parsed, left = parser.parse_known_args(list(typed), parsed)
-    # A word that stands first and is no flag belongs to none.
+    # A word at the beginning that is not a flag belongs to no flag.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
-            parser.parse_flags([word])  # which raises, and names the flag that is nearest
+            parser.parse_flags([word])  # raises, and names the most similar flag
     warn_of_left(left, parser, parser.source)
     values = vars(parsed)
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
@@ -271,7 +271,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
         latent=latent,
         experts=experts,
         moe_layers=moe_layers,
-        has_hidden_dropout=True,  # unless a flag says otherwise
+        has_hidden_dropout=True,  # unless a flag changes it
         activation_dtype_bytes=2 if values.get("bf16") or values.get("fp16") else 4,
         **_find_positions(values),
         **_find_window(values, num_layers),
@@ -280,7 +280,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
 
 
 def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
-    """Return a model from elsewhere as the flags train it."""
+    """Return a model from another source with the changes from the flags."""
     known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
     for name in values:
         if name not in known:
@@ -298,7 +298,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that the flags of `_CHANGEABLE` give."""
+    """Return the fields of a model that the flags of `_CHANGEABLE` set."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
@@ -335,7 +335,7 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
 
 def _find_kv_channels(values: Mapping[str, Any]) -> int:
     hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
-    # A number of heads below 1 is the model's to refuse.
+    # The model itself rejects a number of heads below 1.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
             f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, which share it. Give one that "
@@ -372,7 +372,7 @@ def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    # -1 is a window without an end.
+    # -1 is an unlimited window.
     tokens = values.get("window_size", (-1, 0))[0]
     if tokens == -1:
         return {}

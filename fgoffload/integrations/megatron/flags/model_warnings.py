@@ -1,4 +1,4 @@
-"""What a plan says of Megatron's flags before it takes a model for another than they may mean."""
+"""Warns of flags that are missing or not modelled, before a plan is made for a model that the user may not mean."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,25 +17,25 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
 _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LARGE_VOCAB_SIZE = 131072
-"""Tokens of tokenizers that a plan does not open: those of most recent models have 128 to 202 thousand."""
+"""Vocabulary size for tokenizers that a plan does not open. Most recent models have 128 to 202 thousand tokens."""
 
 _MOST_SHOWN = 20
-"""Unknown flags, in a warning."""
+"""Most unknown flags that a warning names."""
 
 _COVERED_LAYERS = "transformer_engine"
-"""Megatron's default, and what the formulas are of."""
+"""Megatron's default layers, which the formulas describe."""
 
 _KEEPING_SCORES = ("unfused", "local")
-"""Backends of attention that make the scores a tensor. Source: `AttnBackend` of megatron-core 0.16.1."""
+"""Attention backends that store the scores in a tensor. Source: `AttnBackend` of megatron-core 0.16.1."""
 
 
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
-    """Say what flags leave out where that is easily not what is meant, and what of them no formula covers.
+    """Warn of defaults that users often do not mean, and of flags that no formula covers.
 
     Args:
-        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
-        parallelism: What they make of ranks and microbatches.
-        source: Where they came from.
+        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+        parallelism: Ranks and microbatches from the flags.
+        source: Name of the source of the flags.
     """
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
         logger.warning(
@@ -81,7 +81,7 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
 
 
 def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
-    """Return the tokens of the tokenizer that `flags` name, which is not opened for a plan, or None where they name none."""
+    """Return the vocabulary size of the tokenizer in `flags`, without opening it, or None if they name no tokenizer."""
     if not any(word in _TOKENIZER_FLAGS for word in flags):
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
@@ -91,7 +91,7 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
 
 
 def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
-    """Say in a line each which flags of `left` a plan does not know, and what it errs in without the others."""
+    """Warn of flags in `left` that a plan does not know, and of the errors that unmodelled flags cause, in one line each."""
     flags = list_unknown(left)
     effects = list_effects(flags)
     for effect, found in effects.items():

@@ -1,10 +1,10 @@
-"""Flags of Megatron that no plan is made from: those without effect on memory and times, and those that are not modelled.
+"""Flags of Megatron that no plan depends on: flags without effect on memory and time, and flags that are not modelled.
 
-`other_flags.json` lists them one by one, so that a flag that is misspelt is in neither list. Every flag has its `--no-...` as
-well. Those that are not modelled are listed by what that does to a prediction.
+`other_flags.json` lists each of them by name, so a misspelt flag is in neither list. Every flag also has its `--no-...` form.
+Flags that are not modelled are listed by their effect on a prediction.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
-torchrun's own flags; and our own flags of offload.
+torchrun's own flags; and our own offload flags.
 """
 
 import json
@@ -14,12 +14,12 @@ from pathlib import Path
 _TABLE: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 WITHOUT_EFFECT = frozenset(flag for flags in _TABLE["without effect"].values() for flag in flags)
-"""Flags that change neither what is saved nor, to the planner, how long it takes."""
+"""Flags that change neither the saved tensors nor, for the planner, any time."""
 
 _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["not modelled"].items() for flag in flags}
 
 _LORA = "--lora"
-"""How the flags of low-rank adapters begin in the scripts that have them: Megatron-LM itself has none."""
+"""Prefix of low-rank adapter flags in scripts that have them. Megatron-LM itself has none."""
 
 
 def has_no_effect(flag: str) -> bool:
@@ -28,19 +28,19 @@ def has_no_effect(flag: str) -> bool:
 
 
 def find_effect(flag: str) -> str | None:
-    """Return in which direction a plan errs that leaves `flag` out, or None where nothing is known of the flag."""
+    """Return the direction of a plan's error if it ignores `flag`, or None if nothing is known of the flag."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith(_LORA) else known
 
 
 def trains_adapters(words: Iterable[str]) -> bool:
-    """Return whether flags of low-rank adapters are among `words`: then the model's own weights are frozen."""
+    """Return whether `words` contain flags of low-rank adapters, in which case the model's own weights are frozen."""
     effect = _NOT_MODELLED["--lora-rank"]
     return any(word.startswith("--") and find_effect(word.partition("=")[0]) == effect for word in words)
 
 
 def list_effects(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Return the flags of `flags` that are not modelled, by what that does to a prediction."""
+    """Return the flags that are not modelled, by their effect on a prediction."""
     effects: dict[str, list[str]] = {}
     for flag in flags:
         if (effect := find_effect(flag)) is not None:

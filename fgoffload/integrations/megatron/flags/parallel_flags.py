@@ -1,4 +1,4 @@
-"""The ranks and microbatches that Megatron's flags describe, for plans."""
+"""Reads ranks and microbatches from Megatron's flags, for plans."""
 
 import math
 import types
@@ -20,7 +20,7 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""By field of Parallelism, the flag, with `_` for `-`."""
+"""Flag of each field of Parallelism, with `_` for `-`."""
 
 FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -37,35 +37,35 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
         "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
-"""The same for all of its fields but the data-parallel size and the microbatches, which several flags say."""
+"""The same for all fields except the data-parallel size and the microbatches, which depend on several flags."""
 
 PARALLEL_FLAGS = frozenset({*FIELD_FLAGS.values(), "global_batch_size", "num_gpus", "num_layers_per_virtual_pipeline_stage"})
-"""Flags, with `_` for `-`, that ranks and microbatches come from."""
+"""Flags, with `_` for `-`, that ranks and microbatches depend on."""
 
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-"""The two flags, with `_` for `-`, either of which says how many chunks a rank has. Megatron-LM takes one of them."""
+"""The two flags, with `_` for `-`, that set the number of chunks of a rank. Megatron-LM accepts one of them."""
 
 MICROBATCHES_OF_A_CHUNK = 4
-"""Microbatches of a step for each model chunk of each stage, where nobody says how many. So a pipeline is full, and its ranks
+"""Microbatches of a step for each model chunk of each stage, if no flag sets them. The pipeline is then full, and its ranks
 idle for less than a fifth of the step. Most runs of arguments/README.md have about as many, or more."""
 
 
 def make_parallelism(
     values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
 ) -> Parallelism:
-    """Return the ranks that flags describe.
+    """Return the ranks and microbatches from flags.
 
     Args:
-        values: By name of a flag, with `_` for `-`. A flag that is absent has no entry.
-        model: What they share.
-        num_gpus: Ranks, unless `values` says it. None is the fewest that hold the model and its experts.
-        fills_pipeline: Without `--global-batch-size` a step has enough microbatches for that, and not one, as in Megatron.
+        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+        model: Model that the ranks share.
+        num_gpus: Number of ranks if `values` has none. None selects the fewest that hold the model and its experts.
+        fills_pipeline: Without `--global-batch-size`, use enough microbatches to fill the pipeline instead of Megatron's one.
 
     Raises:
-        ConfigError: With the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
-    # First: for ranks that cannot share a layer there is no right number of them to advise.
+    # Checked first: if ranks cannot share a layer, no number of them is right, so none can be suggested.
     of_layers = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in of_layers})
     name = "--num-gpus" if "num_gpus" in values else "NUM_GPUS"
@@ -93,7 +93,7 @@ def make_parallelism(
 
 
 def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
-    """Return why both flags of the virtual pipeline are refused."""
+    """Return the error text for using both flags of the virtual pipeline."""
     flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
     return (
         f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Give one of them; to override a file, use the "
@@ -103,7 +103,7 @@ def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
 
 def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
-    # Megatron shares an expert among as many ranks as share the other layers, unless a flag says otherwise.
+    # Megatron shards an expert over as many ranks as other layers, unless a flag sets another number.
     sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
     for field, size in sizes.items():
         check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
@@ -119,7 +119,7 @@ def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name
         return fewest // model
     check_count(name, num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
-        # Without experts a copy of them takes a part of the ranks that the model does.
+        # Without experts, `experts` is a divisor of the model's ranks.
         needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
@@ -150,14 +150,14 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
 
 
 def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
-    """Return the virtual pipeline size, in either of the ways that Megatron-LM takes it."""
+    """Return the virtual pipeline size from either of Megatron-LM's two flags."""
     per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
     if per_chunk is None:
         return chunks
     if chunks is not None:
         raise ConfigError(describe_two_virtual_sizes(per_chunk, chunks))
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
-    # Embedding and loss are shared out like layers where they count as one.
+    # Embedding and loss are distributed like layers if they count as one.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
     if counted % (stages * per_chunk):
         raise ConfigError(

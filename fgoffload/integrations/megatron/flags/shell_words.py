@@ -1,8 +1,8 @@
-"""The words of a bash script, and what they stand for. Nothing is run.
+"""Splits a bash script into words and expands them, without running anything.
 
-`split_script` gives words and operators in order. `Variables` holds what a script has assigned, and expands words as bash
-does: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. What would have to be run, and a variable that is not
-known, is left as it is written.
+`split_script` returns words and operators in order. `Variables` holds the assignments of a script, and expands words as bash
+does: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Commands that would have to be run, and unknown
+variables, are left as written.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fgoffload.errors import ConfigError
 
 _LARGEST_EXPANSION = 16 * 1024 * 1024
-"""Characters that all variables of a script may come to: `X="$X$X"` doubles with each line."""
+"""Most characters of all variables of a script. A line such as `X="$X$X"` doubles them."""
 _OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
 _PLAIN = re.compile(r"[^\s\"'\\$`|&;<>()]+")
@@ -30,25 +30,25 @@ class Piece(NamedTuple):
     kind: str
     """`plain`, `quoted`, `double` with its pieces in `inner`, `variable`, `arithmetic`, `command`, or `array` of words."""
     text: str
-    """Between its quotes or brackets."""
+    """Text between the quotes or brackets."""
     inner: tuple["Piece | Word", ...] = ()
 
 
 class Word(NamedTuple):
-    """A word, with its pieces."""
+    """A word and its pieces."""
 
     pieces: tuple[Piece, ...]
     line: int
-    """From 1."""
+    """Number of the line, from 1."""
 
     @property
     def plain(self) -> str:
-        """What is written without quotes and expansions; empty where there are any."""
+        """Text of a word without quotes and expansions; empty for other words."""
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
 class Operator(NamedTuple):
-    """What stands between words: `;`, a line's end, `&&`, a redirection and its like."""
+    """Separator of words: `;`, the end of a line, `&&`, a redirection or similar."""
 
     text: str
     line: int
@@ -58,7 +58,7 @@ def split_script(text: str, source: str) -> list[Word | Operator]:
     """Return the words and operators of `text`, without comments, continuations and here-documents.
 
     Raises:
-        ConfigError: A quote or a bracket has no end, with its line.
+        ConfigError: A quote or bracket is not closed. Names its line.
     """
     return _Scanner(text, source).scan()
 
@@ -70,7 +70,7 @@ class _Scanner:
         self._at = 0
         self._line = line
         self._documents: list[str] = []
-        """Ends of the here-documents that follow the line."""
+        """End markers of the here-documents after the current line."""
 
     def scan(self, *, in_array: bool = False) -> list[Word | Operator]:
         first = self._line
@@ -122,7 +122,7 @@ class _Scanner:
         return Word(tuple(pieces), line)
 
     def _scan_piece(self) -> Piece:
-        """Return a quote, an escape or an expansion."""
+        """Scan a quote, an escape or an expansion."""
         character = self._text[self._at]
         if character == "'":
             return Piece("quoted", self._take_until("'", "a quote that is not closed"))
@@ -165,7 +165,7 @@ class _Scanner:
         return Piece("variable", match[1]) if match else Piece("quoted", "$")
 
     def _take_brackets(self, opened: str, closed: str) -> str:
-        """Return what is up to the bracket that closes, with those within."""
+        """Return the text up to the matching closing bracket, with nested brackets."""
         begin, first, depth = self._at, self._line, 0
         while self._at < len(self._text):
             character = self._text[self._at]
@@ -199,10 +199,10 @@ class _Scanner:
 
 
 class Variables:
-    """What a script has assigned so far."""
+    """Variables that a script has assigned so far."""
 
     def __init__(self, source: str, known: Mapping[str, str]) -> None:
-        """Begin with `known` variables, as of the environment."""
+        """Start with `known` variables, such as those of the environment."""
         self._source = source
         self._scalars = dict(known)
         self._assigned: set[str] = set()
@@ -213,10 +213,10 @@ class Variables:
         self._line = 0
 
     def assign(self, name: str, word: Word, *, appends: bool) -> None:
-        """Assign what is behind the `=` of `word` to `name`.
+        """Assign the text after the `=` of `word` to `name`.
 
         Raises:
-            ConfigError: All variables come to too many characters.
+            ConfigError: All variables together have too many characters.
         """
         self._line = word.line
         if word.pieces and word.pieces[-1].kind == "array":
@@ -225,7 +225,7 @@ class Variables:
                 self._arrays[name] += words
             else:
                 self._arrays[name] = words
-            self._used.discard(name)  # an array that takes itself in goes on
+            self._used.discard(name)  # an array that includes itself is not used by another
         elif name in self._arrays and appends:
             self._arrays[name][:1] = [self._arrays[name][0] + self.expand_whole(word)] if self._arrays[name] else []
         else:
@@ -241,11 +241,11 @@ class Variables:
         self._arrays.pop(name, None)
 
     def find(self, name: str) -> str | None:
-        """Return the text of `name`, or None where it is not assigned."""
+        """Return the text of `name`, or None if it is not assigned."""
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:
-        """Yield the words of all arrays, and of texts that begin with a flag, that no other word took in."""
+        """Yield the words of all arrays, and of strings that begin with a flag, that no other word includes."""
         own = {name: text for name, text in self._scalars.items() if name in self._assigned}
         texts = {name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in own.items()}
         flags = {name: own[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}
@@ -254,11 +254,11 @@ class Variables:
                 yield words
 
     def list_texts(self) -> list[str]:
-        """Return all texts that the script assigned, in the order of their first assignment."""
+        """Return all strings that the script assigned, in the order of their first assignment."""
         return [text for name, text in self._scalars.items() if name in self._assigned]
 
     def expand(self, word: Word) -> list[str]:
-        """Return the words that bash makes of `word`: none of an empty variable, several of an array."""
+        """Return the words that bash expands `word` to: none for an empty variable, several for an array."""
         done: list[str] = []
         current: str | None = None
         for piece in word.pieces:
@@ -277,11 +277,11 @@ class Variables:
         return done if current is None else [*done, current]
 
     def expand_whole(self, word: Word, *, unknown: str | None = None) -> str:
-        """Return `word` as one text, as in an assignment. A variable that is not known is `unknown`, or stays as written."""
+        """Return `word` as one string, as in an assignment. An unknown variable becomes `unknown`, or is left as written."""
         return "".join(" ".join(self._expand_piece(piece, unknown=unknown)[0]) for piece in word.pieces)
 
     def _expand_piece(self, piece: Piece, *, unknown: str | None = None) -> tuple[list[str], bool]:
-        """Return the texts of a piece, and whether bash splits them at blanks."""
+        """Return the strings of a piece, and whether bash splits them at blanks."""
         if piece.kind in ("plain", "quoted"):
             return [piece.text], False
         if piece.kind == "double":
@@ -329,7 +329,7 @@ class Variables:
 
 
 def _split_fields(texts: list[str]) -> tuple[list[str], bool]:
-    """Return `texts` split at blanks; an empty text at either end says that a word ends or begins there."""
+    """Return `texts` split at blanks. An empty string at either end marks the boundary of a word."""
     fields: list[str] = []
     for text in texts:
         parts = text.split()
@@ -342,7 +342,7 @@ def _split_fields(texts: list[str]) -> tuple[list[str], bool]:
 
 
 def _scan_text(text: str, source: str) -> Word:
-    """Return `text` as the inside double quotes."""
+    """Return `text` as if it were inside double quotes."""
     stripped = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
     (word,) = _Scanner('"' + stripped.replace('"', '\\"') + '"', source).scan()
     return word if isinstance(word, Word) else Word((), 1)
@@ -358,7 +358,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Return the number that integer arithmetic comes to, or the text where it cannot be computed."""
+    """Return the result of integer arithmetic, or the text if it cannot be computed."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
         return str(_evaluate(ast.parse(named.strip().replace("/", "//"), mode="eval").body))

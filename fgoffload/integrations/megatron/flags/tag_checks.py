@@ -1,6 +1,6 @@
-"""Tags of which Megatron's flags say that nothing would leave: refused by the commands, before Megatron starts.
+"""Rejects tags that cannot offload anything with Megatron's flags, in the commands before Megatron starts.
 
-Who calls `apply` in code may have several models, of which one has what another lacks; there tags without a site are found
+Callers of `apply` may have several models, where one has sites that another lacks. For them, tags without a site are found
 after the first step.
 """
 
@@ -21,18 +21,18 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields of models of which something else than these flags says what each layer is."""
+"""Fields of models whose layers are defined by something other than these flags."""
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Refuse tags that save nothing that could leave.
+    """Reject tags that save nothing that could be offloaded.
 
     Args:
-        offload: What leaves.
-        values: Megatron's flags as fields of its `TransformerConfig`; what is not there has its default.
+        offload: Settings of offload.
+        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
-        ConfigError: With the tag, the flag and the fix.
+        ConfigError: Names the tag, the flag and the fix.
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
@@ -44,7 +44,7 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Refuse tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+    """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
 
     Raises:
         ConfigError: A tag and a recompute module exclude each other.
@@ -54,10 +54,10 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Refuse tags of what routed experts save where Megatron stashes it.
+    """Reject tags of tensors that routed experts save, if Megatron stashes these itself.
 
     Raises:
-        ConfigError: With the tag and why.
+        ConfigError: Names the tag and the reason.
     """
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
@@ -69,7 +69,7 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
 
 def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
     if offload.offload_plan is not None:
-        return  # it says itself what is recomputed
+        return  # the plan defines what is recomputed
     is_full = values.get("recompute_granularity") == "full"
     is_uniform = is_full and values.get("recompute_method") == "uniform"
     for name in offload.offload_modules:

@@ -1,1 +1,1 @@
-"""CUDA graphs in Megatron."""
+"""CUDA graphs of Megatron, with offload in captured layers."""

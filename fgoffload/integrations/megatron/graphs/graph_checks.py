@@ -1,4 +1,4 @@
-"""Refuses combinations of CUDA graphs and offload at start-up, with the flag, the module and the reason."""
+"""Rejects unsupported combinations of CUDA graphs and offload at start-up, naming the flag, the module and the reason."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Refuse what a capture cannot hold.
+    """Raise for offload that a CUDA graph cannot capture.
 
     Args:
-        offload: What users chose.
-        selected: The tags that may leave.
-        values: Megatron's flags as fields of its `TransformerConfig`; what is not there has its default.
+        offload: The user's settings.
+        selected: Tags that may be offloaded.
+        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
-        ConfigError: With the flag, the module, the reason and the fix.
+        ConfigError: Names the flag, the module, the reason and the fix.
     """
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
@@ -36,10 +36,10 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
-    """Refuse a plan that recomputes a captured module.
+    """Reject a plan that recomputes a captured module.
 
     Raises:
-        PlanError: With the unit and the fix.
+        PlanError: Names the unit and the fix.
     """
     impl, modules = read_graphs(values)
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=_has_shared_overlap(values))
@@ -65,7 +65,7 @@ def _list_faults(
     if not values.get("moe_paged_stash"):
         yield from list_dropless_faults(impl, values)
     kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=_has_shared_overlap(values))
-    if has_experts and has_dense_layers(values):  # which may still have the tag
+    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
         kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
     for tag in selected:
         if tag in kept:
@@ -73,7 +73,7 @@ def _list_faults(
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
-    """Return what is captured, as 0.19 spells it."""
+    """Return which modules are captured, by the names of 0.19."""
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:
@@ -90,7 +90,7 @@ def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
 
 
 def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why experts without a fixed capacity cannot be in a graph of a full iteration, where they are to be."""
+    """Yield an error if a graph of a full iteration would contain experts without a fixed capacity."""
     is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
     if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
         yield (
@@ -100,8 +100,8 @@ def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:
-    """Return whether a model with experts has dense layers by its flags; true where they do not say how many layers it has."""
+    """Return whether a model with experts also has dense layers; true if the flags do not tell the number of layers."""
     num_layers = values.get("num_layers")
     if not num_layers:
-        return True  # nobody has said, and Megatron will ask
+        return True  # the number is missing, and Megatron will ask for it
     return not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

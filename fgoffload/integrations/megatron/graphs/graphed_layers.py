@@ -1,13 +1,13 @@
-"""CUDA graphs in Megatron: where forward is when a graph is replayed, and what leaves of modules inside one.
+"""Follows forward through replays of Megatron's CUDA graphs, and offloads saves of captured modules.
 
-Transformer Engine captures one graph for each layer and microbatch. Megatron calls `_te_cuda_graph_capture` of the layer for
-it, to warm up and then for the graph, and `_te_cuda_graph_replay` from then on: no `forward` of the captured modules runs
-again, and no hook on them. So a replay enters the layer as its forward would. Modules behind the graph, as the experts of
-a layer whose attention and router are captured, run in Python and are offloaded as always. What captured modules save leaves
-through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` first
+to warm up and then for the graph. From then on it calls `_te_cuda_graph_replay`: captured modules no longer run their `forward`
+or its hooks. So a replay enters the layer as its forward would. Modules after the graph, such as the experts of a layer with
+captured attention and router, run in Python and are offloaded as usual. Saves of captured modules are offloaded through the
+engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
-A graph of a full iteration holds forward and backward of all microbatches, and the engine's copies with them: see
-`OffloadEngine.capture_step`. Python never runs again, so the numbers of the captured step stay those of the last one.
+A graph of a full iteration contains forward and backward of all microbatches, and the engine's copies: see
+`OffloadEngine.capture_step`. Python does not run again, so the statistics of the captured step remain those of the last step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """
@@ -38,33 +38,33 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """Captured forwards of each layer."""
+    """Captured forwards of each layer, and their replays."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
         self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
-        """By microbatch. None where nothing leaves."""
+        """Captured forwards by microbatch; None for one that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
-        """The microbatches whose outputs are known to stay."""
+        """Microbatches whose outputs are known to stay on the GPU."""
         self._find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Of the layer that is captured, or warms up for that, just now."""
+        """Finds regions of the layer that is being captured or warmed up."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's wrappers of schedules that have captured a full iteration."""
         self.is_replaying = False
-        """Whether forward is behind the graph of a layer, so that groups may wait for the next one."""
+        """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
 
     def add_layer(self, layer: torch.nn.Module, chunk: int) -> None:
-        """Take note that `layer` is in a model chunk."""
+        """Record the model chunk of `layer`."""
         self._chunks[layer] = chunk
 
     def find_region(self, tag: str) -> CapturedRegion | None:
-        """Return a region for the site of `tag` in the layer that is captured, or None where its tensors stay."""
+        """Return a region for the site of `tag` in the captured layer, or None if its tensors stay on the GPU."""
         return None if self._find_region is None else self._find_region(tag)
 
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
-        """Run the forward of `layer` for a capture, or to warm up for one, and let leave what its regions save."""
+        """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
         self._known.pop(layer, None)
         chunk = self._chunks.get(layer)
         if self._find_region is not None or is_inert() or chunk is None:
@@ -89,11 +89,11 @@ class GraphedLayers:
         if engine.device.is_capturing():
             self._forwards.setdefault(layer, []).append(forward)
         else:
-            self._forwards.pop(layer, None)  # it warms up: what was captured before is captured anew
+            self._forwards.pop(layer, None)  # a warm-up: the layer is captured anew
         return outputs
 
     def replay(self, layer: torch.nn.Module, run: Callable[[], Any]) -> Any:
-        """Replay the graph of `layer` for the microbatch that it is at."""
+        """Replay the graph of `layer` for its current microbatch."""
         forwards, microbatch = self._forwards.get(layer), getattr(layer, "current_microbatch", 0)
         forward = forwards[microbatch % len(forwards)] if forwards else None
         if forward is None:
@@ -103,25 +103,25 @@ class GraphedLayers:
             self._follow_backward(forward, outputs)
         known = self._known.setdefault(layer, set())
         if microbatch not in known:
-            known.add(microbatch)  # each replay has the same outputs, and the host has no time to lose
+            known.add(microbatch)  # done once, since each replay has the same outputs and the host has no time to spare
             self._engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
     def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
         staging = self._engine.staging
         node = next((one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None), None)
-        if node is not None:  # one node replays all of backward
+        if node is not None:  # this single node replays the whole backward
             node.register_prehook(lambda gradients: staging.enter_backward(forward))
             node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
 
     def capture_step(self, wrapper: Any, run: Callable[[], Any]) -> Any:
-        """Run a full iteration that `wrapper` captures."""
+        """Run the capture of a full iteration by `wrapper`."""
         self._steps.add(wrapper)
         with self._engine.capture_step():
             return run()
 
     def close(self) -> None:
-        """Let no graph be replayed that reads what this engine would no longer bring back."""
+        """Disable graphs that would read tensors which this engine no longer reloads."""
         for wrapper in self._steps:
             if wrapper.cuda_graph[_TRAINING] is not None:
                 wrapper.cuda_graph[_TRAINING] = _RemovedGraph(wrapper.cuda_graph[_TRAINING])
@@ -134,7 +134,7 @@ class GraphedLayers:
 
 
 class _RemovedGraph:
-    """In place of a graph whose engine is gone: it can be reset, and not replayed."""
+    """Replaces a graph whose engine is closed. It can be reset, but not replayed."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -162,25 +162,25 @@ def _get_is_capturing() -> Callable[[], bool]:
 
 
 def is_capturing() -> bool:
-    """Return whether Megatron captures graphs of layers, or warms up for that: nothing that runs is a part of a step."""
+    """Return whether Megatron captures graphs of layers or warms up for that. Code that runs then is not part of a step."""
     return _get_is_capturing()()
 
 
 def may_query() -> bool:
-    """Return whether events may be asked whether they have passed: not while anything is captured."""
+    """Return whether events may be queried, which is not allowed during a capture."""
     return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: Callable[[Any], Any]) -> None:
-    """Wrap what captures and replays graphs of layers.
+    """Wrap the methods that capture and replay graphs of layers.
 
     Args:
-        patches: Put everything back later.
-        get_offload: Returns the integration; it exists only after everything is wrapped.
-        wrap_layer: Returns a forward of a layer that tells the integration of it, as for an eager layer.
+        patches: Restore everything later.
+        get_offload: Returns the integration. It exists only after everything is wrapped.
+        wrap_layer: Wraps a forward of a layer to notify the integration, as for an eager layer.
 
     Raises:
-        IntegrationError: Megatron-Core lacks one of them.
+        IntegrationError: Megatron-Core lacks one of these methods.
     """
     for owner in (GRAPHABLE, LAYER):
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
@@ -203,7 +203,7 @@ def _wrap_graph(get_offload: Callable[[], Any], original: Any) -> Any:
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
         offload = get_offload()
         outputs = offload.graphs.replay(self, lambda: original(self, *args, **kwargs))
-        offload.flush_delayed()  # behind the launch of the graph: the host has time now
+        offload.flush_delayed()  # the graph is launched, so the host has time now
         return outputs
 
     return replay

@@ -1,1 +1,1 @@
-"""Where Megatron's host waits for the device, and what keeps copies out of its way."""
+"""Finds where Megatron's host waits for the device, and keeps copies from delaying it."""

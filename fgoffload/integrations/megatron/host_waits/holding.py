@@ -1,11 +1,11 @@
-"""Groups that wait with their copies until the host has waited for something else."""
+"""Holds back copies of groups until the host has waited for something else."""
 
 from collections.abc import Callable
 from types import TracebackType
 
 
 class Holding:
-    """Whether groups that end are held, and the context in which they are. One for all layers, which do not nest."""
+    """Context in which ended groups are held. One for all layers, which do not nest."""
 
     __slots__ = ("_submit", "is_on")
 
@@ -14,7 +14,7 @@ class Holding:
         self.is_on = False
 
     def flush(self) -> None:
-        """Hold no more."""
+        """Submit held groups and stop holding."""
         self.is_on = False
         self._submit()
 
@@ -24,4 +24,4 @@ class Holding:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None and self.is_on:
             self.flush()
-        self.is_on = False  # after an exception what is held is nobody's any more
+        self.is_on = False  # after an exception, held groups are abandoned

@@ -1,4 +1,4 @@
-"""Bytes that the host waits for, written by a kernel: around the copy engine, which offload keeps busy."""
+"""Writes bytes that the host waits for by a kernel, to bypass the copy engine, which offload keeps busy."""
 
 import collections
 
@@ -6,16 +6,16 @@ import torch
 
 
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of `tensor` on the host, written by a kernel and not by the copy engine.
+    """Return a copy of `tensor` on the host, written by a kernel instead of the copy engine.
 
     Streams:
-        Queued on the current stream. The host does not block: it may read the copy when that stream has come so far.
+        Queued on the current stream. The host does not block. It may read the copy once the stream has reached this point.
 
     Lifetime:
         The caller holds the copy until then.
 
     Returns:
-        Pinned memory, of the same shape and type; None where the device does not see it under its address, or is a CPU.
+        Pinned memory of the same shape and type; None on a CPU, or if the device maps the memory to another address.
     """
     if not tensor.is_cuda:
         return None
@@ -29,24 +29,24 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class HostPages:
-    """Pinned memory in pages, of which each small tensor that a kernel writes to the host gets the next piece.
+    """Pages of pinned memory. Each small tensor that a kernel writes to the host gets the next piece of a page.
 
-    For what is written in every layer, where the device waits for the host: to pin memory for each tensor, to map it and to
-    record an event behind it takes the host several times as long as the kernel's launch.
+    Meant for tensors that every layer writes while the device waits for the host. Pinning memory for each tensor, mapping it
+    and recording an event after it takes the host several times as long as launching the kernel.
     """
 
     def __init__(self) -> None:
         self._pages: dict[tuple[torch.dtype, torch.device], _Page] = {}
-        """By type and device: the page that is written now."""
+        """Current page, by type and device."""
         self._turned: collections.deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = collections.deque()
-        """Pages that are full, and what tells that kernels have written them: the allocator of pinned memory does not know of
-        those, and would hand it out again."""
+        """Full pages, with events that show that kernels have written them. The allocator of pinned memory does not know these
+        kernels, and would hand the pages out again."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of `tensor` on the host, as `write_to_host` does.
 
         Lifetime:
-            What kernels still write to lives here. The caller holds the copy for as long as it wants to read it.
+            Memory that kernels still write to is held here. The caller holds the copy for as long as it reads it.
         """
         if not tensor.is_cuda:
             return None
@@ -68,7 +68,7 @@ class HostPages:
         return host
 
     def _turn(self, key: tuple[torch.dtype, torch.device], count: int) -> "_Page | None":
-        """Begin a page that has room for `count` elements; None where the device does not see it under its address."""
+        """Begin a page with room for `count` elements; None if the device maps it to another address."""
         while self._turned and all(event.query() for event in self._turned[0][1]):  # type: ignore[no-untyped-call]
             self._turned.popleft()
         full = self._pages.pop(key, None)
@@ -84,10 +84,10 @@ class HostPages:
 
 
 def read_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` that the host may read now, or `tensor` itself where `write_to_host` makes none.
+    """Return a copy of `tensor` that the host may read now, or `tensor` itself if `write_to_host` returns None.
 
     Streams:
-        The host waits for the current stream, and for no copy that is under way beside it.
+        The host waits for the current stream, but not for copies on other streams.
     """
     host = write_to_host(tensor)
     if host is None:
@@ -97,36 +97,36 @@ def read_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _PAGE_NUMEL = 8192
-"""Elements of a page: 64 KiB of whole numbers are the tokens of 16 experts for a few hundred layers."""
+"""Elements of a page: 64 KiB of integers are the token counts of 16 experts for a few hundred layers."""
 
 _PIECE_NUMEL = 16
-"""Elements. Pieces begin at multiples of it: so the host does not read a cache line that the device still writes to."""
+"""Elements. Pieces begin at multiples of this, so the host reads no cache line that the device still writes to."""
 
 
 class _Page:
-    """A page that is written now."""
+    """Page that is being written."""
 
     __slots__ = ("begin", "host", "mapped", "streams")
 
     def __init__(self, host: torch.Tensor, mapped: torch.Tensor) -> None:
         self.host = host
         self.mapped = mapped
-        """The same memory, as the device sees it."""
+        """The same memory, as mapped to the device."""
         self.begin = 0
-        """Elements that are given away."""
+        """Elements already handed out."""
         self.streams: set[torch.cuda.Stream] = set()
-        """On which kernels write to it."""
+        """Streams whose kernels write to the page."""
 
 
 def _map(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """Return pinned memory as `device` sees it, or None where it does so under another address."""
+    """Return pinned memory as mapped to `device`, or None if it is mapped to another address."""
     mapped = torch.as_tensor(_MappedMemory(host), device=device)
-    # Pinned for another device: torch has made a copy on this one.
+    # If it was pinned for another device, torch has made a copy on this one.
     return mapped if mapped.data_ptr() == host.data_ptr() else None
 
 
 def _write(tensor: torch.Tensor, mapped: torch.Tensor) -> None:
-    # An op of arithmetic, since torch hands a plain copy to the driver, which may take the copy engine for it.
+    # An arithmetic op, since torch passes a plain copy to the driver, which may use the copy engine for it.
     torch.add(tensor, 0, out=mapped)
 
 

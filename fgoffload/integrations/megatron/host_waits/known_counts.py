@@ -1,18 +1,18 @@
-"""What a recompute knows from its forward: how many tokens each expert gets, so that the host need not wait for it again.
+"""Reuses the token counts of a forward in its recompute, so that the host does not wait for them again.
 
-A token dispatcher has the host wait for the device, since the sizes of what the experts compute are on the device alone. In
-forward there is no way around it. Where a checkpoint runs the same forward again in backward, the same tokens go to the same
-experts, and the host has the counts already; but Megatron asks for them again, and the host, which is ahead of the device in
-backward, falls back to where the device is. Each kernel behind that wait is launched while the device has little left to do.
+A token dispatcher synchronizes on the token counts, since the sizes of the experts' inputs are only on the device. Forward
+cannot avoid that. A checkpoint that recomputes the forward in backward sends the same tokens to the same experts, and the host
+already has the counts. But Megatron requests them again, and the host, which is ahead of the device in backward, falls back to
+the device's position. Kernels after that wait are launched while the device has little work left.
 
 [Note: Known counts]
-So the counts of a forward under a checkpoint are remembered with it, and its recompute is given those at once. It asks for its
-own all the same, without a wait: when these have come they are compared, and where they differ that is an error. Then the
-router chose otherwise the second time, and gradients are those of another forward, with or without this.
+So the counts of a forward in a checkpoint are stored with it, and its recompute gets them at once. The recompute still requests
+its own counts, without waiting. They are compared once they arrive, and a difference raises an error. The router then chose
+differently in the recompute, and gradients are those of another forward, with or without this.
 
-That holds for the first dispatcher of a checkpoint alone. What is behind it has passed the combine of the experts, which adds
-with atomics where permutation is not fused and algorithms need not be deterministic: a recompute may differ there in a last
-bit, and the next router with it. So where one checkpoint is around several layers, the others ask as Megatron has them ask.
+This covers only the first dispatcher of a checkpoint. Tensors after it have passed the combine of the experts. Without fused
+permutation and deterministic algorithms, the combine adds with atomics. A recompute may then differ in the last bit, and so may
+the next router. So if a checkpoint contains several layers, later dispatchers synchronize as in Megatron.
 """
 
 import collections
@@ -39,29 +39,29 @@ _TE_USERS = ("megatron.core.transformer.moe.moe_layer", BLOCK_MODULE, RECOMPUTE_
 
 
 class _Asked(NamedTuple):
-    """One recompute's own counts, which are on their way."""
+    """Counts that a recompute has requested and not yet received."""
 
     event: Any
-    """Behind them."""
+    """Event recorded after their copy."""
     pairs: tuple[tuple[Any, Any], ...]
-    """What is known, and what comes."""
+    """Pairs of known and requested counts."""
 
 
 class _Run:
-    """The counts of the first dispatcher in one forward under a checkpoint, in order."""
+    """Counts of the first dispatcher in one forward in a checkpoint, in order."""
 
     def __init__(self) -> None:
         self.counts: list[Any] = []
-        """As `maybe_move_tensor_to_cpu` returned them. Whoever reads them has waited for them in forward."""
+        """Counts as `maybe_move_tensor_to_cpu` returned them. Readers have waited for them in forward."""
         self.position: int | None = None
-        """Of the next one in a recompute; None in forward."""
+        """Index of the next count in a recompute; None in forward."""
         self.asked: list[tuple[Any, Any]] = []
-        """Of the wait that comes next: what is known, and what comes."""
+        """Known and requested counts of the next wait."""
         self.is_past_first = False
-        """Whether this pass has come past its first dispatcher."""
+        """Whether this pass is past its first dispatcher."""
 
     def pass_on(self, count: Any) -> Any:
-        """Return what the dispatcher is given in place of `count`, which may still be on its way."""
+        """Return the count for the dispatcher: the known one instead of `count`, which may still be in flight."""
         if self.is_past_first:
             return count
         if self.position is None:
@@ -76,35 +76,35 @@ class _Run:
 
 
 class KnownCounts:
-    """Gives recomputes the counts of their forward, and checks that they are the same. See [Note: Known counts]."""
+    """Gives recomputes the counts of their forward, and checks that both are equal. See [Note: Known counts]."""
 
     def __init__(self) -> None:
-        self._local = threading.local()  # forward and recompute are on threads of their own
+        self._local = threading.local()  # forward and recompute run on different threads
         self._asked: collections.deque[_Asked] = collections.deque()
 
     def follow(self, patches: Patches) -> None:
-        """Wrap checkpoints, and what dispatchers ask in them.
+        """Wrap checkpoints, and the methods with which dispatchers request counts in them.
 
         Streams:
-            What a recompute asks for is copied as in forward, and the host does not block for it. Where it has come is looked
-            at when a function under a checkpoint begins the next time.
+            Counts that a recompute requests are copied as in forward, without blocking the host. They are checked for arrival
+            when a function in a checkpoint begins the next time.
 
         Raises:
             IntegrationError: Megatron-Core lacks one of the symbols.
         """
         wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
         for user in _TE_USERS:
-            # None, or absent, without Transformer Engine.
+            # None or missing without Transformer Engine.
             if importlib.util.find_spec(user) is not None and getattr(load_module(user), "te_checkpoint", None) is not None:
                 wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
         wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._wrap_move)
         wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wrap_wait)
 
     def _check(self) -> None:
-        """Compare the counts that have come since the last time. The host does not block.
+        """Compare the counts that have arrived since the last call. The host does not block.
 
         Raises:
-            StateError: A recompute sent other tokens to an expert than its forward.
+            StateError: A recompute sent different numbers of tokens to the experts than its forward.
         """
         while self._asked and _has_passed(self._asked[0].event):
             for known, own in self._asked.popleft().pairs:
@@ -112,7 +112,7 @@ class KnownCounts:
 
     def _wrap_checkpoint(self, original: Any) -> Any:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module, as the shared experts, dispatches nothing; Transformer Engine looks into modules it is given.
+            # A module, such as the shared experts, dispatches nothing. Transformer Engine inspects modules that it gets.
             if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
                 return original(function, *args, **kwargs)
             return original(self._remember(function), *args, **kwargs)
@@ -120,7 +120,7 @@ class KnownCounts:
         return checkpoint
 
     def _remember(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, which gets in each later call the counts of its first one."""
+        """Return a wrapper of `function` that passes the counts of its first call to each later call."""
         run = _Run()
         is_first = True
 
@@ -158,7 +158,7 @@ class KnownCounts:
         def wait(dispatcher: Any, point: str, *args: Any, **kwargs: Any) -> Any:
             result, run = original(dispatcher, point, *args, **kwargs), self._find_run()
             if run is not None and run.asked:
-                # The host waits for this event at a later point, which it comes to with what it knows.
+                # The host waits for this event later, where the known counts suffice.
                 self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
                 run.asked.clear()
                 dispatcher.d2h_event = _PASSED
@@ -180,7 +180,7 @@ _PASSED = _PassedEvent()
 
 
 def _has_passed(event: Any) -> bool:
-    # What stands for one on a CPU cannot be asked: what was queued there is done.
+    # The CPU's stand-in for an event cannot be queried. Its work is done once queued.
     return bool(event.query()) if isinstance(event, torch.cuda.Event) else True  # type: ignore[no-untyped-call]
 
 

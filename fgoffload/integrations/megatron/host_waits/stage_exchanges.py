@@ -1,15 +1,14 @@
-"""Exchanges between pipeline stages: the host waits for no copy that is under way beside them, and with experts for nothing.
+"""Exchanges between pipeline stages, without host waits for concurrent copies, and with experts without any host wait.
 
 [Note: Waits behind an exchange]
-Megatron has the host wait for the whole device behind each exchange, since what `batch_isend_irecv` returned once waited for
-nothing. That is mended since PyTorch 1.13 (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the
-exchange, and what is queued and freed behind that comes after it. So the host has nothing to wait for, and Megatron has taken
-one of its two waits out (https://github.com/NVIDIA/Megatron-LM/pull/6919). Without, the host begins each pass ahead of the
-device.
+Megatron's host waits for the whole device after each exchange, since requests of `batch_isend_irecv` once did not wait for it.
+That is fixed since PyTorch 1.13 (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the exchange, and
+work queued or memory freed later comes after it. So the host need not wait, and Megatron has removed one of its two waits
+(https://github.com/NVIDIA/Megatron-LM/pull/6919). Without them, the host begins each pass ahead of the device.
 
-It must not get too far ahead: it lets go of the copies to the host that it sees done, and sees none of a pass that the device
-has not begun. Where layers let it wait for their routing they bound that. Elsewhere it still waits for the current stream, and
-not for copies on others.
+The host must not get too far ahead. It releases tensors once it sees that their copies to the host are done, and sees none of a
+pass that the device has not begun. If layers wait for their routing, that limits the lead. Otherwise the host still waits
+for the current stream, but not for copies on other streams.
 """
 
 from collections.abc import Sequence
@@ -21,15 +20,15 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.host_waits.host_writes import write_to_host
 
 NO_SHAPE = (0, 0, 0)
-"""What Megatron takes for the shape of nothing."""
+"""Shape that Megatron uses for no tensor."""
 
 
 def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
-    """Return what exchanges tensors with neighbours as `original`, `P2PCommunicator._communicate`, does.
+    """Return a replacement of `original`, `P2PCommunicator._communicate`, with fewer host waits.
 
     Args:
-        get_offload: Returns what knows whether layers of this stage let the host wait.
-        original: Megatron's.
+        get_offload: Returns the integration, which knows whether layers of this stage make the host wait.
+        original: Megatron's method.
     """
 
     def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +41,8 @@ def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
         finally:
             config.batch_p2p_sync = True
         if not get_offload().has_waiting_layers:
-            # Copies that are done free their sources only where the host sees that. See [Note: Waits behind an exchange].
+            # The host frees the sources of finished copies only once it sees that they are done. See [Note: Waits behind an
+            # exchange].
             torch.cuda.current_stream().synchronize()
         return result
 
@@ -50,7 +50,7 @@ def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
 
 
 def wrap_shapes(original: Any) -> Any:
-    """Return what exchanges shapes with neighbours as `original`, `P2PCommunicator._communicate_shapes`, does."""
+    """Return a replacement of `original`, `P2PCommunicator._communicate_shapes`, that does not use a copy engine."""
 
     def communicate_shapes(
         self: Any,
@@ -60,7 +60,7 @@ def wrap_shapes(original: Any) -> Any:
         recv_next: bool,  # noqa: FBT001
     ) -> Any:
         sent = [tensor for tensor in (tensor_send_next, tensor_send_prev) if tensor is not None]
-        # Of a stage that sends nothing the device is the current one, if there are devices.
+        # A stage that sends nothing uses the current device, if there is one.
         is_cuda = sent[0].is_cuda if sent else torch.cuda.is_available()
         if self.config.use_ring_exchange_p2p or not is_cuda:
             return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
@@ -79,13 +79,13 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Tell neighbours the shapes of what comes, and return those of what they send.
+    """Send the shapes of the next tensors to neighbours, and return the shapes of theirs.
 
-    What goes over the wire is what Megatron sends, in its order, so that a neighbour may run Megatron's own. Neither way does a
-    number take a copy engine: on the device kernels write them, and to the host too.
+    The messages are Megatron's, in the same order, so a neighbour may run Megatron's own method. Numbers never use a copy
+    engine: kernels write them on the device, and to the host too.
 
     Returns:
-        Of the stage before and of the next one, each of three numbers; `NO_SHAPE` where nothing comes.
+        Shapes from the previous and from the next stage, three numbers each; `NO_SHAPE` if there is none.
 
     Source: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1, for the order.
     """
@@ -106,7 +106,7 @@ def exchange_shapes(
         request.wait()
     hosts = [shape if shape is None else _bring(shape) for shape in (from_previous, from_next)]
     if device.type == "cuda":
-        # The host needs the shapes now. And what was sent may be freed behind this. See [Note: Waits behind an exchange].
+        # The host needs the shapes now, and sent tensors may be freed after this. See [Note: Waits behind an exchange].
         torch.cuda.current_stream().synchronize()
     previous, following = (NO_SHAPE if host is None else host.tolist() for host in hosts)
     return previous, following
@@ -117,12 +117,12 @@ def _make_room(device: torch.device) -> torch.Tensor:
 
 
 def _write_shape(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Return the shape of `tensor` on the device, where kernels have written it."""
+    """Return the shape of `tensor` on the device, written by kernels."""
     if tensor is None:
         return None
     room = _make_room(device)
     for index, size in enumerate(tensor.shape):
-        room[index].fill_(size)  # the number comes with the kernel; from a list it would come by a copy
+        room[index].fill_(size)  # the kernel carries the number; a list would need a copy
     return room
 
 

@@ -1,8 +1,8 @@
-"""Where Megatron's host waits for the device, and what keeps copies to the host out of its way.
+"""Finds where Megatron's host waits for the device, and keeps copies to the host from delaying these waits.
 
-The host waits for a few bytes, the tokens of each expert, and the device has nothing to do meanwhile. Those bytes take the same
-way as what is offloaded, one copy engine for each direction, first in first out: behind a group of attention they wait for
-milliseconds. Traced with Megatron's own engine and with ours; see docs/reference/tags.md.
+The host waits for a few bytes, the token counts of the experts, while the device is idle. Those bytes share one first-in
+first-out copy engine per direction with offloaded tensors, and wait for milliseconds behind a group of attention. Traced with
+Megatron's own engine and with ours; see docs/reference/tags.md.
 """
 
 import enum
@@ -25,7 +25,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 
 class Remedy(enum.Enum):
-    """What keeps copies to the host out of the way of a wait."""
+    """Ways to keep copies to the host from delaying a wait."""
 
     KERNEL = "a kernel writes the bytes to the host, without the copy engine"
     HOLD = "groups that end in the layer before the wait are held until it is over"
@@ -37,16 +37,16 @@ class WaitRow(NamedTuple):
     """One place where the host waits for the device."""
 
     owner: str
-    """The class, as `module:Class`, or the module."""
+    """Class, as `module:Class`, or the module."""
     method: str
     what: str
-    """What it waits for."""
+    """Bytes that the host waits for, in words."""
     remedy: Remedy
     since: str
-    """The first version of megatron-core that has the place."""
+    """First version of megatron-core that has the place."""
 
     is_needed: Callable[[Any], bool] = lambda config: True
-    """Whether a model with this config has the wait."""
+    """Returns whether a model with this config has the wait."""
 
 
 _COUNTS = "the number of tokens of each expert"
@@ -123,11 +123,11 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     """Wrap the waits of `WAITS`.
 
     Args:
-        patches: Put them back later.
-        get_offload: Returns what holds and submits groups; it exists only after everything is wrapped.
+        patches: Restore them later.
+        get_offload: Returns the integration, which holds and submits groups. It exists only after everything is wrapped.
 
     Raises:
-        IntegrationError: Megatron-Core lacks one of them.
+        IntegrationError: Megatron-Core lacks one of these methods.
     """
     for wait in _list_held():
         wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload, wait))
@@ -137,13 +137,13 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
-    KnownCounts().follow(patches)  # around what was wrapped before: whichever way counts come, they are remembered
+    KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
 
 
 def has_wait(layer: Any) -> bool:
-    """Return whether the host waits in each forward of `layer`, for its routing."""
+    """Return whether the host waits for the routing in each forward of `layer`."""
     dispatcher = _find_dispatcher(layer)
-    # With a fixed number of tokens for each expert nothing has to be asked.
+    # With a fixed number of tokens per expert, the counts are known.
     return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
 
 
@@ -152,17 +152,17 @@ def _find_dispatcher(layer: Any) -> Any:
 
 
 def has_held_wait(layer: Any) -> bool:
-    """Return whether the host waits in the forward of `layer` for bytes that go through the copy engine."""
+    """Return whether the host waits in the forward of `layer` for bytes that use the copy engine."""
     dispatcher = _find_dispatcher(layer)
     return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
 
 
 def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
-    """Return the last wait in a forward of `dispatcher` that groups are held for."""
+    """Return the last wait in a forward of `dispatcher` until which groups are held."""
     return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
 
 
-@functools.cache  # each forward of a layer asks
+@functools.cache  # called in each forward of a layer
 def _list_held_of(dispatcher: type) -> list[WaitRow]:
     module = load_module(DISPATCHERS)
     return [wait for wait in _list_held() if issubclass(dispatcher, getattr(module, wait.owner.partition(":")[2]))]
@@ -175,7 +175,7 @@ def _list_held() -> list[WaitRow]:
 def _wrap_held_wait(get_offload: GetOffload, wait: WaitRow, original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        # Copies that begin behind an earlier wait would be ahead of the last one.
+        # Copies that begin after an earlier wait would delay the last one.
         if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
             offload.flush()
         return result
@@ -191,7 +191,7 @@ def _wrap_check(original: Any) -> Any:
 
 
 def _read_flag(flag: Any) -> Any:
-    """Return what a tensor of one element on a CUDA device says, around the copy engine; anything else as it is."""
+    """Return the value of a CUDA tensor of one element, bypassing the copy engine. Return anything else unchanged."""
     if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
         return flag
     return bool(read_on_host(flag.to(torch.int32)))
@@ -199,11 +199,11 @@ def _read_flag(flag: Any) -> Any:
 
 def _wrap_packed_rotary(original: Any) -> Any:
     if "max_seqlen" in inspect.signature(original).parameters:
-        # Of the development branch: it computes with lengths on the device, and waits only where its caller knows no longest.
+        # The development branch computes with lengths on the device, and waits only if its caller does not know the longest.
         return original
 
     def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # It splits by these lengths and looks up by them, on the host alone: so it may have them there.
+        # Lengths are used only on the host, for splits and look-ups, so they may be there.
         return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
     return apply_rotary
@@ -215,7 +215,7 @@ def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
         if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
             return original(tensor, as_numpy, record_stream)
-        # Where nothing is on its way to the host nothing can be in the way, and Megatron's copy costs the host less.
+        # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
         host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
         if host is None:
             return original(tensor, as_numpy, record_stream)

@@ -1,17 +1,17 @@
-"""Megatron's own call sites, answered by our engine.
+"""Makes our engine serve Megatron's own call sites.
 
-Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context around what saves, and a call where the
-tensors may leave. Many modules import that class by name, some inside functions. So the class stays and its methods are
-replaced: whoever has imported it, or will, calls ours.
+Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context around the code that saves, and a call
+that allows the tensors to be offloaded. Many modules import that class by name, some inside functions. So we keep the class and
+replace its methods: all importers, past and future, call ours.
 
-The class comes in two generations, told apart by how a group ends (`generations.py`), not by version numbers:
+The class has two generations, distinguished by how a group ends (`generations.py`), not by version numbers:
 
 | | ends a group by | adapter |
 |---|---|---|
 | 0.16.1 and the releases before 0.19 | `Interface.group_commit(tensor, name=...)`, on the class | `released.py` |
 | 0.19 and the development branch (0.20) | `site.group_offload(tensor)`, on the object that was the context | `development.py` |
 
-Both adapters only translate. What their calls mean is in `calls.py`, once.
+Both adapters only translate. `calls.py` implements the calls, once for both.
 """
 
 from collections.abc import Callable
@@ -31,25 +31,25 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
     """Replace the methods of Megatron's interface class.
 
     Args:
-        patches: Puts them back later.
-        get_offload: Returns what answers the calls; it exists only after everything is replaced.
+        patches: Restores them later.
+        get_offload: Returns the integration that serves the calls. It exists only after everything is replaced.
 
     Raises:
-        IntegrationError: The class is of no generation that is known, lacks one of its methods, or has one that takes other
-            arguments. Nothing is replaced then.
+        IntegrationError: The class is of no known generation, lacks one of its methods, or has one with other arguments.
+            Nothing is replaced then.
     """
     interface = find_interface()
     generation = find_generation(interface)
     methods = generation.make_methods(Calls(get_offload))
     generation.check(interface, methods)
-    # What a newer version added would reach Megatron's own engine, beside ours: on a call site's first use it says so.
+    # Methods added in a newer version would run Megatron's own engine beside ours. These raise when a call site first uses one.
     methods |= {name: staticmethod(refuse_unknown(name)) for name in find_unknown(interface, methods)}
     for name, method in methods.items():
         patches.replace(INTERFACE, name, method)
 
 
 def is_replaced() -> bool:
-    """Return whether Megatron's interface class has methods of ours at present.
+    """Return whether Megatron's interface class has our methods now.
 
     Raises:
         IntegrationError: Megatron-Core or the class is missing.
@@ -58,10 +58,10 @@ def is_replaced() -> bool:
 
 
 def is_marked_to_stay(tensor: torch.Tensor) -> bool:
-    """Return whether Transformer Engine has marked `tensor`: weights in another format, and what it keeps for FP8.
+    """Return whether Transformer Engine marked `tensor` as not to be offloaded: weights in another format, and tensors for FP8.
 
     It marks tensors that live on after backward. Source: `mark_not_offload` in Transformer Engine's `cpu_offload`, which
-    Megatron-Core's own engine heeds since 0.19 (`_te_do_not_offload`). Autograd hands over the very tensor that was marked
-    where it has no history, as these have not.
+    Megatron-Core's own engine respects since 0.19 (`_te_do_not_offload`). Autograd passes on the marked object itself if it
+    has no history, as is the case here.
     """
     return getattr(tensor, "_TE_do_not_offload", False) is True

@@ -1,4 +1,4 @@
-"""Translates Megatron's calls for the integration: one core for both generations of their interface."""
+"""Translates calls of Megatron's interface for the integration, for both generations of the interface."""
 
 import functools
 import logging
@@ -20,43 +20,43 @@ _MEGATRON_DEFAULTS: dict[str, float] = {
     "activation_offload_fraction": 1.0,
     "delta_offload_bytes_across_pp_ranks": 0,
 }
-"""Defaults of `TransformerConfig`, in both generations."""
+"""Defaults of `TransformerConfig` in both generations."""
 
 
 class Calls:
-    """Answers the calls on Megatron's interface. It lives as long as the replaced methods, which alone hold it."""
+    """Serves the calls of Megatron's interface. Only the replaced methods hold it."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self._get_offload = get_offload
         self.is_enabled = True
-        """Whether sites save for us; off between `disable_offload` and `enable_offload`."""
+        """Whether sites save for us; false between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Microbatches, by chunk, when offload was disabled."""
+        """Number of begun microbatches by chunk when offload was disabled."""
         self._warned: set[str] = set()
 
     @property
     def offload(self) -> MegatronOffload:
-        """The integration."""
+        """Integration that serves the calls."""
         return self._get_offload()
 
     def begin_microbatch(
         self, vp_stage: int | None, *, max_inflight_offloads: int | None = None, **settings: float | None
     ) -> None:
-        """A forward of the model chunk `vp_stage` begins; None is the only one.
+        """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
 
         Args:
-            vp_stage: The virtual pipeline stage.
-            max_inflight_offloads: How many groups of each tag may be on their way to the host before compute waits.
-            settings: What Megatron's config says, by the name of its field. Ours says what counts.
+            vp_stage: Virtual pipeline stage.
+            max_inflight_offloads: How many groups of each tag may be in flight to the host before compute waits.
+            settings: Values of Megatron's config, by the name of their field. Our own config takes precedence.
         """
         self._warn_of_settings(settings)
         self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def finish_step(self) -> None:
-        """A schedule has run all its microbatches.
+        """Finish the step once a schedule has run all its microbatches.
 
-        From 0.18 on Megatron says so after an evaluation too, and around the capture of CUDA graphs. Without a forward that
-        saves since the last time that is no step.
+        Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs. If no forward has saved
+        anything since the last call, this is not a step.
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
@@ -65,22 +65,22 @@ class Calls:
         self.offload.finish_open_step()
 
     def disable(self) -> None:
-        """What comes now is the warm-up of a CUDA graph: nothing leaves, and it is no part of a step.
+        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step.
 
-        Of a layer's graph it is only counted what will leave: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
+        The warm-up of a layer's graph only counts later offloads: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
         """
         if self.is_enabled:
             self._begun = self.offload.count_microbatches()
         self.is_enabled = False
 
     def enable(self) -> None:
-        """The warm-up is over."""
+        """Resume offload after the warm-up."""
         if not self.is_enabled:
             self.offload.leave_out_microbatches(self._begun)
         self.is_enabled = True
 
     def keep(self, tensor: torch.Tensor | None) -> None:
-        """Never move `tensor`; Megatron passes None where a module has no such parameter."""
+        """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
         if tensor is not None:
             self.offload.engine.keep([tensor])
 
@@ -94,12 +94,12 @@ class Calls:
 
 
 class CallSite:
-    """One execution of a call site: what an object of Megatron's interface class stands for.
+    """One execution of a call site, behind an object of Megatron's interface class.
 
     Args:
-        calls: Answers.
-        tensor: The input of the site.
-        open_region: Returns its region, or None where its tensors stay; None itself where the site is off.
+        calls: Serves the call.
+        tensor: Input of the site.
+        open_region: Returns its region, or None if its tensors stay on the GPU; itself None if the site is off.
     """
 
     __slots__ = ("_calls", "_open_region", "_region", "_saving", "_tensor")
@@ -114,11 +114,11 @@ class CallSite:
         self._saving: Saving | CapturedRegion | None = None
 
     def enter(self) -> torch.Tensor | None:
-        """Begin to save, and return the input of the site.
+        """Start saving, and return the input of the site.
 
-        Not before: Megatron makes the object also where a checkpoint runs in place of the site, and then never enters it.
+        Saving does not start earlier: if a checkpoint replaces the site, Megatron makes the object too, and never enters it.
         """
-        # Handed over and not kept: the newer call sites hold the object until the group leaves, and would hold its input too.
+        # Not kept: newer call sites hold this object until the group is offloaded, and would hold the input too.
         tensor, self._tensor = self._tensor, None
         if self._open_region is None or not (self._calls.is_enabled or is_capturing()) or tensor is None:
             return tensor
@@ -130,24 +130,24 @@ class CallSite:
         return tensor
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Save no more."""
+        """Stop saving."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.__exit__(kind, error, trace)
 
     def end(self, *, may_wait: bool) -> None:
-        """Let the group leave. Without one, or while offload is disabled, nothing happens."""
+        """End the group so that it is offloaded. Does nothing without a group, or while offload is disabled."""
         region, self._region = self._region, None
         if region is not None and self._calls.is_enabled:
             self._calls.offload.end(region, may_wait=may_wait)
 
 
 def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
-    """Return what makes an object of the interface class a context: `with interface(flag, tensor, name) as tensor:`.
+    """Return the methods that make the interface class a context: `with interface(flag, tensor, name) as tensor:`.
 
     Args:
-        calls: Answers.
-        open_region: Returns the region of a tag where forward is.
+        calls: Serves the calls.
+        open_region: Returns the region of a tag in the current layer.
     """
 
     def initialize(self: Any, offload: Any, tensor: torch.Tensor, name: str) -> None:

@@ -1,10 +1,10 @@
-"""The interface of the development branch (0.20), and of 0.19: the object that was the context also ends its group.
+"""Interface of 0.19 and of the development branch (0.20), in which the context object also ends its group.
 
-CUDA graphs ask three things of it. Their warm-up runs between `disable_offload` and `enable_offload`, and nothing may leave
-there. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph let their groups wait for
-`flush_delayed_groups`, which comes once the graph is launched. Megatron's own engine captures copies of modules inside the
-graph, and orders them through `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures
-none, see [Note: Staging] in `fgoffload/engine/staging.py`: these do nothing, and graphs run on the current stream.
+CUDA graphs need three things. Their warm-up runs between `disable_offload` and `enable_offload`, where nothing may be
+offloaded. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until
+`flush_delayed_groups`, which is called once the graph is launched. Megatron's own engine captures copies of modules inside the
+graph, and orders them with `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures none,
+see [Note: Staging] in `fgoffload/engine/staging.py`. So these do nothing, and graphs run on the current stream.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.interface.calls import Calls, CallSite, mak
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
-    """Return the methods of the interface class that let `calls` answer."""
+    """Return methods of the interface class that pass its calls to `calls`."""
 
     def group_offload(
         self: Any, tensor: Any, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
@@ -28,7 +28,7 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
 
     statics = _make_step_methods(calls) | _make_graph_methods(calls)
     methods: dict[str, Any] = {name: staticmethod(method) for name, method in statics.items()}
-    # The object that opened a region ends it, so nobody has to find it by its name.
+    # The object that opened a region ends it, so the region need not be found by name.
     context = make_context_methods(calls, lambda name: calls.offload.find_region(name))
     return context | methods | {"group_offload": group_offload}
 
@@ -52,15 +52,15 @@ def _make_step_methods(calls: Calls) -> dict[str, Any]:
         )
 
     def reset(process_group: Any = None) -> None:
-        # Megatron's engine prints a table over these ranks, which leave out the pipeline. Which tags came to nothing, all ranks
-        # have to agree on: a stage without experts has no site of theirs.
+        # Megatron's engine prints a table over these ranks, which exclude the pipeline. All ranks have to agree on which tags
+        # had no effect, since a stage without experts has none of their sites.
         calls.finish_step()
 
     def reset_instance() -> None:
-        """Do nothing: there is no instance, the integration holds its engine."""
+        """Do nothing, since the integration holds its engine and there is no instance."""
 
     def get_context(flag: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # no module asks for it
+        return contextlib.nullcontext()  # no module calls it
 
     return {
         "init_chunk_handler": init_chunk_handler,

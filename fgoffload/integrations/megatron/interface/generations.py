@@ -1,4 +1,4 @@
-"""The generations of Megatron's interface class, and which one is installed."""
+"""Finds out which generation of Megatron's interface class is installed."""
 
 import dataclasses
 import inspect
@@ -20,15 +20,15 @@ class Generation:
     """One generation of the interface class."""
 
     end_of_group: str
-    """The method by which its call sites end a group: no other generation has it."""
+    """Method by which its call sites end a group. No other generation has it."""
     make_methods: Callable[[Calls], dict[str, Any]]
-    """Returns what the class gets in place of its methods."""
+    """Returns the replacements for the methods of the class."""
 
     def check(self, interface: type, methods: Mapping[str, Any]) -> None:
-        """Check that `interface` has all of `methods`, and that they take what its call sites give.
+        """Check that `interface` has all of `methods`, with the arguments that call sites pass.
 
         Raises:
-            IntegrationError: With the dotted path of the method, and the versions supported.
+            IntegrationError: A method differs. Names its dotted path and the supported versions.
         """
         for name, method in methods.items():
             if name not in vars(interface):
@@ -48,7 +48,7 @@ GENERATIONS = (
     Generation("group_offload", make_development_methods),
     Generation("group_commit", make_released_methods),
 )
-"""The newest first."""
+"""Known generations, newest first."""
 
 
 def find_interface() -> type:
@@ -58,7 +58,7 @@ def find_interface() -> type:
         IntegrationError: Megatron-Core, the module or the class is missing.
     """
     module_name, _, class_name = INTERFACE.partition(":")
-    load_module("megatron.core")  # or its absence would be blamed on the module
+    load_module("megatron.core")  # otherwise the error would name only the module
     try:
         interface = getattr(load_module(module_name), class_name, None)
     except IntegrationError as error:
@@ -75,10 +75,10 @@ def find_interface() -> type:
 
 
 def find_generation(interface: type) -> Generation:
-    """Return the generation that `interface` is of, by what it has.
+    """Return the generation of `interface`, by its methods.
 
     Raises:
-        IntegrationError: It is of none that is known.
+        IntegrationError: It is of no known generation.
     """
     for generation in GENERATIONS:
         if generation.end_of_group in vars(interface):
@@ -102,9 +102,9 @@ def find_unknown(interface: type, methods: Mapping[str, Any]) -> list[str]:
 
 
 def get_version() -> str:
-    """Return the version of the installed Megatron-Core, as it says itself.
+    """Return the version that the installed Megatron-Core reports.
 
-    Without what follows a plus sign: 0.19 puts the commit of the repository there that the process was started in.
+    Omits the part after a plus sign, which in 0.19 is the commit of the repository that the process was started in.
     """
     return str(getattr(load_module("megatron.core"), "__version__", "of unknown version")).partition("+")[0]
 

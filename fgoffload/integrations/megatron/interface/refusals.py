@@ -1,4 +1,4 @@
-"""Where Megatron's interface class is, and what of it this version refuses to answer."""
+"""Names Megatron's interface class, and rejects calls to methods that this version does not support."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -6,14 +6,14 @@ from typing import Any, NoReturn
 from fgoffload.errors import IntegrationError
 
 INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:FineGrainedActivationOffloadingInterface"
-"""Megatron's class, as `Patches` takes it."""
+"""Path of Megatron's class, as `Patches` takes it."""
 INTERFACE_PATH = INTERFACE.replace(":", ".")
 SUPPORTED = "megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer, where by group_offload"
-"""Tested versions, for errors."""
+"""Supported versions, for errors."""
 
 
 def refuse_unknown(name: str) -> Callable[..., NoReturn]:
-    """Return what stands in for the method `name` of Megatron's interface, of which no known generation has one."""
+    """Return a replacement for the method `name` of Megatron's interface, which no known generation has. It raises."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise IntegrationError(

@@ -1,4 +1,4 @@
-"""The interface of megatron-core 0.16.1, up to 0.18: the end of a group is a call on the class, with the name of its tag."""
+"""Interface of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, with the name of its tag."""
 
 import contextlib
 from typing import Any
@@ -9,7 +9,7 @@ from fgoffload.integrations.megatron.interface.calls import Calls, make_context_
 
 
 def make_released_methods(calls: Calls) -> dict[str, Any]:
-    """Return the methods of the interface class that let `calls` answer."""
+    """Return methods of the interface class that pass its calls to `calls`."""
 
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
@@ -23,22 +23,22 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
     def group_commit(
         tensor: Any, name: str, forced_released_tensors: list[torch.Tensor] | None = None, delay_offload: Any = None
     ) -> Any:
-        # `forced_released_tensors` are storages that Megatron's own engine empties by force. Ours never resizes what somebody
-        # else may hold: the memory goes when the last holder lets go, and what is held elsewhere is counted.
+        # Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may
+        # be referenced elsewhere: its memory is freed with the last reference, and counted until then.
         calls.offload.end_region(name, may_wait=bool(delay_offload))
         return tensor
 
     def get_context(flag: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # no module asks for it
+        return contextlib.nullcontext()  # no module calls it
 
     def reset() -> None:
         calls.finish_step()
 
     def reset_instance() -> None:
-        """Do nothing: there is no instance, the integration holds its engine."""
+        """Do nothing, since the integration holds its engine and there is no instance."""
 
     def forward_record(event: Any) -> None:
-        """Do nothing: no module asks for it, and ours captures no copies."""
+        """Do nothing, since no module calls it and our engine captures no copies."""
 
     statics: dict[str, Any] = {
         "init_chunk_handler": init_chunk_handler,

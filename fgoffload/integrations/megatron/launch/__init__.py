@@ -1,13 +1,13 @@
-"""Offload for a training script of Megatron-LM that knows nothing of fgoffload, and stays as it is.
+"""Applies offload to an unmodified training script of Megatron-LM.
 
-    own = take_own_flags(words)  # the script's words without our flags, and what those say
+    own = take_own_flags(words)  # the script's words without our flags, and the settings from our flags
     if own.offload is not None:
         script = apply_to_script(own.offload, own.script_words)
         ...  # run it with script.words
         script.offload.remove()
 
-Megatron-LM's parser knows some of our flags, in some versions, and refuses the others, tags that it does not know and, in its
-checks, whole settings. So it is asked: `megatron_parser.py`. `call_sites.py` decides whether the script gets them.
+Megatron-LM's parser knows some of our flags in some versions. It rejects the others, unknown tags, and certain settings in its
+checks. So `megatron_parser.py` queries the parser, and `call_sites.py` decides whether the script gets the flags.
 """
 
 from fgoffload.integrations.megatron.launch.call_sites import CallSites, Switch, find_call_sites

@@ -1,9 +1,9 @@
-"""Whether a script gets Megatron's own offload flags.
+"""Decides whether a script gets Megatron's own offload flags.
 
-Megatron's layers read from their `TransformerConfig` which of their call sites are on, and `apply` sets that in every config
-that is made. So offload needs no flag of the script's. The script gets those that it takes all the same: its log and its
-checkpoints then say what was on, and it binds its processes to the CPUs of their GPUs. Megatron-LM refuses them in settings
-that our engine has no trouble with, and some versions do not have them: there the config alone says it.
+Megatron's layers read from their `TransformerConfig` which of their call sites are on, and `apply` sets that in every config.
+So offload works without flags of the script. The script still gets the flags that it accepts: then its log and its checkpoints
+show that they were on, and it binds its processes to the CPUs of their GPUs. Megatron-LM rejects them in settings that our
+engine supports, and some versions do not have them. In these cases only the config is set.
 """
 
 import argparse
@@ -21,27 +21,27 @@ _LIST, _SIZE = "--offload-modules", "--min-offloaded-tensor-size"
 
 
 class Switch(enum.Enum):
-    """What switches Megatron's own call sites on."""
+    """How Megatron's own call sites are switched on."""
 
     NOTHING = "nothing"  # none of the selected tags is Megatron's
     FLAGS = "flags"  # the script gets Megatron's flags
-    CONFIG = "config"  # every TransformerConfig that the script makes, and no flag
+    CONFIG = "config"  # every TransformerConfig of the script is changed, but it gets no flag
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallSites:
-    """Megatron's own call sites in a script."""
+    """State of Megatron's own call sites in a script."""
 
     switch: Switch
     tags: tuple[str, ...]
-    """Those of the selected tags that Megatron accepts, in order."""
+    """Selected tags that Megatron accepts, in order."""
     flags: tuple[str, ...] = ()
-    """What the script's words begin with."""
+    """Flags that are put before the script's words."""
     reason: str = ""
-    """Why it is not the flags."""
+    """Reason for not using the flags."""
 
     def __str__(self) -> str:
-        """Return a sentence for the one who started the script."""
+        """Return a sentence for the user who started the script."""
         if self.switch is Switch.NOTHING:
             return "Megatron's own call sites stay off: it has none of these tags."
         by = "flags" if self.switch is Switch.FLAGS else f"config, and the script does not get its flags, {self.reason}"
@@ -50,7 +50,7 @@ class CallSites:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What is asked about the process; tests give their own."""
+    """Facts about the process. Tests pass their own."""
 
     environment: Mapping[str, str]
     has_module: Callable[[str], bool]
@@ -63,14 +63,14 @@ def find_call_sites(
     script_words: Sequence[str],
     surroundings: Surroundings,
 ) -> CallSites:
-    """Return how Megatron's own call sites are switched on.
+    """Return how to switch Megatron's own call sites on.
 
     Args:
-        selected: The tags that may leave.
-        min_offloaded_numel: Elements.
-        parser: Megatron-LM's, or None where there is none.
-        script_words: What the script gets, without our flags.
-        surroundings: The process.
+        selected: Tags that may be offloaded.
+        min_offloaded_numel: Elements. Smaller storages stay on the GPU.
+        parser: Megatron-LM's parser, or None if there is none.
+        script_words: Words that the script gets, without our flags.
+        surroundings: Facts about the process.
     """
     tags = tuple(list_accepted(selected))
     if not tags:
@@ -79,14 +79,14 @@ def find_call_sites(
     if reason or parser is None:
         return CallSites(switch=Switch.CONFIG, tags=tags, reason=reason)
     size = (_SIZE, str(min_offloaded_numel)) if parser.knows(_SIZE) else ()
-    # The switch comes last, and ends the list: what follows are the script's words.
+    # The switch comes last and ends the list, since the script's words follow.
     return CallSites(switch=Switch.FLAGS, tags=tags, flags=(_LIST, *tags, *size, SWITCH))
 
 
 def _find_reasons_against_flags(
     parser: MegatronParser | None, script_words: Sequence[str], surroundings: Surroundings
 ) -> Iterator[str]:
-    """Yield what in Megatron-LM would refuse its own flags here; nothing of it concerns our engine."""
+    """Yield the reasons why Megatron-LM would reject its own flags here. None of them affects our engine."""
     if parser is None:
         yield "since its parser cannot be asked for them"
         return
@@ -100,7 +100,7 @@ def _find_reasons_against_flags(
     given = surroundings.environment.get(CPU_OFFLOAD_V1)
     if given is not None and given != "1":
         yield f"since it refuses them with {CPU_OFFLOAD_V1}={given}"
-    # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and ends where it cannot.
+    # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and exits if it cannot.
     if hasattr(load_module("megatron.core.pipeline_parallel.utils"), "set_ideal_affinity_for_current_gpu"):
         if not surroundings.has_module("pynvml"):
             yield "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)"
@@ -109,8 +109,8 @@ def _find_reasons_against_flags(
 
 
 def has_module(name: str) -> bool:
-    """Return whether a module called `name` could be imported; its parents are."""
+    """Return whether a module called `name` could be imported. Imports its parents."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent is missing, or is a module that somebody made by hand
+    except (ImportError, ValueError):  # a parent is missing, or is a module created by hand
         return False

@@ -1,4 +1,4 @@
-"""Our flags, taken out of the words that a script gets."""
+"""Separates our flags from the words that a script gets."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,25 +15,25 @@ SWITCH, BUDGET = "--fine-grained-activation-offloading", "--offload-memory-budge
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFlags:
-    """What the words of a script say about offload."""
+    """Settings of offload in the words of a script."""
 
     offload: OffloadConfig | None
-    """None where offload is off."""
+    """Settings of offload; None if it is off."""
     script_words: tuple[str, ...]
-    """The words without our flags and their values, in order."""
+    """Words without our flags and their values, in order."""
     remarks: tuple[str, ...] = ()
-    """Sentences about flags of ours that change nothing."""
+    """Sentences about our flags that have no effect."""
     trainer_budget_bytes: int | None = None
-    """Memory budget for a script that makes trainers, where offload of Megatron is off."""
+    """Memory budget for a script that creates trainers, if Megatron's offload is off."""
 
 
 def take_own_flags(words: Sequence[str]) -> OwnFlags:
-    """Split `words` into our flags and what is the script's.
+    """Split `words` into our flags and the script's words.
 
-    What comes after a `--` is the script's whatever it looks like, and so is the `--`.
+    A `--` and all words after it belong to the script.
 
     Raises:
-        ConfigError: A flag of ours has a value that it cannot have.
+        ConfigError: One of our flags has an invalid value.
     """
     end = list(words).index("--") if "--" in words else len(words)
     parser = FlagParser(source=COMMAND_LINE)
@@ -55,7 +55,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
 
 
 def _find_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[str]:
-    """Yield what among the flags `given` changes nothing, and why."""
+    """Yield a sentence for each of the flags `given` that has no effect, with the reason."""
     is_switched = any(flag.endswith(SWITCH[2:]) for flag in given)
     if offload is None and given - {BUDGET} and not is_switched:
         yield f"{' '.join(sorted(given - {BUDGET}))} without {SWITCH} has no effect. Add that flag."

@@ -1,4 +1,4 @@
-"""Offload, applied for a script before it starts."""
+"""Applies offload for a script before it starts."""
 
 import contextlib
 import dataclasses
@@ -28,17 +28,17 @@ from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, loa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptOffload:
-    """Offload, applied for a script. Made by `apply_to_script`."""
+    """Offload that is applied for a script. Made by `apply_to_script`."""
 
     offload: MegatronOffload
-    """The integration; `remove` it when the script has ended."""
+    """The integration. Call its `remove` when the script has ended."""
     call_sites: CallSites
-    """How Megatron's own sites are on."""
+    """State of Megatron's own call sites."""
     words: tuple[str, ...]
-    """What the script gets."""
+    """Words that the script gets."""
 
     def describe(self) -> str:
-        """Return sentences that say how Megatron's own sites are on, and which Megatron-Core this is."""
+        """Return sentences that tell how Megatron's own sites are on, and where Megatron-Core is."""
         core = load_module("megatron.core")
         return f"{self.call_sites} Megatron-Core {get_version()} is that of {Path(core.__file__).parent}."
 
@@ -48,16 +48,16 @@ def apply_to_script(
 ) -> ScriptOffload:
     """Apply offload for a script that starts afterwards in this process.
 
-    The script's folder must be the first of `sys.path` already: a Megatron-LM that lies there is the one to apply to.
+    The script's folder must already be first in `sys.path`, so that offload is applied to a Megatron-LM in that folder.
 
     Args:
-        config: What leaves; see `take_own_flags`.
-        script_words: What the script gets, without our flags.
-        environment: Of this process. `LOCAL_RANK` says which GPU is its own. `NVTE_CPU_OFFLOAD_V1` is set where Megatron-LM
-            asks for it, after Transformer Engine has read it, so that that runs as it does without offload.
+        config: Settings of offload; see `take_own_flags`.
+        script_words: Words that the script gets, without our flags.
+        environment: Environment of this process. `LOCAL_RANK` selects its GPU. `NVTE_CPU_OFFLOAD_V1` is set if Megatron-LM
+            requires it, after Transformer Engine has read it, so that Transformer Engine runs as without offload.
 
     Raises:
-        ConfigError: A tag contradicts a flag of the script's.
+        ConfigError: A tag conflicts with a flag of the script.
         IntegrationError: Megatron-Core is missing, lacks a symbol, or offload is applied already.
         PlanError: The plan file cannot be read.
     """
@@ -76,9 +76,9 @@ def apply_to_script(
 
 
 def _choose_gpu(environment: Mapping[str, str]) -> None:
-    """Make the GPU current that Megatron-LM will make current later: the engine's streams and memory belong to one."""
+    """Select the GPU that Megatron-LM will select later, since the engine's streams and memory belong to one GPU."""
     local_rank = environment.get("LOCAL_RANK", "0")
-    # Where each process sees its own GPU alone, that one is current already.
+    # If each process sees only its own GPU, that GPU is selected already.
     if not needs_cpu_support() and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
         torch.cuda.set_device(int(local_rank))
 
@@ -89,8 +89,8 @@ def _check_tags(offload: OffloadConfig, parser: MegatronParser | None, script_wo
         return
     values = dict(vars(found))
     if values.get("yaml_cfg"):
-        return  # Megatron-LM takes all from that file
-    if "num_experts" in values:  # the flag's name, where the field has another
+        return  # Megatron-LM reads all values from that file
+    if "num_experts" in values:  # name of the flag, which differs from the field
         values["num_moe_experts"] = values["num_experts"]
     try:
         check_tags(offload, values)

@@ -1,10 +1,10 @@
-"""Running the released Megatron-Core on a machine without a GPU, or without Transformer Engine.
+"""Runs the released Megatron-Core on a machine without a GPU, or without Transformer Engine.
 
-Megatron-Core takes a current CUDA device for granted. With the symbols below replaced, its own models, pipeline schedules and
-recompute run on the CPU, forward and backward, with Gloo between processes; with `remove` everything is as it was.
+Megatron-Core requires a current CUDA device. With the symbols below replaced, its own models, pipeline schedules and recompute
+run on the CPU, forward and backward, with Gloo between processes. `remove` restores everything.
 
-Two rules keep results right. CUDA's random state is the CPU's random state here, so that what recompute saves and restores is
-what dropout draws from. And nothing pretends to succeed: a stub for an absent package raises when asked for what it lacks.
+Two rules keep results correct. CUDA's random state is the CPU's here, so that recompute saves and restores the state that
+dropout draws from. And nothing pretends to succeed: a stub for a missing package raises if a missing feature is used.
 
     with apply_cpu_support():
         ...  # build and train a GPTModel of the local layer spec
@@ -26,7 +26,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 _logger = logging.getLogger(__name__)
 
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
-"""The functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and their nearest relatives."""
+"""Functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and closely related ones."""
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -46,13 +46,13 @@ def has_transformer_engine() -> bool:
 
 
 def apply_cpu_support() -> CpuSupport:
-    """Make Megatron-Core run on the CPU, and without Transformer Engine.
+    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine.
 
     Returns:
-        What was replaced; `remove` puts it back.
+        The replaced symbols. `remove` restores them.
 
     Raises:
-        IntegrationError: A symbol to replace does not exist; nothing stays replaced.
+        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
     """
     steps = (
         _replace_current_device,
@@ -75,10 +75,10 @@ def apply_cpu_support() -> CpuSupport:
 
 
 def apply_local_layer_support() -> CpuSupport:
-    """Make Megatron-Core's local layers run where Transformer Engine and Apex are absent, on whichever device.
+    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device.
 
     Raises:
-        IntegrationError: A symbol to replace does not exist; nothing stays replaced.
+        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
     """
     support = _apply(_steps_of_local_layers())
     _logger.info(
@@ -124,14 +124,14 @@ def _replace_manual_seed(support: CpuSupport) -> None:
 
 
 def _replace_rng_state(support: CpuSupport) -> None:
-    # Megatron reads both spellings; the second is where the first is defined.
+    # Megatron uses both names. The second is where the first is defined.
     for module in ("torch.cuda", "torch.cuda.random"):
         support.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         support.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
 
 
 def _replace_streams(support: CpuSupport) -> None:
-    # The all-to-all dispatcher and the shared experts put copies on streams of their own.
+    # The all-to-all dispatcher and the shared experts run copies on their own streams.
     stream = _InlineStream()
     support.replace("torch.cuda", "Stream", _InlineStream)
     support.replace("torch.cuda", "current_stream", lambda device=None: stream)
@@ -156,7 +156,7 @@ def _replace_tracker_fork(support: CpuSupport) -> None:
 
 
 def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
-    # Megatron's own reaches into CUDA's generators; recompute restores random state through it.
+    # Megatron's own function accesses CUDA's generators, and recompute restores random state with it.
     support.replace(
         _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     )
@@ -168,26 +168,26 @@ def _replace_compilation(support: CpuSupport) -> None:
 
 
 def _replace_move_to_cpu(support: CpuSupport) -> None:
-    # The all-to-all dispatcher moves its split sizes to the CPU and there to NumPy, but only those that were on a GPU.
+    # The all-to-all dispatcher moves its split sizes to the CPU and then to NumPy, but only if they were on a GPU.
     support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
 
 
 def _replace_torch_norm(support: CpuSupport) -> None:
-    # The norm that stands in for Apex's refuses sequence parallelism, since nothing would sum its gradients over the ranks.
+    # The replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over the ranks.
     norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
     original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
     support.replace(norm, "__new__", staticmethod(_mark_for_sequence_parallelism(original)))
 
 
 def _replace_general_gemm(support: CpuSupport) -> None:
-    # The router looks this name up, and without Transformer Engine nothing defines it; None selects plain torch.
+    # The router reads this name, which is undefined without Transformer Engine. None selects plain torch.
     module = "megatron.core.transformer.moe.moe_utils"
     require_symbol(module, "RouterGatingLinearFunction")
     support.define(module, "te_general_gemm", None)
 
 
 def _replace_fp8_state(support: CpuSupport) -> None:
-    # CheckpointWithoutOutput() in 0.16.1 believes that FP8 is on (`False is not None`) and asks for its state.
+    # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
     require_symbol(_RANDOM, "CheckpointWithoutOutput")
     support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
 
@@ -218,7 +218,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_latent_attention_flag(support: CpuSupport) -> None:
-    # Latent attention in 0.16.1 takes placeholders that it could import for Transformer Engine's classes.
+    # Latent attention in 0.16.1 mistakes importable placeholders for Transformer Engine's classes.
     support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
 
 
@@ -227,7 +227,7 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 def _mark_for_sequence_parallelism(original: Any) -> Any:
-    """Return what builds torch's norm with the mark that Apex's has: `finalize_model_grads` sums what carries it."""
+    """Build torch's norm with the mark of Apex's. `finalize_model_grads` sums the gradients of marked parameters."""
 
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
@@ -242,10 +242,10 @@ def _mark_for_sequence_parallelism(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Switch to another random state where processes hold parts of one layer.
+    """Switch to another random state if processes hold parts of one layer.
 
-    They have to draw different numbers for their parts and the same ones for what they hold alike. One process by itself has
-    one random state, as a CPU has, and nothing to switch to.
+    They have to draw different numbers for their parts, and the same numbers for replicated tensors. A single process has one
+    random state, as a CPU does, and nothing to switch to.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
@@ -266,13 +266,13 @@ def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") 
 
 
 class _InlineStream:
-    """A stream whose work is done when it is queued."""
+    """A stream that completes work when it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def wait_stream(self, stream: Any) -> None:
-        """Return at once: what `stream` was given is done."""
+        """Return at once, since the work of `stream` is done."""
 
     def wait_event(self, event: Any) -> None:
         """Return at once."""
@@ -286,7 +286,7 @@ class _InlineStream:
 
 
 class _NoFp8:
-    """Says that FP8 is off, as it is without Transformer Engine."""
+    """Reports that FP8 is off, as it is without Transformer Engine."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -295,7 +295,7 @@ class _NoFp8:
 
     @staticmethod
     def get_fp8_recipe() -> Any:
-        """Raise, since there is no recipe where FP8 is off."""
+        """Raise, since there is no recipe while FP8 is off."""
         raise IntegrationError("An FP8 recipe is needed and Transformer Engine is not installed. Install it or leave FP8 out.")
 
 

@@ -1,4 +1,4 @@
-"""Importing and running Megatron-Core without the warnings that its user can do nothing about."""
+"""Imports and runs Megatron-Core without the warnings that its user cannot act on."""
 
 import contextlib
 import importlib
@@ -13,43 +13,43 @@ from typing import Any
 from fgoffload.errors import IntegrationError
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
-"""Environment variable. With 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions, and
-Megatron-LM asks for it with its own flag. What it changes: docs/reference/environment.md."""
+"""Environment variable. If it is 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions.
+Megatron-LM requires it for its own flag. Its effects: docs/reference/environment.md."""
 
 _EXPECTED_WARNINGS = (
-    # Raised at import where those optional packages are absent. The layers that we build need none.
+    # Raised at import if these optional packages are missing. Our layers need none of them.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "absl.logging is not installed",
-    # Of the config: about defaults and about layers of Transformer Engine.
+    # From the config, about defaults and about layers of Transformer Engine.
     "full scope is deprecated",
     "If you are using transformer_engine",
     "moe_ffn_hidden_size is not set",
-    # Megatron's own router and linear layers call each other in a way that it has deprecated.
+    # Megatron's own router and linear layers call each other in a deprecated way.
     "Warning: tp_group is None",
     "MLP requires ffn_hidden_size",
-    # Since 0.19, where a config is made before its ranks are.
+    # Since 0.19, if a config is made before its ranks.
     "Could not determine rank from torch.distributed",
-    # Of torch, about how Megatron spells its collectives.
+    # From torch, about names of Megatron's collectives.
     "`torch.distributed.",
 )
-"""How the warnings of megatron-core 0.16.1 to 0.19 begin that no flag caused and none could end."""
+"""First words of warnings in megatron-core 0.16.1 to 0.19 that no flag causes and none could prevent."""
 
 _EXPECTED_LOGS = {
-    # While Megatron is imported on a machine with a CUDA toolkit and without a GPU.
+    # When Megatron is imported on a machine with a CUDA toolkit and without a GPU.
     "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # Since 0.19, of the model that training scripts and we build.
+    # Since 0.19, about the model that training scripts and we build.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""By logger, how its lines begin that are like those warnings."""
+"""First words of similar log lines, by logger."""
 
 _ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
-"""Warnings to Megatron's developers (torch.jit.script, modules that move), raised while its files are read."""
+"""Warnings for Megatron's developers (torch.jit.script, moved modules), raised while its files are read."""
 
 
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
-    """Leave out the warnings that Megatron-Core raises whatever its user does."""
+    """Suppress the warnings that Megatron-Core raises regardless of its use."""
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for start in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=re.escape(start))
@@ -71,10 +71,10 @@ def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
 
 
 def require_torch() -> None:
-    """Check that torch can be imported, and import it.
+    """Import torch, or raise an error that tells how to install it.
 
     Raises:
-        IntegrationError: It cannot; the error says how to install it.
+        IntegrationError: torch cannot be imported.
     """
     try:
         importlib.import_module("torch")
@@ -85,7 +85,7 @@ def require_torch() -> None:
 
 
 def load_module(name: str) -> Any:
-    """Import the module called `name`, quietly, and return it.
+    """Import the module called `name` without warnings, and return it.
 
     Returns:
         The module, typed as Any since Megatron-Core ships no types.
@@ -94,7 +94,7 @@ def load_module(name: str) -> Any:
         IntegrationError: The module cannot be found.
     """
     if (loaded := sys.modules.get(name)) is not None:
-        return loaded  # every forward of a layer comes here, and changing the filters of warnings is slow
+        return loaded  # called in every forward of a layer, and changing warning filters is slow
     with ignore_expected_warnings():
         for category in _ABOUT_ITS_OWN_CODE:
             warnings.simplefilter("ignore", category)

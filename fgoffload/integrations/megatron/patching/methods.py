@@ -1,4 +1,4 @@
-"""Wrapping methods of classes and of single objects, as `Patches` replaces symbols."""
+"""Wraps methods of classes and of single objects, reversibly as `Patches` replaces symbols."""
 
 import functools
 import types
@@ -11,10 +11,10 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 
 
 def wrap_symbol(patches: Patches, owner: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function or method `name` by what `wrap` makes of it.
+    """Replace the function or method `name` by the result of `wrap`.
 
     Raises:
-        IntegrationError: There is no such symbol; the error names its dotted path.
+        IntegrationError: There is no such symbol. Names its dotted path.
     """
     require_symbol(owner, name)
     module_name, _, class_name = owner.partition(":")
@@ -24,15 +24,15 @@ def wrap_symbol(patches: Patches, owner: str, name: str, wrap: Callable[[Any], A
 
 
 def wrap_method(patches: Patches, target: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the method `name` of one object, and of no other of its class, by what `wrap` makes of it.
+    """Replace the method `name` of one object by the result of `wrap`. Other objects of its class do not change.
 
-    A copy of the object gets a method that is bound to the copy, and so works on the copy's parameters.
+    A copy of the object gets a method bound to the copy, which therefore uses the copy's parameters.
 
     Args:
-        patches: Puts it back later, if the object still lives then. What they have wrapped once stays as it is.
+        patches: Restores it later, if the object is still alive. A method that they have wrapped is not wrapped again.
         target: The object.
-        name: The method.
-        wrap: Is given the method as a function of the object too, and returns such a function that takes its place.
+        name: Name of the method.
+        wrap: Gets the method as a function whose first argument is the object, and returns its replacement.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:
@@ -44,11 +44,11 @@ def wrap_method(patches: Patches, target: Any, name: str, wrap: Callable[[Any], 
 
 
 _PATCHES = "_fgoffload_patches"
-"""Attribute of a function that names its wrapper."""
+"""Attribute of a function that holds the patches that wrapped it."""
 
 
 def _drop_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which a user put into an object as it is, as a function of the object too."""
+    """Return `function`, which a user set on an object, with the object as an additional first argument."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -61,11 +61,11 @@ def set_attribute(patches: Patches, target: Any, name: str, value: Any) -> None:
     own = vars(target)
     had_own, before = name in own, own.get(name)
     setattr(target, name, value)
-    reference = weakref.ref(target)  # a model must not live on because it was patched
+    reference = weakref.ref(target)  # a patched model must not be kept alive
 
     def undo() -> None:
         target = reference()
-        # Not what somebody else has put there since, perhaps around ours.
+        # Keeps a value that other code has set since, perhaps around ours.
         if target is None or vars(target).get(name) is not value:
             return
         if had_own:

@@ -1,4 +1,4 @@
-"""Replacing symbols of a framework from outside, and putting them back."""
+"""Replaces symbols of a framework reversibly, from outside of its code."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 _ABSENT = object()
-"""Stands for a name that its owner did not define itself, so that putting it back means deleting it."""
+"""Marks a name that its owner did not define itself. Restoring it means deleting it."""
 
 
 class Patches:
-    """Replaced symbols. `remove` puts all of them back, the last one first; so does leaving it as a context."""
+    """Replaced symbols. `remove` and leaving the context restore all of them, the last one first."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
@@ -21,19 +21,19 @@ class Patches:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The dotted paths of what is replaced at present, in order."""
+        """Dotted paths of the symbols that are replaced now, in order."""
         return tuple(self._names)
 
     def replace(self, owner: str, name: str, value: Any) -> None:
         """Replace `name` in `owner`.
 
         Args:
-            owner: A module's dotted path, or a class in one after a colon: `torch:Tensor`.
-            name: The attribute.
-            value: What it is from now on.
+            owner: Dotted path of a module, or of a class in one after a colon: `torch:Tensor`.
+            name: Name of the attribute.
+            value: New value.
 
         Raises:
-            IntegrationError: There is no such symbol; the error names its dotted path.
+            IntegrationError: There is no such symbol. Names its dotted path.
         """
         require_symbol(owner, name)
         self.define(owner, name, value)
@@ -45,7 +45,7 @@ class Patches:
             IntegrationError: The owner does not exist.
         """
         target = _get_owner(owner)
-        # The owner's own dict, not getattr: a static or an inherited method must come back as what it was.
+        # The owner's own dict instead of getattr: a static or inherited method must be restored as such.
         original = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
         if original is _ABSENT:
@@ -55,32 +55,32 @@ class Patches:
         self._names.append(f"{owner.replace(':', '.')}.{name}")
 
     def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """Enter `context`, and leave it when everything is put back."""
+        """Enter `context`, and leave it when the symbols are restored."""
         self._undo.enter_context(context)
 
     def on_remove(self, undo: Callable[[], object]) -> None:
-        """Call `undo` when everything is put back."""
+        """Call `undo` when the symbols are restored."""
         self._undo.callback(undo)
 
     def remove(self) -> None:
-        """Put everything back. A second call does nothing."""
+        """Restore all symbols. A second call does nothing."""
         self._undo.close()
         self._names.clear()
 
     def __enter__(self) -> "Patches":
-        """Return this object; the symbols are replaced already."""
+        """Return this object. The symbols are replaced already."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Put everything back."""
+        """Restore all symbols."""
         self.remove()
 
 
 def require_symbol(owner: str, name: str) -> None:
-    """Check that `owner` has `name`, which an integration replaces or relies on.
+    """Raise if `owner` lacks `name`, which an integration replaces or relies on.
 
     Raises:
-        IntegrationError: It has not; the error names the dotted path.
+        IntegrationError: The symbol is missing. Names its dotted path.
     """
     if not hasattr(_get_owner(owner), name):
         raise _missing(f"{owner.replace(':', '.')}.{name}")

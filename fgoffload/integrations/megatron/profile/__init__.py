@@ -1,1 +1,1 @@
-"""Measuring a step of a Megatron training, for the planner."""
+"""Measures a step of a Megatron training, for the planner."""

@@ -1,4 +1,4 @@
-"""Device bytes as the allocator counts them, and what stands in for that where there is none."""
+"""Counts device bytes from the allocator, or from parameters on devices without one."""
 
 import abc
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from fgoffload.units import format_bytes
 
 
 class MemoryReading(NamedTuple):
-    """Device bytes at one moment."""
+    """Device bytes at one time."""
 
     allocated_bytes: int
-    """Now."""
+    """Bytes allocated now."""
     peak_bytes: int
-    """The most since the reading before."""
+    """Peak bytes since the previous reading."""
 
 
 class DeviceMemory(abc.ABC):
@@ -25,19 +25,19 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def count_allocated(self) -> int:
-        """Return the bytes now. The host does not block."""
+        """Return the allocated bytes. The host does not block."""
 
     @abc.abstractmethod
     def count_peak(self) -> int:
-        """Return the most bytes since the last `read`. The host does not block."""
+        """Return the peak bytes since the last `read`. The host does not block."""
 
     @abc.abstractmethod
     def read(self) -> MemoryReading:
-        """Return the bytes now and at peak since the last call. The host does not block."""
+        """Return current and peak bytes since the last call. The host does not block."""
 
 
 class CudaMemory(DeviceMemory):
-    """Counts what PyTorch's allocator hands out on the current CUDA device, and resets its peak."""
+    """Counts the bytes that PyTorch's allocator hands out on the current CUDA device, and resets its peak."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -57,25 +57,25 @@ class CudaMemory(DeviceMemory):
         return reading
 
     def take_peak(self) -> int:
-        """Return the most of all readings since the last call."""
+        """Return the highest peak of all readings since the last call."""
         peak_bytes, self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes), 0
         return peak_bytes
 
 
 def find_device_memory(device_type: str) -> CudaMemory | None:
-    """Return what counts the bytes of devices of this type, or None where nobody does, as on a CPU."""
+    """Return the byte counter for devices of this type, or None if there is none, as on a CPU."""
     return CudaMemory() if device_type == "cuda" else None
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
-    """Refuse a budget that what is there before the first step is not below. All processes call this, and raise alike.
+    """Raise if static memory before the first step reaches the budget. All processes call this, and raise together.
 
     Args:
-        static_bytes: Of weights, gradients and whatever else is on the device of this process.
-        budget_bytes: Of each device.
+        static_bytes: Bytes of weights, gradients and everything else on the device of this process.
+        budget_bytes: Device bytes of each rank.
 
     Raises:
-        PlanError: With both sizes and the fix.
+        PlanError: The budget is too small. Names both sizes and the fix.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:
@@ -87,9 +87,9 @@ def check_static(static_bytes: int, *, budget_bytes: int) -> None:
 
 
 def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of all parameters of `models` and of their gradients, each storage once: what stays where nobody counts.
+    """Return the bytes of all parameters and gradients of `models`, each storage once.
 
-    What an optimizer holds is not among them.
+    Estimates static memory on devices that count no bytes. Optimizer state is not included.
     """
     found: dict[int, int] = {}
     for model in models:

@@ -1,4 +1,4 @@
-"""Models of layers for the planner, made from what a recorder saw."""
+"""Builds models of layers for the planner from recorded runs."""
 
 import dataclasses
 import statistics
@@ -14,7 +14,7 @@ from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
 
 class _Storages:
-    """Which storages of a chunk's runs count, and in which layer."""
+    """Tells which storages of a chunk's runs count, and in which layer."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._microbatches: dict[int, set[int]] = {}
@@ -31,7 +31,7 @@ class _Storages:
                 self._owners.setdefault((key, run.microbatch), run)
 
     def is_static(self, key: int) -> bool:
-        """Return whether several microbatches saved it: a table or a buffer, which is there whatever is saved."""
+        """Return whether several microbatches saved it. It is then a table or a buffer, allocated regardless of saves."""
         return len(self._microbatches[key]) > 1
 
     def is_in_all_layers(self, key: int) -> bool:
@@ -39,15 +39,15 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` is the one that counts it: the first of its microbatch that saved it, or each."""
+        """Return whether `run` counts it: the first run of its microbatch that saved it, or every run if all layers did."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
-    """Return the model of a chunk from the microbatches that were recorded.
+    """Return the model of a chunk, from the recorded microbatches.
 
     Returns:
-        Each layer of a kind of its own.
+        Model in which each layer has a kind of its own.
     """
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
@@ -63,7 +63,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts],
     layers = [_borrow(layer, layers, left) if layer.number in left else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
     first, last = segments[:1], segments[1:]
-    # Logits are there for one microbatch at a time: its backward comes right after its forward, in every schedule.
+    # Logits exist for one microbatch at a time, since every schedule runs backward right after that forward.
     last_bytes = _count_outer_bytes(runs, storages, is_last=True)
     last = tuple(_add_extra_bytes(segment, last_bytes) for segment in last)
     saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
@@ -71,11 +71,11 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts],
 
 
 def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
-    """Return a layer that left while it was timed, with what others of its kind say of it.
+    """Return a layer that was offloaded while it was timed, with values from other layers of its kind.
 
-    It ran beside copies, whose cost a plan counts by itself, and with a host that had more to do: its times are those of
-    layers that stayed, where there are any. What it has for a moment was not read, since what left is in the counters too: it
-    is the most of any.
+    It ran beside copies, whose cost a plan counts separately, and its host had more to do. So its times are those of layers
+    that stayed on the GPU, if there are any. Its temporary bytes were not read, since the counters include the offloaded bytes.
+    They are the maximum over all layers of its kind.
     """
     alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in left] or [layer]
@@ -93,7 +93,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collect
 
 
 def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
-    """Return whether layers have the same segments, and save as much by the same tags: their times are not looked at."""
+    """Return whether layers have the same segments and save equal bytes with equal tags. Times are ignored."""
     names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
     tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
     least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
@@ -101,17 +101,17 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 
 
 def _list_tags(record: SavedRecord) -> tuple[str, ...]:
-    """Return the tags that save a storage; where none does, the segment that does so first, which nobody can select."""
+    """Return the tags that save a storage; without tags, the segment that saves it first, which no one can select."""
     return tuple(record.tags) or tuple(record.segments)[:1]
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
-    """Return what a microbatch saves outside of the layers, and what others hold of what layers save: the most of any.
+    """Return the most bytes per microbatch saved outside of the layers, or in layers but still referenced elsewhere.
 
     Args:
-        runs: Of a chunk.
-        storages: What of it counts.
-        is_last: Count what is saved behind the layers alone; or all but that.
+        runs: Runs of a chunk.
+        storages: Tells which of their storages count.
+        is_last: Count only the storages saved after the layers, or all others.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -136,19 +136,19 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Return those of some runs of the same place whose times count."""
+    """Return the runs whose times count, among runs of the same place."""
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch of a process warms up, and device bytes are read in it.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_leaving] or timed
-    # In later ones the host may be late.
+    # The host may be late in later microbatches.
     return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
 
 
 def _build_segments(
     recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the segments of some runs of the same place, with the median of their times."""
+    """Return the segments of runs of the same place, with median times."""
     timed = _list_timed(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.segments))
 
@@ -170,7 +170,7 @@ def _build_segments(
 
 
 class _LayerBuilder:
-    """Makes the model of one layer from its microbatches."""
+    """Builds the model of one layer from its microbatches."""
 
     def __init__(
         self,
@@ -185,15 +185,15 @@ class _LayerBuilder:
         self._storages = storages
         self._runs = runs
         self._facts = facts
-        # Experts save more tensors where more of them have tokens.
+        # Experts save more tensors if more of them have tokens.
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 
     def build(self) -> LayerModel:
-        """Return the model."""
+        """Return the layer's model."""
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # Of what is packed to leave, and when, only a plan tells: room for all of it is left throughout the layer, in backward
-        # too, where it comes back packed and is put into its places.
+        # Only a plan decides which bytes are packed for offload, and when. So the whole layer reserves room for all of them. So
+        # does backward, where packed bytes are reloaded and unpacked.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
             _add_extra_bytes(segment, packed_bytes)
@@ -205,9 +205,9 @@ class _LayerBuilder:
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Return a segment with what it has beside it where experts run in turn.
+        """Return a segment with the bytes that sequential experts add to it.
 
-        Backward comes to the first linear of the last expert while all others still have what is behind theirs.
+        Backward reaches the first linear of the last expert while all other experts still hold the tensors saved after theirs.
         """
         if segment.name != "expert_fc1":
             return segment
@@ -216,7 +216,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return by key what the tensors of a run are called: by the segment that saves them first, and their number there."""
+        """Return names of the tensors of a run, by key: the segment that first saves the tensor, and its number there."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():
@@ -238,7 +238,7 @@ class _LayerBuilder:
         return tuple(
             SavedTensor(
                 name=name,
-                # The input leaves as `layer_input` where the layer runs again as a whole.
+                # If the whole layer is recomputed, the input is offloaded as `layer_input`.
                 tags=(("layer_input",) if name == LAYER_INPUT else ()) + _list_tags(self._run.saved[key]),
                 size_bytes=most[name],
                 is_same_in_all_layers=self._storages.is_in_all_layers(key),

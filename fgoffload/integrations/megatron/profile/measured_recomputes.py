@@ -1,4 +1,4 @@
-"""Models of a layer's recompute units for the planner, from recorded runs."""
+"""Builds models of a layer's recompute units for the planner, from recorded runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,25 +7,25 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.planner.ranks.layer_model import SavedTensor, Segment, UnitModel
 
 MeasureGather = Callable[[int, int], float]
-"""Returns the seconds in which rows of so many bytes, the second, are gathered of tokens of so many bytes, the first."""
+"""Returns the seconds to gather rows of so many bytes (second argument) from tokens of so many bytes (first argument)."""
 
 _WHOLE_PERMUTATION = 1.2
-"""Times a gather of the same bytes: a fused permutation looks up where each row comes from. On an H100 such a gather of 64 to
-256 MiB takes 0.117 ms and all of the permutation 0.14. Source: docs/results/runs/w2_h100_kernels.csv."""
+"""Time of a fused permutation, relative to a gather of the same bytes. It also looks up the source of each row. On an H100 such
+a gather of 64 to 256 MiB takes 0.117 ms and the whole permutation 0.14. Source: docs/results/runs/w2_h100_kernels.csv."""
 
 _FIRST_PARTS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc1", "expert_fc2"))
-"""Units of partial_recompute.py, each with the tag of what they run up to."""
+"""Units of partial_recompute.py, each with the tag at which its recompute ends."""
 
 
 class UnitBuilder:
-    """Makes the models of one layer's units.
+    """Builds the models of one layer's recompute units.
 
     Args:
-        facts: Of the layer.
-        run: A forward and backward of it.
-        names: What the tensors that it saves are called, by the key of their storage.
-        is_in_all_layers: Whether all layers save the storage of a key.
-        measure_gather_s: Measures what permuting tokens again takes.
+        facts: Facts about the layer.
+        run: One forward and backward of the layer.
+        names: Names of the tensors that it saves, by the key of their storage.
+        is_in_all_layers: Returns whether all layers save the storage of a key.
+        measure_gather_s: Measures the seconds of a token gather.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class UnitBuilder:
         self._measure_gather_s = measure_gather_s
 
     def build(self, segments: Sequence[Segment]) -> tuple[UnitModel, ...]:
-        """Return them, for a layer with these segments: those that save less by it."""
+        """Return the units that reduce the saved bytes of a layer with these segments."""
         units = [self._build_watched(unit, segments) for unit in self._facts.watched]
         if "layer" in self._facts.units:
             units.insert(0, self._build_whole(segments))
@@ -77,12 +77,12 @@ class UnitBuilder:
         )
         output_bytes = sum(saved.size_bytes for key, saved in self._run.saved.items() if key in record.outputs)
         is_refilled = unit.form is UnitForm.REFILL
-        # By Megatron's checkpoint what was recomputed is copied to where others look for it: about as many bytes read and
-        # written as by the norm itself.
+        # Megatron's checkpoint copies the recomputed output to the place where others read it. The copy reads and writes about
+        # as many bytes as the norm itself.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if is_refilled else 0.0
         copy_bytes = output_bytes if is_refilled else 0
         is_copied = self._facts.is_quantized
-        # Of what it is given as a view, all of the storage: Megatron's value is a view of query, key and value in one.
+        # A view keeps its whole storage: Megatron's value is a view of a tensor with query, key and value.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self._run.saved)
         own = SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=input_bytes)
         return UnitModel(
@@ -102,8 +102,8 @@ class UnitBuilder:
             return None
         outputs = {key: saved for key, saved in self._run.saved.items() if next(iter(saved.tags), None) == "expert_fc2"}
         output_bytes = sum(saved.size_bytes for saved in outputs.values())
-        # Without fusion its operators save what they make on the way, each as large as what it returns. The probabilities that
-        # it is given are smaller.
+        # Without fusion, the activation's operators save their intermediate results, each as large as its output. The
+        # probabilities that it gets as input are smaller.
         inside = {
             key
             for key, saved in self._run.saved.items()
@@ -125,13 +125,13 @@ class UnitBuilder:
         given, made = (self._run.input_keys.get(tag) for tag in ("router", "expert_fc1"))
         if not {"router", "expert_fc1"} <= set(names) or given is None or made is None:
             return None
-        # It runs again from what the router saves. A router that works in fp32 saves a copy of its own.
+        # The recompute starts from the tensor that the router saves. An fp32 router saves a copy of its own.
         if given not in self._names or made not in self._names:
             return None
         given_bytes, made_bytes = (self._run.saved[key].size_bytes for key in (given, made))
         segment = segments[names.index("expert_fc1") - 1]
-        # Of what goes through memory there, the sort by expert reads and writes what was made. That does not run again. And
-        # where the host is late, most of the segment is waiting for it.
+        # Part of the memory traffic is the sort by expert, which reads and writes the permuted tokens. It is not recomputed. If
+        # the host is late, the device spends most of the segment waiting for it.
         part = (given_bytes + made_bytes) / (given_bytes + 3 * made_bytes)
         again_s = min(part * segment.forward_s, _WHOLE_PERMUTATION * self._measure_gather_s(given_bytes, made_bytes))
         return UnitModel(
@@ -162,16 +162,16 @@ class UnitBuilder:
         )
 
     def _is_handed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
-        """Return whether the module of the tag `until` was given what was saved, or made it contiguous first."""
+        """Return whether the module of tag `until` got this storage as input, or made it as a contiguous copy."""
         if next(iter(saved.tags), None) != until:
             return False
         record = self._run.modules.get(until)
         if record is None:
-            return True  # a linear, which saves what it is given and nothing else
+            return True  # a linear, which saves only its input
         return key in record.inputs or (key not in record.outputs and saved.size_bytes in record.tensor_bytes)
 
     def _find_end(self, norm: str) -> str:
-        """Return the segment before whose backward a norm runs again: the end of what the norm is for."""
+        """Return the segment before whose backward a norm is recomputed: the last one that uses the norm."""
         names = list(self._run.segments)
         tagged = [name for name in names if self._run.segments[name].tag is not None]
         if norm == "mlp_norm":

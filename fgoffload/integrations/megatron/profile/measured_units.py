@@ -1,12 +1,12 @@
-"""Finds the modules of a layer that can be recomputed, from one run: inputs, outputs, and whether bits are equal.
+"""Finds the modules of a layer that can be recomputed with bitwise identical results, from the graph of one run.
 
 [Note: Units that keep every bit]
-A unit that is recomputed computes what it computed before. But a checkpoint sums the
-gradients of its input by itself, and hands on their sum. Where others use that input too, the sum without recompute may take
-their gradients in between, and sums of three or more floating-point numbers depend on their order. So such a unit is offered
-where its graph reaches its input once, or where nobody else uses the input. What runs again for the graph of its forward
-(`reruns.py`) keeps every bit, whatever it is made of: a norm of plain ops too, which uses its input twice, beside a residual
-that uses it once more. In FP8 such units are checkpoints of Megatron's all the same.
+Recompute itself is bitwise identical. But a checkpoint sums the gradients of its input separately and passes on the sum. If
+other modules use that input too, a step without recompute may add their gradients in between. Sums of three or more
+floating-point numbers depend on their order. So such a unit is offered only if its graph reaches its input once, or if no other
+module uses the input. A unit that is recomputed for the graph of its forward (`reruns.py`) keeps every bit, whatever its
+operators are. An example is a norm of plain ops, which uses its input twice, beside a residual that uses it once more. In FP8
+such units are Megatron's checkpoints all the same.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ GetRecorder = Callable[[], StepRecorder | None]
 
 
 class UnitForm(enum.Enum):
-    """How a unit runs again."""
+    """How a unit is recomputed."""
 
     CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
     REFILL = "its output is emptied too, and there again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
@@ -35,52 +35,52 @@ class UnitForm(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedUnit:
-    """A unit of a layer that is a module of it."""
+    """A recompute unit that is a module of a layer."""
 
     name: str
     module: torch.nn.Module
     form: UnitForm
     has_shared_input: bool
-    """Whether others use its input too."""
+    """Whether other modules use its input too."""
     sums_gradients: bool
-    """Whether its recompute sums the gradients of its input by itself. See [Note: Units that keep every bit]."""
+    """Whether its recompute sums the gradients of its input separately. See [Note: Units that keep every bit]."""
 
 
 LAYER_INPUT = "layer input"
-"""The name of that tensor."""
+"""Name of the layer's input tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """Kind of a layer, by its modules."""
+    """Facts about a layer, from its modules."""
 
     chunk: int
     number: int
     kind: str
-    """For people: `dense`, `moe`."""
+    """Kind of the layer, for display: `dense` or `moe`."""
     tags: tuple[str, ...]
-    """Those that have a site there."""
+    """Tags that have a site in the layer."""
     units: tuple[str, ...]
-    """Modules that can be recomputed."""
+    """Units of the layer that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
-    """Those of them that are modules."""
+    """Those of the units that are modules."""
     wait: HostWait | None
     """Synchronization of the host before it launches the experts."""
     is_quantized: bool = False
-    """Whether its linears work in FP8, and checkpoints of Megatron's run again what `reruns.py` does else."""
+    """Whether its linears work in FP8. Megatron's checkpoints then do the recompute that `reruns.py` does otherwise."""
     has_experts_in_turn: bool = False
-    """Whether experts run one after the other, each with its activation, and not all of them in grouped linears."""
+    """Whether the layer runs experts one after the other, each with its activation, instead of in grouped linears."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
-    """Return those of the `units` of a Megatron layer that are modules, with how they run again.
+    """Return the `units` of a Megatron layer that are modules, with the form of their recompute.
 
-    `layer` is all of it and needs no watching. `moe_act` and first linears, with what is behind them, lie between sites.
-    Up-projections of latent attention are no module, and are not offered.
+    `layer` is the whole layer and needs no hooks. `moe_act` and the first linears with the code after them lie between sites.
+    Up-projections of latent attention are not a module, and are not offered.
     """
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
-    # Without a norm of its own before it the MLP takes the residual.
+    # Without a norm before it, the MLP gets the residual.
     takes_residual = isinstance(layer.pre_mlp_layernorm, identity)
     found = {
         "attn_norm": (layer.input_layernorm, UnitForm.REFILL, True),
@@ -98,11 +98,11 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Let the recorder know when forward is in these modules. Returns handles, whose `remove` undoes it.
+    """Add hooks that tell the recorder when forward is in these modules. Return handles, whose `remove` removes the hooks.
 
     Args:
         get_recorder: Returns the recorder, or None while no step is measured.
-        watched: Modules of one layer.
+        watched: Units of one layer.
     """
     handles = []
     for unit in watched:
@@ -115,7 +115,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
-    """Return whether a step has the same bits when `unit` runs again. See [Note: Units that keep every bit]."""
+    """Return whether recompute of `unit` keeps a step bitwise identical. See [Note: Units that keep every bit]."""
     return not unit.sums_gradients or not unit.has_shared_input or record.input_edges == 1
 
 
@@ -127,7 +127,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
     def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         run = find_run()
         if run is not None:
-            # Megatron's sites are around the modules and ours inside them.
+            # Megatron's sites are around the modules, and ours are inside them.
             around = run.current
             tensors = list(_list_tensors((args, kwargs)))
             run.modules[unit] = ModuleRecord(
@@ -150,7 +150,7 @@ def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., Non
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    """Return how often the graph of `outputs` reaches the one of `inputs` that it reaches most often."""
+    """Return how often the graph of `outputs` reaches any one of `inputs`, at most."""
     ends = {_get_edge(tensor): 0 for tensor in inputs if tensor.requires_grad}
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     known = set(nodes)
@@ -170,7 +170,7 @@ def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
 
 
 def _list_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or results, as they are nested."""
+    """Yield the tensors in nested arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

@@ -1,18 +1,17 @@
-"""Records a measured step: segments of forward and backward with their times, and every saved storage.
+"""Records a measured step: the times of segments of forward and backward, and every saved storage.
 
-While a step is measured nothing leaves. The hooks of a recorder stand where the engine's would: around each model, each layer,
-and each site. A segment is a site's region, or what runs between two of them. Forward is in one segment at a time; where
-backward is, the saved tensors tell that it takes. Between two segments there is one timed event on the compute stream, so that
-the host waits for nothing, and what is computed stays bitwise identical.
+While a step is measured, nothing is offloaded. The recorder's hooks replace the engine's: around each model, each layer and
+each site. A segment is a site's region, or the code between two regions. Forward is in one segment at a time. The saved tensors
+that backward unpacks show which segment it is in. One timed event on the compute stream separates two segments, so the host
+never waits, and results stay bitwise identical.
 
-The host, which the hooks slow down, is late in forward where something lets it wait, as token dispatchers do. So in the first
-microbatches the device does nothing for a while before each segment of forward, and the host gets ahead of it: what is
-measured is what the device takes. On an H200 with a late host, forward of a layer was measured at 7.9 ms without; others took
-6.9.
+Hooks slow down the host. Where forward waits for the device, as token dispatchers do, the host is late afterwards. So in the
+first microbatches the device is stalled before each segment of forward, and the host gets ahead of it. The measurement then has
+the device's time. On a launch-bound H200, forward of a layer was measured at 7.9 ms without stalls; other machines took 6.9.
 
-Where a layer leaves though it is measured, since a budget has no room for it, its segments end where the engine submits a
-group or gives a tensor back, and go on behind that: there compute may wait for copies, and a plan counts such waits by itself.
-With them a plan of two stages on H100s, of which no layer could stay, was expected to take 3.8 s where it took less than half.
+A measured layer may still be offloaded, if a budget has no room for it. Its segments then pause while the engine submits a
+group or returns a tensor. Compute may wait for copies there, and a plan counts such waits separately. With these waits in the
+segments, a plan of two stages on H100s, where no layer could stay on the GPU, was predicted at 3.8 s and took less than half.
 """
 
 import contextlib
@@ -34,17 +33,17 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Seconds before a segment of forward: more than the host takes to launch one, of experts in eager mode too."""
+"""Seconds of stall before a segment of forward: longer than the host takes to launch one, even experts in eager mode."""
 
 STALLED_MICROBATCHES = 3
-"""Of a chunk, from the first: that one's times do not count where there are others, and those of later ones never do."""
+"""Stalled microbatches of a chunk. Times of the first do not count if there are others; times of later ones never do."""
 
 FIRST, LAST = "first", "last"
-"""Segments of a model chunk: what is before its layers, and what is behind them."""
+"""Segments of a model chunk before its layers and after them."""
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the engine's handle, and the segment."""
+    """Handle of a tensor saved in a measured step: the engine's handle and the segment."""
 
     __slots__ = ("_handle", "_saving", "segment")
 
@@ -56,21 +55,21 @@ class RecordedHandle(KeptHandle):
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the engine has nothing to do with it."""
+        """Return whether the engine does not handle the tensor."""
         return self._saving is None
 
     @property
     def may_wait(self) -> bool:
-        """Return whether compute may have to wait for a copy when it is taken."""
+        """Return whether compute may wait for a copy when the tensor is unpacked."""
         return isinstance(self._handle, Handle)
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, from the engine where it has it."""
+        """Return the tensor, from the engine if that offloaded it."""
         return self._handle.take() if self._saving is None else self._saving.take_back(self._handle)
 
 
 class RecordedRegion(Region):
-    """A site in a measured step: it answers as a region of the engine does, and where it has one hands all on to it."""
+    """A site in a measured step. It acts as an engine's region, and forwards to one if the site is offloaded."""
 
     __slots__ = ("_inner", "_place", "_recorder", "_run", "_tag")
 
@@ -82,38 +81,38 @@ class RecordedRegion(Region):
         self._tag = site.tag
 
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
-        """Return the handle from which autograd gets the tensor back."""
+        """Save a tensor and return the handle that autograd unpacks."""
         return self._recorder.save(tensor, self._run, self._place, self._inner)
 
     def take_back(self, handle: Packed) -> torch.Tensor:  # noqa: D102
         return self._recorder.take(handle)
 
     def __enter__(self) -> None:
-        """Begin to save, and begin the segment."""
+        """Start saving, and begin the segment."""
         self._recorder.enter(self._run.get_segment(self._tag, tag=self._tag))
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, on an exception too."""
+        """Stop saving, also on an exception."""
         super().__exit__(kind, error, trace)
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Note what the site is given, and put no mark of its own: what backward takes tells where it is."""
+        """Record the input of the site. Adds no mark, since unpacked tensors show where backward is."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
             self._inner.enter(tensor)
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Let the engine's group leave, if there is one."""
+        """End the engine's group, if there is one, so that it is offloaded."""
         if self._inner is not None:
-            with self._recorder.apart():  # the host waits where the window is full
+            with self._recorder.apart():  # the host waits if the window is full
                 self._inner.end(tensor, is_held=is_held)
 
 
 class _RecordedWatch(Saving):
-    """A layer, or a model, in a measured step: what is saved between its regions belongs to the segment that forward is in."""
+    """A layer or model in a measured step. Saves between its regions belong to the segment that forward is in."""
 
     __slots__ = ("_inner", "_recorder", "_run")
 
@@ -123,7 +122,7 @@ class _RecordedWatch(Saving):
         self._run = run
 
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
-        """Return the handle from which autograd gets the tensor back."""
+        """Save a tensor and return the handle that autograd unpacks."""
         return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"), self._inner)
 
     def take_back(self, handle: Packed) -> torch.Tensor:
@@ -132,12 +131,12 @@ class _RecordedWatch(Saving):
 
 
 class StepRecorder:
-    """Records one step.
+    """Records the segments and saves of one step.
 
     Args:
-        device: Whose events tell the time.
-        memory: Counts device bytes; None where nobody does.
-        observers: Are told of what is saved and taken, as those of an engine are.
+        device: Device that records timed events.
+        memory: Counts device bytes; None if the device cannot.
+        observers: Ledgers that count saves and unpacks, as in an engine.
     """
 
     def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
@@ -145,34 +144,34 @@ class StepRecorder:
         self._observers = observers
         self._memory = memory
         self.runs: list[Run] = []
-        """Of layers and of models, in the order of forward."""
+        """Runs of layers and models, in the order of forward."""
         self.live_bytes = 0
-        """Saved bytes that backward has not come to, as far as this step recorded them."""
+        """Saved bytes of this step, as far as recorded, that backward has not reached yet."""
         self.largest_layer_bytes = 0
-        """The most that one layer saved."""
+        """Most saved bytes of one layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self._layer: Run | None = None
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
-        """By chunk."""
+        """Number of forwards, by chunk."""
         self._open: tuple[SegmentRecord, bool] | None = None
-        """The segment that runs now, and whether it is in backward."""
+        """The running segment, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
-        """Whether the device is stalled before each segment of the forward that runs."""
+        """Whether the device is stalled before each segment of the running forward."""
         self.stalls: list[tuple[Event, Event]] = []
-        """When it was."""
+        """Start and end of each stall."""
         self._live_at_start = 0
         self._graph_task = -1
         self._known: set[int] = set()
-        """Keys of the storages that were saved in this step."""
+        """Keys of the storages saved in this step."""
 
     # Forward.
 
     @contextlib.contextmanager
     def model(self, chunk: int) -> Iterator[None]:
-        """Record the forward of a model chunk; its layers are inside."""
+        """Record the forward of a model chunk, including its layers."""
         self._forwards[chunk] = self._forwards.get(chunk, 0) + 1
         run = self._model = self._add_run(chunk, number=-1)
         self._switch(run.get_segment(FIRST), is_backward=False)
@@ -186,13 +185,13 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer; its sites are inside.
+        """Record the forward of a layer, including its sites.
 
         Args:
-            chunk: That it is in.
-            number: Of the layer in the whole model, from 0.
-            hidden: Its input.
-            inner: What watches the layer for the engine, which offloads it; None where everything is kept.
+            chunk: Chunk of the layer.
+            number: Number of the layer in the whole model, from 0.
+            hidden: Input of the layer.
+            inner: The engine's context for a layer that it offloads; None if everything stays on the GPU.
         """
         run = self._add_run(chunk, number=number)
         if inner is not None:
@@ -211,35 +210,35 @@ class StepRecorder:
 
     @property
     def current_layer(self) -> Run | None:
-        """The layer that forward is in."""
+        """Run of the layer that forward is in."""
         return self._layer
 
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
-        """Return what stands for a region of the engine, or None outside of a recorded layer.
+        """Return the recorded counterpart of an engine's region, or None outside of a recorded layer.
 
         Args:
-            site: In the layer that forward is in.
-            lane: Of the microbatch.
-            inner: A region of the engine, which offloads the site; None where it is kept.
+            site: Site in the layer that forward is in.
+            lane: Lane of the microbatch.
+            inner: The engine's region that offloads the site; None if the site stays on the GPU.
         """
         run = self._layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
     def enter(self, segment: SegmentRecord) -> None:
-        """Forward enters a region."""
+        """Begin a segment as forward enters a region."""
         self._stack.append(segment)
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """Forward leaves the region that it entered last."""
+        """End the region that forward entered last."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
 
-    # What autograd saves and takes.
+    # Saved and unpacked tensors.
 
     def save(self, tensor: torch.Tensor, run: Run, place: Place, inner: Saving | None) -> KeptHandle:
-        """Return the handle for a tensor that autograd saves in `run`, and that `inner` keeps or offloads, if there is one."""
+        """Return the handle for a tensor that autograd saves in `run`. `inner`, if given, keeps or offloads it."""
         segment = self._open[0] if self._open is not None else run.get_segment(FIRST)
         if self._is_activation(tensor):
             storage = StorageRef(tensor)
@@ -264,12 +263,12 @@ class StepRecorder:
         return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
-        """Return a saved tensor; in backward it tells where backward is."""
+        """Return a saved tensor. In backward, its segment shows where backward is."""
         if isinstance(handle, RecordedHandle) and is_in_backward():
             task = get_graph_task()
             if task != self._graph_task:
                 self._graph_task = task
-                # Runs when this backward is through, on the thread that called it.
+                # Runs when this backward is over, on the thread that called it.
                 queue_after_backward(self._end_backward)
             if self._open != (handle.segment, True):
                 self._switch(handle.segment, is_backward=True)
@@ -283,7 +282,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep what happens inside out of the segment that runs now, which goes on behind it."""
+        """Exclude the code inside from the running segment, which continues afterwards."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:
@@ -292,13 +291,13 @@ class StepRecorder:
             self._opened_at = self._mark()
 
     def measure_seconds(self, spans: list[tuple[Event, Event]]) -> float:
-        """Return the seconds of some spans that are over. The host blocks until the device has come so far."""
+        """Return the total seconds of finished spans. The host blocks until the device has reached their ends."""
         for _, end in spans:
             self._device.synchronize(end)
         return sum(self._device.measure_seconds(start, end) for start, end in spans)
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
-        """Return whether the bytes of `tensor` are there because autograd saves them: no parameter, and in this memory."""
+        """Return whether `tensor` is allocated on this device only because autograd saves it. Parameters are not."""
         base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
         if isinstance(base, torch.nn.Parameter):
             return False
@@ -306,8 +305,8 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Bytes are read in the first microbatch alone, whose times do not count where there are others: to read the counters
-        # takes the host longer than to launch a small kernel.
+        # Bytes are read only in the first microbatch, whose times do not count if there are others. Reading the counters takes
+        # the host longer than launching a small kernel.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES
@@ -319,7 +318,7 @@ class StepRecorder:
         self._switch(None, is_backward=True)
 
     def _switch(self, segment: SegmentRecord | None, *, is_backward: bool) -> None:
-        """What runs now is over, and `segment` runs from now on, if any."""
+        """End the running segment and begin `segment`, if any."""
         now = self._mark()
         was_sampled = self._open is not None and self._open[0].is_sampled
         peak_bytes = 0

@@ -1,7 +1,7 @@
-"""Measures a step of a training that runs through Megatron-Core's schedules: what each rank of a profile says.
+"""Measures a step of a training that runs through Megatron-Core's schedules, for one rank of a profile.
 
-A measurement is given to the integration before the model's first forward, so that every tag has its sites. While a step is
-recorded nothing leaves and nothing runs again, and the step computes the bits that it computes without offload.
+The integration gets a measurement before the model's first forward, so that every tag has its sites. While a step is recorded,
+nothing is offloaded or recomputed, and results are bitwise identical to those without offload.
 """
 
 import contextlib
@@ -37,22 +37,22 @@ from fgoffload.planner.timing.profile import RankProfile
 
 
 class MeasurementState(enum.Enum):
-    """How far a measurement has come."""
+    """State of a measurement."""
 
-    IDLE = enum.auto()  # steps are not looked at
+    IDLE = enum.auto()  # no step is recorded
     WANTED = enum.auto()  # the next step is recorded
     RECORDING = enum.auto()  # between the beginning and the end of a schedule
-    RECORDED = enum.auto()  # a schedule is over, and its profile can be taken
+    RECORDED = enum.auto()  # the schedule has ended, and its profile can be taken
 
 
 class StepMeasurement:
-    """Measures the steps that it is asked for, and has others run by plans.
+    """Measures steps on request, and runs other steps by plans.
 
     Args:
-        device: Where the model lives.
-        min_offloaded_numel: Elements. What is smaller will stay, whatever a plan says.
-        use_plan: Lets the integration offload by a plan.
-        observers: Are told of what a recorded step saves and takes, as those of an engine are.
+        device: Device of the model.
+        min_offloaded_numel: Elements. Smaller storages stay on the GPU under any plan.
+        use_plan: Makes the integration offload by a plan.
+        observers: Ledgers that count saves and unpacks of a recorded step, as in an engine.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StepMeasurement:
         self._use_plan = use_plan
         self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
         self._switches = Patches()
-        """Recomputed units of the plan in use."""
+        """Patches that recompute the units of the plan in use."""
         self._observers = observers
         self._device = device
         self._gathers = TokenGathers(device)
@@ -74,9 +74,9 @@ class StepMeasurement:
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
         self.call: ScheduleCall | None = None
-        """Of the schedule that was recorded last."""
+        """Call of the schedule that was recorded last."""
         self._recorder: StepRecorder | None = None
-        """Of the step that is recorded, or was and waits for its profile to be taken."""
+        """Recorder of the step that is recorded, or was recorded and has its profile not taken yet."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -89,23 +89,23 @@ class StepMeasurement:
         self.state = MeasurementState.WANTED
 
     def close(self) -> None:
-        """Take everything out of the model. A second call does nothing."""
+        """Remove all hooks and patches from the model. A second call does nothing."""
         self._switches.remove()
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Measure no more: what times the parts of a layer is gone, and steps by plans take what they take without."""
+        """Stop measuring, and remove the hooks that time parts of a layer, so that planned steps run at full speed."""
         while self._hooks:
             self._hooks.pop().remove()
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is being recorded or was, and look at no step until the next request."""
+        """Drop all records, and record no step until the next request."""
         self._recorder = None
         self.state = MeasurementState.IDLE
 
     def apply(self, plan: OffloadPlan) -> None:
-        """Offload by `plan` from now on, and let run again what it says. No forward is under way."""
+        """Offload and recompute by `plan` from now on. Must be called between forwards."""
         self._switches.remove()
         self._use_plan(plan)
         for (chunk, number), (reference, inputs) in self._layers.items():
@@ -114,7 +114,7 @@ class StepMeasurement:
             for unit in (name for name, action in actions.items() if action.recomputes and layer is not None):
                 layer_recompute.switch_on(self._switches, inputs, layer, unit)
 
-    # What the integration tells.
+    # Called by the integration.
 
     @property
     def is_recording(self) -> bool:
@@ -122,7 +122,7 @@ class StepMeasurement:
         return self.state is MeasurementState.RECORDING
 
     def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:
-        """Learn what a layer has, and watch what of it could run again."""
+        """Record the facts of a layer, and add hooks to the modules that can be recomputed."""
         units = layer_recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = get_number(layer)
@@ -142,8 +142,8 @@ class StepMeasurement:
         self._hooks += watch_units(lambda: self._recorder, watched)
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """A schedule begins."""
-        # One that is recorded still has raised: what it left is no step.
+        """Start recording when a schedule begins, if a step is wanted."""
+        # A step that is still being recorded has raised. Its records are incomplete and are dropped.
         if self.state in (MeasurementState.WANTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
@@ -151,7 +151,7 @@ class StepMeasurement:
             self.state = MeasurementState.RECORDING
 
     def finish_step(self) -> None:
-        """A schedule is over."""
+        """Stop recording when a schedule ends."""
         if self.state is MeasurementState.RECORDING:
             self._ended = self._mark()
             self.state = MeasurementState.RECORDED
@@ -166,23 +166,23 @@ class StepMeasurement:
     def find_layer(
         self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor
     ) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None where no step is recorded."""
+        """Return a context for the forward of a layer with the input `hidden`, or None if no step is recorded."""
         return None if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region of the step that is recorded, for a site in the layer that forward is in."""
+        """Return a region of the recorded step, for a site in the layer that forward is in."""
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for what is not the model's own: nothing that is recorded takes longer by it."""
+        """Return a context for work outside the model. Its time is not recorded."""
         return self._recorder.apart() if self._recorder is not None and self.is_recording else contextlib.nullcontext()
 
-    # What comes of it.
+    # Results.
 
     def take_profile(self) -> RankProfile:
-        """Return what the recorded step ran, and forget its records. The host blocks until the step is done.
+        """Return the profile of the recorded step and drop its records. The host blocks until the step is done.
 
-        What is on the device now counts as always there: call it when the graphs of the step are gone.
+        Counts all bytes on the device now as static. Call it once the graphs of the step are freed.
 
         Raises:
             StateError: No step was recorded since the last call.
@@ -207,11 +207,11 @@ class StepMeasurement:
         return profile
 
     def _get_rank(self) -> int:
-        """Return the number of this process's pipeline rank."""
+        """Return this process's pipeline rank."""
         return int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
 
     def _count_bytes(self) -> int:
-        """Return the device bytes now; where nobody counts, those of parameters and gradients."""
+        """Return the device bytes now, or those of parameters and gradients if the device cannot count."""
         return count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
@@ -230,7 +230,7 @@ class StepMeasurement:
 
 
 def _find_wait(layer: Any) -> HostWait | None:
-    """Return what the host waits for in the forward of a layer, with the remedies that this integration has for it."""
+    """Return the synchronization in the forward of a layer, by the remedies that this integration has for it."""
     if getattr(layer.mlp, "token_dispatcher", None) is None:
         return None
     return HostWait.HOLD if has_held_wait(layer) else HostWait.KERNEL

@@ -1,4 +1,4 @@
-"""The records of a measured step: segments with their times, storages that were saved, and modules that could run again."""
+"""Records of a measured step: timed segments, saved storages, and modules that could be recomputed."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from fgoffload.engine.identity import StorageRef
 
 
 class SegmentRecord:
-    """A segment of one microbatch's forward, and its backward."""
+    """A segment of one microbatch, in forward and backward."""
 
     __slots__ = (
         "backward",
@@ -26,45 +26,45 @@ class SegmentRecord:
     def __init__(self, name: str, *, tag: str | None, is_sampled: bool) -> None:
         self.name = name
         self.is_sampled = is_sampled
-        """Whether device bytes are read when it begins and ends."""
+        """Whether device bytes are read when the segment begins and ends."""
         self.tag = tag
-        """None between the regions."""
+        """Tag of the segment; None between regions."""
         self.forward: list[tuple[Event, Event]] = []
-        """Start and end, each time that forward was here."""
+        """Start and end of each time that forward was in the segment."""
         self.backward: list[tuple[Event, Event]] = []
-        """The same of backward."""
+        """Start and end of each time that backward was in the segment."""
         self.born_bytes = 0
-        """Of storages that were saved here first, until backward has left."""
+        """Bytes of storages that were first saved here, until backward has left the segment."""
         self.forward_extra_bytes = 0
-        """Device bytes at peak, beside what was there all the time and what was saved. 0 where they were not measured."""
+        """Peak device bytes of forward beyond static and saved bytes; 0 if not measured."""
         self.backward_extra_bytes = 0
-        """The same of backward."""
+        """Peak device bytes of backward beyond static and saved bytes; 0 if not measured."""
 
 
 class SavedRecord:
-    """One storage that autograd saved in a layer, or in a model outside of its layers."""
+    """A storage that autograd saved in a layer, or in a model outside of its layers."""
 
     __slots__ = ("element_bytes", "is_held", "modules", "segments", "size_bytes", "storage", "tags", "views")
 
     def __init__(self, storage: StorageRef, size_bytes: int, element_bytes: int, modules: frozenset[str]) -> None:
         self.storage = storage
-        """Not its memory. As long as it is referred to, no other storage has its key."""
+        """Reference to the storage that does not own its memory. While it exists, no other storage gets its key."""
         self.is_held = False
-        """Whether something else holds it until backward, as the schedule does with what came from another pipeline rank."""
+        """Whether something else references it until backward, as the schedule does with tensors of another pipeline rank."""
         self.size_bytes = size_bytes
         self.element_bytes = element_bytes
-        """Of the first save, by which the engine's minimum size counts."""
+        """Element size of the first save in bytes, which the engine's minimum size is based on."""
         self.tags: dict[str, None] = {}
-        """Those that save it, in the order of forward."""
+        """Tags that save it, in the order of forward."""
         self.segments: dict[str, None] = {}
-        """The same, with what is between the regions."""
+        """Segments that save it, including those between regions, in the order of forward."""
         self.modules = modules
-        """The watched modules that all its saves are inside."""
+        """Watched modules that contain all its saves."""
         self.views: set[View] = set()
-        """Storages that it saves."""
+        """Saved views of the storage."""
 
     def count_gathered_bytes(self) -> int:
-        """Return the device bytes in which the engine packs what leaves of the storage; 0 where it leaves as it lies."""
+        """Return the device bytes that the engine packs to offload the storage; 0 if it is offloaded without packing."""
         size_bytes = max(view.end for view in self.views) - min(view.start for view in self.views)
         return get_gathered_bytes(choose_gathered(self.views, size_bytes=size_bytes))
 
@@ -74,21 +74,21 @@ class ModuleRecord:
     """One execution of a module that could be recomputed."""
 
     inputs: frozenset[int] = frozenset()
-    """Keys of the storages of its input tensors."""
+    """Keys of the storages of the input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By key, of those that need a gradient: a checkpoint keeps the whole of what its arguments are views of."""
+    """Storage bytes of inputs that need a gradient, by key. A checkpoint keeps the whole storage of a view."""
     tensor_bytes: frozenset[int] = frozenset()
-    """Of these tensors themselves: copies of views have as many."""
+    """Sizes of the same tensors in bytes, without the rest of their storages. Copies of views have these sizes."""
     outputs: frozenset[int] = frozenset()
-    """Keys of the storages of its output tensors."""
+    """Keys of the storages of the output tensors."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Names of those that began inside, in the order of forward."""
+    """Names of the segments that began inside the module, in the order of forward."""
     input_edges: int = 0
-    """How often the graph inside reaches the input."""
+    """How often the graph inside the module reaches its input."""
 
 
 class Run:
-    """One microbatch through one layer, or through what a model chunk has outside of its layers."""
+    """One microbatch through one layer, or through the code of a model chunk outside of its layers."""
 
     __slots__ = (
         "chunk",
@@ -111,40 +111,40 @@ class Run:
         self.chunk = chunk
         self.microbatch = microbatch
         self.number = number
-        """Of the layer in the whole model, from 0; -1 outside of layers."""
+        """Number of the layer in the whole model, from 0; -1 outside of layers."""
         self.is_sampled = is_sampled
-        """Whether device bytes are read when its segments begin and end."""
+        """Whether device bytes are read when segments of the run begin and end."""
         self.is_leaving = False
-        """Whether the engine offloads a layer while it is recorded: its times are longer than those of compute."""
+        """Whether the engine offloads the layer while it is recorded, so that its times exceed those of compute."""
         self.input_key: int | None = None
-        """Of the storage of a layer's input."""
+        """Key of the storage of the layer's input."""
         self.input_bytes = 0
-        """Of the same."""
+        """Bytes of the layer's input."""
         self.input_keys: dict[str, int] = {}
-        """By tag, of the storage that its site was given."""
+        """Key of the storage of each site's input, by tag."""
         self.segments: dict[str, SegmentRecord] = {}
-        """By name, in the order of forward."""
+        """Segments by name, in the order of forward."""
         self.saved: dict[int, SavedRecord] = {}
-        """By key of the storage, in the order of forward."""
+        """Saved storages by key, in the order of forward."""
         self.modules: dict[str, ModuleRecord] = {}
-        """By the unit that would run the module again."""
+        """Modules that can be recomputed, by the unit that does so."""
         self.current: SegmentRecord | None = None
-        """The segment that forward came to last."""
+        """Segment that forward entered last."""
         self.open_modules: frozenset[str] = frozenset()
-        """Those that forward is in."""
+        """Units of the modules that forward is in."""
         self.storages: dict[int, StorageRef] = {}
-        """By key, those that `name_storage` named."""
+        """References to the storages named by `name_storage`, by key."""
 
     def name_storage(self, tensor: torch.Tensor) -> int:
-        """Return the key of the storage of `tensor`, which no other storage gets as long as the run is there.
+        """Return the key of the storage of `tensor`, which no other storage gets while the run exists.
 
-        A key is an address. What nobody saves is freed while forward goes on, and the next storage is often made in its place.
+        A key is an address. Forward frees tensors that are not saved, and the next storage often reuses their address.
         """
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
     def get_segment(self, name: str, *, tag: str | None = None) -> SegmentRecord:
-        """Return the segment called `name`, which begins now if it is new."""
+        """Return the segment called `name`. A new one begins now."""
         segment = self.segments.get(name)
         if segment is None:
             segment = self.segments[name] = SegmentRecord(name, tag=tag, is_sampled=self.is_sampled)

@@ -1,8 +1,8 @@
-"""Measures what it takes to permute tokens again: rows that are gathered within the device.
+"""Measures the time of recomputing a token permutation, by gathering rows within the device.
 
-The segment in which a recorded step permutes says it only where the device is never idle there. The host waits for the counts
-in it, and where it is late the segment is mostly that: of `launch_bound_moe.sh` 0.95 ms on an H100, of which the permutation
-has 0.05.
+A recorded step shows this time only if the device is never idle in the segment of the permutation. The host waits for the token
+counts there, and if it is late, most of the segment is idle time. In `launch_bound_moe.sh` on an H100 the segment takes 0.95
+ms, of which the permutation takes 0.05.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 from fgoffload.engine import Device
 
 _ROW_BYTES = 4096
-"""Of a token, about: a gather of such rows takes what their bytes take, whatever the channels."""
+"""Approximate bytes of a token. The time of a gather of such rows depends on their bytes, not on their channels."""
 _BATCH = 8
-"""Gathers in a row, so that launching the first of them, and events, count for little."""
+"""Consecutive gathers per measurement, so that events and the first launch add little."""
 _REPEATS = 3
-"""The best counts: what else the machine does can only lower it."""
+"""Measurements of a size, of which the fastest counts. Other load on the machine can only slow a gather down."""
 
 
 class TokenGathers:
@@ -27,12 +27,12 @@ class TokenGathers:
         self._seconds: dict[tuple[int, int], float] = {}
 
     def measure_seconds(self, given_bytes: int, made_bytes: int) -> float:
-        """Return the seconds in which rows of `made_bytes` are gathered of tokens of `given_bytes`.
+        """Return the seconds of gathering rows of `made_bytes` from tokens of `given_bytes`.
 
-        Memory for both is taken, and given back. Random states are as they were.
+        Allocates memory for both and frees it. Random states do not change.
 
         Streams:
-            Gathers on the current one. The host waits for each batch of them.
+            Gathers on the current stream. The host waits for each batch of them.
         """
         size = (given_bytes, made_bytes)
         if size not in self._seconds:
@@ -44,7 +44,7 @@ class TokenGathers:
         given, made = (max(1, size_bytes // _ROW_BYTES) for size_bytes in (given_bytes, made_bytes))
         tokens = torch.zeros(given, _ROW_BYTES // 2, dtype=torch.bfloat16, device=place)
         rows = torch.empty(made, _ROW_BYTES // 2, dtype=torch.bfloat16, device=place)
-        # As by expert: those of one token lie far apart. A generator of its own, since the training goes on with the others'.
+        # Sorted by expert, rows of one token lie far apart. Uses its own generator to leave those of the training alone.
         generator = torch.Generator(device=place)
         generator.manual_seed(0)
         indices = torch.randperm(made, generator=generator, device=place) % given

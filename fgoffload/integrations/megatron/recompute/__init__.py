@@ -1,1 +1,1 @@
-"""Recomputing parts of a Megatron layer in backward, as a plan says."""
+"""Recomputes parts of a Megatron layer in backward, as planned."""

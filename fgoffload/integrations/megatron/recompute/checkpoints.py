@@ -1,19 +1,20 @@
-"""Megatron's checkpoints without output: their inputs may leave, their outputs must stay, and a plan's run for one graph.
+"""Offloads inputs of Megatron's checkpoints without output, keeps their outputs, and reruns planned ones for one graph.
 
-`CheckpointWithoutOutput` runs a norm, an activation or an up-projection again: it empties the storages of what they return,
-and fills them in backward. Where a plan lets them run again, `reruns.py` does so, with the bits of a training without
-recompute. Where Megatron's own flags let them, Megatron does, with the bits of the same flags without offload; and where FP8 is
-on, whose scaling Megatron's checkpoint restores.
+`CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of their outputs, and
+fills them in backward. If a plan recomputes them, `reruns.py` does it, and results are bitwise identical to a training without
+recompute. If Megatron's own flags recompute them, Megatron does it, and results are bitwise identical to the same flags without
+offload. The same holds in FP8, whose scaling Megatron's checkpoint restores.
 
 [Note: Inputs of a checkpoint without output]
-It saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it: it is a leaf. With a saved
-leaf torch keeps the node that would accumulate its gradient, whatever hooks have made of the tensor; that node holds the leaf,
-and the leaf its storage. So an input that was copied to the host was on the device all the same until backward had come to it.
-Of an input as it is torch keeps the node that computed it, which the graph has anyway. So the inputs are saved here.
+The checkpoint saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it, so it is a leaf.
+With a saved leaf, torch keeps the node that would accumulate its gradient, whatever hooks have returned for the tensor. The
+node holds the leaf, and the leaf its storage. So an offloaded input stayed on the GPU anyway until backward reached it. With a
+saved tensor that is not detached, torch keeps the node that computed it, which the graph has anyway. So the inputs are saved
+here.
 
-Bits stay. Backward gets the same bytes either way, with the same `requires_grad`, and Megatron detaches them before it runs
-the function again. Changes in place are found as before, since a detached copy counts them together with its original. An
-input that is a leaf itself, as what a pipeline stage receives, is held by whoever made it one.
+Results stay bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
+the recompute. Changes in place are still detected, since a detached copy shares its original's version counter. An input that
+is a leaf itself, such as one received by a pipeline stage, is held by its creator.
 
 Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
 `CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) saves the inputs since
@@ -39,11 +40,11 @@ FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction
 
 
 def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
-    """Let inputs of checkpoints without output leave, and let their outputs stay.
+    """Offload inputs of checkpoints without output, and keep their outputs on the GPU.
 
     Args:
-        patches: Put everything back later.
-        get_offload: Returns whose engine is told of the outputs; it exists only after everything is wrapped.
+        patches: Restore everything later.
+        get_offload: Returns the integration, whose engine keeps the outputs. It exists only after everything is wrapped.
 
     Raises:
         IntegrationError: Megatron-Core has no such checkpoints.
@@ -68,10 +69,10 @@ def _run(get_offload: GetOffload, original: Any) -> Any:
             setattr(self, _RERUN, rerun)
         else:
             outputs = original(self, run_function, *args)
-            # Outputs that are inputs too are not emptied, where there are such (since 0.19).
+            # Outputs that are inputs too are not emptied, in versions that have such (since 0.19).
             kept = {get_key(one) for one in args if isinstance(one, torch.Tensor)} if _retains_inputs(self) else set()
             emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-        # Before anything can save them: their storages are emptied after their last use in forward.
+        # Before anything can save them, since their storages are emptied after their last use in forward.
         offload.keep_recomputed(emptied)
         return outputs
 
@@ -93,11 +94,11 @@ def _discard(get_offload: GetOffload, original: Any) -> Any:
 
 
 _RERUN = "_fgoffload_rerun"
-"""What runs again for a checkpoint, as an attribute of it."""
+"""Attribute of a checkpoint that holds its rerun."""
 
 
 def _needs_megatron(checkpoint: Any) -> bool:
-    """Return whether a checkpoint is one of several that run again together, or FP8 is on, or a CUDA graph is being made."""
+    """Return whether a checkpoint is recomputed together with others, or FP8 is on, or a CUDA graph is being captured."""
     if getattr(checkpoint, "ckpt_manager", None) is not None:
         return True
     if checkpoint.fp8 and load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.is_fp8_enabled():
@@ -115,7 +116,7 @@ def _retains_inputs(checkpoint: Any) -> bool:
 
 
 def save_inputs(original: Any) -> Any:
-    """Return a forward of the checkpoints' autograd function that saves its inputs where `original` saves detached copies.
+    """Return a forward of the checkpoints' autograd function that saves its inputs instead of detached copies.
 
     See [Note: Inputs of a checkpoint without output].
     """
@@ -123,9 +124,9 @@ def save_inputs(original: Any) -> Any:
     def forward(ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
         outputs = original(ctx, run_function, checkpoint, *args)
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        saved = ctx.to_save or ()  # torch looks at it when forward is through: until then it may be given anew
-        # By position: all tensors in their order, with None in between in some versions. Another version that saves something
-        # else is left alone; it costs memory, which `StepStats` then counts as held elsewhere.
+        saved = ctx.to_save or ()  # may be replaced until forward is over, when torch reads it
+        # Matches by position: all tensors in order, in some versions with None in between. A version that saves other tensors
+        # is left alone. That costs memory, which `StepStats` then counts as still referenced elsewhere.
         if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
             remaining = iter(inputs)
             ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))

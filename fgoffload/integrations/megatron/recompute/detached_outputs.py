@@ -1,17 +1,17 @@
-"""Detached outputs of what is recomputed: whoever uses one saves nothing of it, and gets what the second run makes.
+"""Detached outputs of recomputed functions: users of an output do not save it, and get the recomputed tensor in backward.
 
-    forward what is recomputed -> its output -> whoever uses it, below these hooks: a stand-in is saved in its place backward
-    what is recomputed -> another tensor of the same bits, which the stand-in looks at
+    forward     recomputed function  ->  output  ->  user, below these hooks: a stand-in is saved instead
+    backward    recomputed function  ->  bitwise identical tensor, which the stand-in views
 
-So nothing holds the output behind its last use, and nothing is copied into it in backward.
+So nothing references the output after its last use, and backward copies nothing into it.
 
-[Note: What is not seen]
-Hooks see what autograd saves while they are there. What else holds the output, as a user's hook that logs activations or the
-checkpoint of a whole MLP, holds it further, and `reruns.py` fills it with a copy. Regions of the engine that begin inside are
-inert, so the hooks are around single linears, a router's product, and attention.
+[Note: Outputs that are still referenced]
+Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
+or the checkpoint of a whole MLP, keep the output alive, and `reruns.py` fills it with a copy. Regions of the engine that begin
+inside the hooks are inert, so the hooks are around single linears, a router's product, and attention.
 
 [Note: Changes in place]
-A hook may change the output in place before it is used, and to run again would not. What was changed is saved as it is.
+A hook may change the output in place before it is used, and a recompute would not repeat that. Such an output is saved.
 """
 
 import functools
@@ -30,7 +30,7 @@ from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hoo
 
 
 class StandIn:
-    """What stands in the graph for a tensor whose storage is made again: where in that it lies."""
+    """Stand-in in the graph for a tensor of a recomputed storage, with its place in the storage."""
 
     __slots__ = ("__weakref__", "_offset", "_size", "_stride")
 
@@ -38,16 +38,16 @@ class StandIn:
         self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def look_at(self, made: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, over the storage of `made`."""
+        """Return the tensor as a view of the storage of `made`."""
         return made.as_strided(self._size, self._stride, self._offset)
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, for the graph."""
+        """Return the recomputed tensor, for the graph."""
         raise NotImplementedError
 
 
 class Made:
-    """The storage of a tensor that is made again, and what it was when it was made."""
+    """Storage of a recomputed tensor, with the version and type that the tensor had in forward."""
 
     __slots__ = ("__weakref__", "_dtype", "_version", "key")
 
@@ -56,22 +56,22 @@ class Made:
         self._version, self._dtype = get_version(tensor), tensor.dtype
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return what stands for `tensor`, which looks at the storage; None where it is to be saved as it is."""
+        """Return a stand-in for `tensor`, a view of the storage; None if it has to be saved."""
         # See [Note: Changes in place].
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         return self.make_stand_in(tensor) if is_same else None
 
     def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return it, for a tensor of the bits and the type that are made again; None where nothing will be."""
+        """Return a stand-in for an unchanged tensor; None if the storage will not be recomputed."""
         raise NotImplementedError
 
 
 class DetachedOutputs:
-    """A context around whoever uses what is made again. Whatever else is saved inside goes on to the hooks around.
+    """Context around users of recomputed tensors. All other saves inside go to the hooks around it.
 
     Args:
-        made: By the key of its storage.
-        place: For errors, where no hooks are around.
+        made: Recomputed tensors, by the key of their storage.
+        place: Place for errors if no hooks are around.
     """
 
     __slots__ = ("_made", "_pack", "_place", "_unpack")
@@ -84,18 +84,18 @@ class DetachedOutputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
-        """Begin to save nothing of them."""
+        """Start saving stand-ins for the recomputed tensors."""
         push_hooks(self.pack, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Hand on no more, after an exception too."""
+        """Stop saving stand-ins, also after an exception."""
         pop_hooks()
-        self._made = {}  # the graph holds this, for its own `unpack`
+        self._made = {}  # the graph holds this object for its `unpack`
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what is saved in place of `tensor`."""
-        # Most are weights of experts, and biases that they do not have, and the device waits for the host here: these are not
-        # asked for their storage, and without hooks around they are kept as they are, to find changes in place later.
+        """Return the object that is saved for `tensor`."""
+        # Most are weights of experts and their empty biases, at a point where the device waits for the host. So their storage
+        # is not looked up. Without hooks around, they are saved with their version, to detect changes in place later.
         pack = self._pack
         if type(tensor) is torch.nn.Parameter:
             if pack is None and tensor.is_leaf:
@@ -118,39 +118,39 @@ class DetachedOutputs:
             tensor, version = packed
             if tensor._version == version:  # noqa: SLF001 - the only name
                 return cast("torch.Tensor", tensor)
-            return KeptHandle(tensor, version, None, self._place).take()  # which says what is wrong
+            return KeptHandle(tensor, version, None, self._place).take()  # raises an error that names the cause
         return packed.take() if isinstance(packed, StandIn) else self._unpack(packed)
 
 
 class Maker(Protocol):
-    """What makes tensors again, as `Rerun` does."""
+    """Protocol of objects that recompute tensors, such as `Rerun`."""
 
     @property
     def made(self) -> Mapping[int, Made]:
-        """Return what of it is in use, by the key of its storage."""
+        """Return the recomputed tensors in use, by the key of their storage."""
 
 
 class OpenReruns:
-    """What runs again and is in use just now, so that whoever uses it finds it. Nothing here is held.
+    """Recomputes whose outputs are in use, for their users to find. Holds only weak references.
 
-    Of one layer: its norm, and inside that what its attention, or its experts, run again.
+    Within one layer these are its norm, and inside that the recomputes of its attention or its experts.
     """
 
     def __init__(self) -> None:
         self._found: list[weakref.ref[Maker]] = []
 
     def open(self, maker: Maker) -> None:
-        """Forward begins to use what `maker` made."""
-        # Of a forward that raised nobody closes anything.
+        """Register `maker` when forward begins to use its output."""
+        # A forward that raised has not closed its entries.
         self._found = [reference for reference in self._found if reference() is not None]
         self._found.append(weakref.ref(maker))
 
     def close(self, maker: Maker) -> None:
-        """Forward is through with what `maker` made."""
+        """Remove `maker` once forward no longer uses its output."""
         self._found = [reference for reference in self._found if reference() is not maker]
 
     def find_made(self) -> Mapping[int, Made]:
-        """Return what is in use, by the key of its storage; nothing where hooks of ours would reach into those of others."""
+        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with others' hooks."""
         if not self._found or is_inert():
             return {}
         makers = [maker for maker in (reference() for reference in self._found) if maker is not None]
@@ -160,18 +160,18 @@ class OpenReruns:
 
 
 class Input(NamedTuple):
-    """A saved input of what is recomputed."""
+    """A saved input of a recomputed function."""
 
     unpack: Callable[[], torch.Tensor]
     requires_grad: bool
 
     def take(self) -> torch.Tensor:
-        """Return it for the second run."""
+        """Return the input for the recompute."""
         return self.unpack().detach().requires_grad_(self.requires_grad)
 
 
 def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Made]) -> Input:
-    """Save `tensor` as autograd would, or what stands for it where it is itself one that is `made` again."""
+    """Save `tensor` as autograd would, or a stand-in if it is itself in `made`."""
     known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
     stand_in = None if known is None else known.pack(tensor)
     pack, unpack = find_hooks(place)
@@ -182,13 +182,13 @@ def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Made]) -> 
 
 
 def _count(pack: Any) -> None:
-    """Let a region that is around count what it would have saved: it has work, of which nothing can leave."""
+    """Make a surrounding region count what it would have saved. It is then not empty, though nothing in it is offloaded."""
     if isinstance(pack, Saving) and pack.group is not None:
         pack.group.passed_tensors += 1
 
 
 def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return what packs and unpacks what autograd saves now: the innermost hooks, or without any what holds a tensor."""
+    """Return functions that pack and unpack saved tensors now: the innermost hooks, or without any, ones that keep tensors."""
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     return (functools.partial(keep_tensor, place=place), _take) if hooks is None else hooks
 

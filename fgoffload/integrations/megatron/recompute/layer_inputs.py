@@ -1,7 +1,7 @@
-"""The sites of `layer_input`: what a checkpoint around whole layers keeps, Megatron's or that of a plan.
+"""Sites of `layer_input`: the tensors that a checkpoint around whole layers keeps, Megatron's or a plan's.
 
-The first layer's input of a pipeline stage came from the stage before, and Megatron's schedule holds it until backward: it
-leaves and frees nothing, is counted as held elsewhere, and stays from the next step on.
+The first layer's input of a pipeline stage came from the previous stage, and Megatron's schedule holds it until backward. So
+its offload frees nothing. It is counted as still referenced elsewhere, and stays on the GPU from the next step on.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ _PLACE = Place(None, "a checkpoint of a part of a layer")
 
 
 class LayerInputs:
-    """Regions around the checkpoints of layers, and around no other checkpoint: Megatron uses the same function for many."""
+    """Opens regions around checkpoints of layers only. Megatron uses the same function for other checkpoints too."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
-        """Wrap the checkpoints, and what tells that they are of layers.
+        """Wrap the checkpoints, and the methods that call them for layers.
 
         Args:
-            patches: Put it back later.
-            get_offload: Returns what answers; it exists only after everything is wrapped.
+            patches: Restore them later.
+            get_offload: Returns the integration. It exists only after everything is wrapped.
 
         Raises:
-            IntegrationError: Megatron-Core lacks one of them.
+            IntegrationError: Megatron-Core lacks one of these symbols.
         """
         self.get_offload = get_offload
         self._depth = 0
-        # Since 0.18 one function, which the blocks of transformer layers and the hybrid ones import by name.
+        # Since 0.18 this is one function, which blocks of transformer layers and hybrid blocks import by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
         if is_function:
             wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
@@ -52,12 +52,12 @@ class LayerInputs:
         wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._wrap_mtp_layer)
         wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
         user = RECOMPUTE_MODULE if is_function else BLOCK_MODULE
-        if getattr(load_module(user), "te_checkpoint", None) is not None:  # None, or absent, without Transformer Engine
+        if getattr(load_module(user), "te_checkpoint", None) is not None:  # None or missing without Transformer Engine
             wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
 
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
-        """Take the checkpoints inside for those of layers, the first of them of layer `number`."""
+        """Treat checkpoints inside as those of layers, beginning with layer `number`."""
         self.get_offload().pass_layer(number - 1)
         self._depth += 1
         try:
@@ -85,13 +85,13 @@ class LayerInputs:
                 return original(run_function, *args, **kwargs)
             offload = self.get_offload()
             if self._depth == 0:
-                # Of a part of a layer. It may be given what a norm returned that is recomputed too, and saves that when its
-                # forward is through.
+                # A checkpoint of a part of a layer. Its input may be the output of a norm that is recomputed too, which it
+                # saves after its forward.
                 made = offload.open_reruns.find_made()
                 with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
                     return original(run_function, *args, **kwargs)
             offload.enter_layer(offload.last_layer + 1)
-            # Inside, grad mode is off and nothing is saved; the checkpoint saves its arguments when its forward is through.
+            # Inside, grad mode is off and nothing is saved. The checkpoint saves its arguments after its forward.
             return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))
 
         return checkpoint

@@ -1,12 +1,12 @@
-"""Running parts of a layer again in backward, layer by layer, as a plan says.
+"""Recomputes parts of a layer in backward, layer by layer, as planned.
 
-Where Megatron's modules have an attribute of their own for it, that attribute is set in the layers of the plan; Megatron's
-flags set it in all layers alike. Where the module has a checkpoint without output then, `reruns.py` takes its place (see
-`checkpoints.py`). A whole layer goes through a checkpoint: Megatron's, which restores the random states of all its
-generators, or Transformer Engine's where FP8 is on, which restores the scaling too. First linears, with what is before and
-behind them, are the first parts of their modules' forward. Tokens are permuted again by `permutations.py`.
+If Megatron's modules have an attribute for that, it is set in the planned layers; Megatron's flags set it in all layers alike.
+If the module then has a checkpoint without output, `reruns.py` replaces it (see `checkpoints.py`). A whole layer uses a
+checkpoint: Megatron's, which restores the random states of all its generators, or in FP8 Transformer Engine's, which
+restores the scaling too. First linears, with the code before and after them, are partial recomputes of their modules' forward.
+`permutations.py` recomputes token permutations.
 
-| unit | what does it | since |
+| unit | implementation | since |
 |---|---|---|
 | `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
 | `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |
@@ -46,27 +46,27 @@ from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Switch:
-    """How one unit of one layer is recomputed."""
+    """Attribute that switches the recompute of one unit of a layer on."""
 
     target: Any
-    """The module with the attribute."""
+    """Module with the attribute."""
     attribute: str
     prepare_fp8: Callable[[], object] | None = None
-    """What else quantized modules need: to keep the original input, whose quantized copy would outlive the recompute."""
+    """Makes quantized modules keep their original input, since its quantized copy would outlive the recompute."""
 
 
 def find_units(layer: Any) -> tuple[str, ...]:
     """Return the units of a Megatron layer that can be recomputed, by the names of `RECOMPUTE_UNITS`."""
     switches = _find_switches(layer)
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
-        # They need linears that save their original input, which Transformer Engine refuses with delayed scaling.
+        # They need linears that save their original input, which Transformer Engine rejects with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
     permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
     return ("layer", *switches, *partial_recompute.find_partial_recomputes(layer), *permutation)
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
-    """Let `unit` of `layer` run again in backward, until `patches` are removed."""
+    """Recompute `unit` of `layer` in backward, until `patches` are removed."""
     if unit == "layer":
         wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
         return
@@ -84,17 +84,17 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
         if switch.prepare_fp8 is not None:
             switch.prepare_fp8()
     elif unit == "moe_act":
-        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one stand-in, and not one for each expert
+        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one stand-in instead of one per expert
 
 
 def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
-    """Let whoever uses what Megatron's checkpoints without output return save nothing of it, until `patches` are removed.
+    """Detach the outputs of Megatron's checkpoints without output from their users, until `patches` are removed.
 
     Args:
-        patches: Undo it; wrapped before anything else of the layer is, so that the hooks are inside regions.
-        get_offload: Returns what knows what is recomputed and is in use.
+        patches: Undo it. Must be applied before any other wrapper of the layer, so that the hooks are inside regions.
+        get_offload: Returns the integration, which knows the recomputed units in use.
         layer: A Megatron layer.
-        units: What may run again in it.
+        units: Units of the layer that may be recomputed.
     """
     for unit in units:
         for module, name in _list_users(layer, unit):
@@ -104,7 +104,7 @@ def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Ite
 
 
 def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
-    """Yield the methods that save what a unit of `layer` returns, and open no region inside."""
+    """Yield the methods that save the output of a unit of `layer` and open no region inside."""
     attention, mlp = layer.self_attention, layer.mlp
     if unit == "attn_norm":
         yield from ((getattr(attention, name, None), "forward") for name in _ATTENTION_INPUTS)
@@ -123,11 +123,11 @@ def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
 
 
 _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
-"""The first linears of Megatron's attentions."""
+"""First linears of Megatron's attentions."""
 
 
 def _detach_outputs(get_offload: GetOffload, place: Place, original: Any) -> Any:
-    """Wrap a method of whoever uses what may run again."""
+    """Wrap a method that uses outputs of a recompute."""
 
     def use(module: Any, *args: Any, **kwargs: Any) -> Any:
         made = get_offload().open_reruns.find_made()
@@ -149,7 +149,7 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        # Not every attention is Megatron's `Attention`, and only in FP8 has it to be prepared.
+        # Some attentions are not Megatron's `Attention`. Only FP8 needs to prepare them.
         prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
         if prepare_attention is not None or not is_quantized(layer.config):
             add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
@@ -159,8 +159,8 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
     if not isinstance(layer.pre_mlp_layernorm, identity):
         add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
     if experts is None:
-        # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for what computed that
-        # parameter: the recompute in backward runs into itself until memory is full. Seen with megatron-core 0.16.1.
+        # The checkpointed MLP returns its bias, a parameter, and autograd takes the checkpoint for the function that computed
+        # it. The recompute in backward then calls itself until memory is full. Seen with megatron-core 0.16.1.
         if not layer.config.add_bias_linear:
             add("mlp", layer, "recompute_mlp")
         return switches
@@ -183,10 +183,10 @@ def _save_original(linear: Any) -> None:
 
 
 def _run_once_without_grad(original: Any) -> Any:
-    """Return a forward of a layer that recomputes nothing where its input needs no gradient, as behind frozen layers.
+    """Return a forward that recomputes nothing if the layer's input needs no gradient, as after frozen layers.
 
-    Megatron's checkpoints are reentrant: they reach the parameters through their input, and where that has no gradient, the
-    parameters get none, without a word.
+    Megatron's checkpoints are reentrant: they reach the parameters through their input. If it has no gradient, the parameters
+    silently get none.
     """
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,13 +211,13 @@ def _switched_off(switch: _Switch) -> Iterator[None]:
 
 
 def _run_again(inputs: LayerInputs, original: Any) -> Any:
-    """Return a forward of a layer that keeps its input alone."""
+    """Return a forward of a layer that keeps only its input."""
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         count = len(args)
         names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-        # Reentrant checkpoints reach the parameters through their input: without its gradient they would have none.
+        # Reentrant checkpoints reach the parameters through their input: without its gradient they would get none.
         if is_inert() or not any(given[name].requires_grad for name in names):
             return original(layer, *args, **kwargs)
 
@@ -226,7 +226,7 @@ def _run_again(inputs: LayerInputs, original: Any) -> Any:
             return original(layer, *(values.pop(index) for index in range(count)), **values)
 
         tensors = [given[name] for name in names]
-        # The closure lives as long as the checkpoint, and must not hold the input, which is to leave.
+        # The closure lives as long as the checkpoint, and must not hold the input, which is to be offloaded.
         given.update(dict.fromkeys(names))
         with inputs.layers_from(get_number(layer)):
             return _checkpoint(layer, run, tensors)
@@ -238,7 +238,7 @@ def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]
     parallel = load_module("megatron.core.tensor_parallel")
     if not is_quantized(layer.config):
         return parallel.checkpoint(run, False, *tensors)  # noqa: FBT003 - Megatron's signature
-    # Where its user imports it by name: a block until 0.17, a module of its own since.
+    # The module that imports it by name: a block until 0.17, a module of its own since then.
     block = load_module("megatron.core.transformer.transformer_block")
     user = load_module("megatron.core.recompute") if hasattr(block, "checkpointed_forward") else block
     return user.te_checkpoint(

@@ -1,10 +1,10 @@
-"""Running the first part of a module's forward again in backward: up to the submodule that saves what that part made.
+"""Recomputes the first part of a module's forward, up to the submodule that saves its result.
 
-    forward     first part, which saves its input alone  ->  submodule  ->  rest
+    forward     first part, which saves only its input  ->  submodule  ->  rest
     backward    rest  ->  first part again  ->  submodule  ->  first part
 
-The submodule saves nothing of what the first part made (`detached_outputs.py`). That is emptied behind it, and comes again
-before the submodule's backward (`reruns.py`). So nothing stays of the first part but its input, and the submodule runs once.
+The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
+recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
 
 | unit | module | up to |
 |---|---|---|
@@ -12,11 +12,11 @@ before the submodule's backward (`reruns.py`). So nothing stays of the first par
 | `mlp_fc1` | `MLP` | `linear_fc2` |
 | `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
 
-[Note: What else uses the first part]
-What the first part hands to the submodule is emptied, and made again. Whatever else the rest of forward uses of it would stay,
-and no plan would count it. So a unit is there where the module's forward is Megatron's own and uses nothing else: not with
-an output gate, which is made together with query and key, and not where biases of the experts' second linear are multiplied by
-probabilities that the first part has reshaped.
+[Note: Other uses of the first part]
+The tensors that the first part passes to the submodule are emptied and recomputed. Any other result that the rest of forward
+uses would stay on the GPU, and no plan would count it. So a unit exists if the module's forward is Megatron's own and uses no
+other result. That excludes an output gate, which is computed together with query and key, and biases of the experts' second
+linear, which are multiplied by probabilities that the first part has reshaped.
 """
 
 import contextlib
@@ -42,26 +42,26 @@ from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartialRecompute:
-    """The first part of one module's forward."""
+    """Recomputable first part of one module's forward."""
 
     unit: str
-    """The unit of `fgoffload.tags.RECOMPUTE_UNITS` that it is, and the tag of its input."""
+    """Unit in `fgoffload.tags.RECOMPUTE_UNITS`, and tag of the first part's input."""
     module: Any
     until: str
-    """The submodule with whose call it ends, by the name of its attribute."""
+    """Name of the attribute with the submodule whose call ends the part."""
     until_tag: str | None = None
-    """The tag of that submodule where Megatron opens its site before the call, and so without grad."""
+    """Tag of that submodule if Megatron opens its site before the call, where grad mode is off."""
 
     @property
     def submodule(self) -> Any:
-        """Return the submodule with whose call the part ends."""
+        """Return the submodule whose call ends the part."""
         return getattr(self.module, self.until)
 
 
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
     """Return the first parts of a Megatron layer that can be recomputed, by unit."""
     if is_quantized(layer.config):
-        # What ran again would quantize again, and move on the scaling that it was quantized with.
+        # A recompute would quantize again, and advance the scaling that it was quantized with.
         return {}
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -83,13 +83,13 @@ def _runs_forward_of(module: Any, path: str) -> bool:
 
 
 def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute) -> None:
-    """Let `part` run again in backward, until `patches` are removed."""
+    """Recompute `part` in backward, until `patches` are removed."""
     runs = _Runs(part, get_offload)
     if part.unit == "expert_fc1":
-        save_whole_input(patches, part.submodule)  # one stand-in, and not one for each expert
+        save_whole_input(patches, part.submodule)  # one stand-in instead of one per expert
     wrap_method(patches, part.module, "forward", runs.wrap_module)
     wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
-    reference = weakref.ref(runs)  # a model must not live on because it was patched
+    reference = weakref.ref(runs)  # a patched model must not be kept alive
 
     def note_removal() -> None:
         runs = reference()
@@ -100,11 +100,11 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
 
 
 class _Arguments:
-    """What a method is called with.
+    """Arguments of a method call.
 
     Args:
-        values: By place, from 0, or by name.
-        count: How many have a place and no name.
+        values: Arguments by position from 0, or by name.
+        count: Number of positional arguments.
     """
 
     def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
@@ -113,7 +113,7 @@ class _Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Arguments":
-        """Return those of a call."""
+        """Return the arguments of a call."""
         return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
 
     def replace(self, values: Mapping[Any, Any]) -> "_Arguments":
@@ -121,7 +121,7 @@ class _Arguments:
         return _Arguments({**self.values, **values}, count=self._count)
 
     def call(self, method: Callable[..., Any], owner: Any) -> Any:
-        """Return what `method` of `owner` makes of them."""
+        """Return the result of `method` of `owner` with these arguments."""
         named = dict(self.values)
         return method(owner, *[named.pop(place) for place in range(self._count)], **named)
 
@@ -130,9 +130,9 @@ class _Arguments:
         return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
     def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
-        """Return the tensors that were computed from `given`: those that could have a gradient, and are not among these.
+        """Return the tensors that were computed from `given`: those that could have a gradient and are not in `given`.
 
-        Parameters were computed by nobody, and are not to be emptied.
+        Parameters were not computed, and must not be emptied.
         """
         known = {id(one) for one in given.values.values()}
         tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
@@ -140,7 +140,7 @@ class _Arguments:
 
 
 class _Reached(BaseException):
-    """What runs again has come to the submodule, and ends there. No error, so that nobody takes it for one on its way."""
+    """A recompute has reached the submodule and ends there. Not an `Exception`, so that no handler catches it as an error."""
 
     def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -148,16 +148,16 @@ class _Reached(BaseException):
 
 
 class _Runs:
-    """The forwards of one module. At most one of them is in its first part: such modules do not nest."""
+    """Forwards of one module. At most one of them is in its first part, since such modules do not nest."""
 
     def __init__(self, part: PartialRecompute, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
         self._random_use = RandomUse()
         self.is_removed = False
-        """Whether the modules have their own forward again. What ran before may still have its backward to come."""
+        """Whether the modules have their own forward again. Earlier forwards may still run their backward."""
         self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
-        """What the next call of the submodule does in place of its forward, given that, the submodule and its arguments."""
+        """Replaces the forward in the next call of the submodule. Gets that forward, the submodule and its arguments."""
 
     def wrap_module(self, original: Any) -> Any:
         """Wrap the forward of the module."""
@@ -165,10 +165,10 @@ class _Runs:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             given = _Arguments.of(args, kwargs)
             inputs = given.find_inputs()
-            # Where nothing that it is given needs a gradient, as behind frozen layers, a plan's units run once.
+            # If no input needs a gradient, as after frozen layers, a plan's units run once.
             if is_inert() or not inputs:
                 return original(module, *args, **kwargs)
-            # It lives as long as the graph, and must not hold the input, which may leave.
+            # Lives as long as the graph, and must not hold the input, which may be offloaded.
             kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
 
             def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -176,7 +176,7 @@ class _Runs:
 
             offload, tensors = self._get_offload(), tuple(inputs.values())
             name = f"{self._part.unit} of {type(module).__name__}"
-            # A norm before it may run again too.
+            # A norm before the module may be recomputed too.
             found = offload.open_reruns.find_made()
             begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
             rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
@@ -213,16 +213,16 @@ class _Runs:
         submodule: Any,
         reached: _Arguments,
     ) -> Any:
-        """End the first part, and run the submodule on what it made of `given`.
+        """End the first part, and run the submodule on its results.
 
         Args:
-            offload: Whose engine is told of what the first part made.
-            given: What the module was called with.
-            rerun: That of the first part.
-            dropping: Drops what is saved, until it is closed.
-            original: The forward of the submodule.
-            submodule: That of the module that runs, which may be a copy of the part's.
-            reached: What the first part calls the submodule with.
+            offload: Integration whose engine keeps the results of the first part.
+            given: Arguments of the module's call.
+            rerun: Rerun of the first part.
+            dropping: Context that drops saved tensors until it is closed.
+            original: Forward of the submodule.
+            submodule: Submodule of the running module, which may be a copy of the part's module.
+            reached: Arguments that the first part passes to the submodule.
         """
         made = reached.find_made(given)
         outputs = self._separate(made.values())
@@ -236,15 +236,15 @@ class _Runs:
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
-        # Before the backward of what made the submodule's output, and behind all hooks of that output: the norm before a dense
-        # MLP may run again too, by a hook of the MLP's output, which is that of `linear_fc2`. It is put there later, and has
-        # to fill what the first part of the MLP is given before that is recomputed.
+        # Before the backward of the node that computed the submodule's output, and after all hooks of that output. The norm
+        # before a dense MLP may be recomputed too, by a hook of the MLP's output, which is that of `linear_fc2`. That hook is
+        # added later, and has to restore the input of the MLP's first part before that part is recomputed.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result
 
     def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
-        """Return what the first part makes of `given`."""
+        """Return the results of the first part for the arguments `given`."""
 
         def stop(_: Any, submodule: Any, reached: _Arguments) -> NoReturn:
             raise _Reached(self._separate(reached.find_made(given).values()))
@@ -261,7 +261,7 @@ class _Runs:
         raise AssertionError  # `stop` has raised
 
     def _wrapped(self, module: Any) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the submodule of `module` asks whether to be taken over, as it does until the removal."""
+        """Return a context in which the submodule of `module` can be replaced, also after the patches are removed."""
         if not self.is_removed:
             return contextlib.nullcontext()
         patches = Patches()
@@ -269,10 +269,10 @@ class _Runs:
         return patches
 
     def _check_reached(self) -> None:
-        """Refuse a forward that has not come to the submodule: what it returned has no gradient.
+        """Reject a forward that has not called the submodule, since its result has no gradient.
 
         Raises:
-            StateError: With the module, and the fix.
+            StateError: The submodule was not called. Names the module and the fix.
         """
         if self._take_over is not None:
             raise StateError(
@@ -281,10 +281,10 @@ class _Runs:
             )
 
     def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return `made`, with copies in place of views where the submodule would copy these itself.
+        """Return `made`, with copies of those views that the submodule would copy itself.
 
-        It would save its copies, which nobody could empty. Transformer Engine's attention copies query, key and value where
-        they are not parts of one storage in an order that it knows. Source: `get_qkv_layout`, Transformer Engine 2.20.
+        The submodule would save its own copies, which cannot be emptied. Transformer Engine's attention copies query, key and
+        value if they are not parts of one storage in a known order. Source: `get_qkv_layout`, Transformer Engine 2.20.
         """
         tensors = tuple(made)
         copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
@@ -299,7 +299,7 @@ def _has_own_storage(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _closed_ranges() -> Iterator[None]:
-    """Close the profiler's ranges that Megatron opens inside and, where that is left early, does not close."""
+    """Close the profiler ranges that Megatron opens inside and leaves open when it exits early."""
     utils = load_module("megatron.core.utils")
     open_ranges = getattr(utils, "_nvtx_range_messages", [])
     before = len(open_ranges)

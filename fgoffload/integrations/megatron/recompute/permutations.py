@@ -1,19 +1,19 @@
-"""Permuting tokens for their experts again in backward, so that the experts' first linear keeps nothing of its own.
+"""Recomputes the token permutation for experts in backward, so that the experts' first linear saves nothing of its own.
 
     forward     router  ->  permutation, which copies each token for each of its experts  ->  first linear
-    backward    permutation again, of what the router was given  ->  first linear
+    backward    permutation again, from the router's input  ->  first linear
 
-Without it the first linear saves what it is given, as many times the router's input as a token has experts, and the router
-saves that input anyway. A copy is cheap: nothing is computed, and the bits are the same.
+Without it, the first linear saves its input: one copy of the router's input for each expert of a token. The router saves that
+input anyway. The recompute is cheap, since it only copies, and results are bitwise identical.
 
-[Note: Where it can]
-Tokens from other ranks would have to be sent again. So the unit is there where a rank has all experts, and all of each: then
-nothing is exchanged, and the sort by expert that comes behind the exchange finds the order that there is. What the dispatcher
-returns is what the permutation made, in another storage. The counts are known from forward, and the host waits for nothing.
+[Note: Supported layers]
+Tokens from other ranks would have to be sent again. So the unit exists if a rank has all experts, each of them whole. Then
+nothing is exchanged, and the sort by expert after the exchange does not change the order. The dispatcher returns the result of
+the permutation in another storage. The counts are known from forward, so the host does not wait.
 
 [Note: Nothing is emptied]
-What other units return is emptied behind its last use (`reruns.py`). Here the first linear saves nothing of it, as
-`detached_outputs.py` has it, and it goes with the frames of forward, Megatron's `MoELayer` among them.
+Outputs of other units are emptied after their last use (`reruns.py`). Here the first linear saves nothing of the output,
+because of `detached_outputs.py`, and the output is freed with the frames of forward, such as Megatron's `MoELayer`.
 """
 
 import functools
@@ -36,33 +36,33 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Made, OpenReruns, StandIn, save_input
 
 UNIT = "dispatch"
-"""Of `fgoffload.tags.RECOMPUTE_UNITS`."""
+"""Name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`."""
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
-"""Of a config: what makes something else of the hidden states before the router or the dispatcher gets them, or of the tokens
-before the first linear does. Then the router saves other bytes than are permuted, or the linear others than come of it."""
+"""Config fields that change the hidden states before the router or the dispatcher gets them, or the tokens before the first
+linear gets them. Then the router saves other bytes than are permuted, or the linear gets other bytes than result from that."""
 
 
 def can_permute_again(layer: Any) -> bool:
-    """Return whether the tokens of a Megatron layer can be permuted again by themselves. See [Note: Where it can]."""
+    """Return whether the token permutation of a Megatron layer can be recomputed alone. See [Note: Supported layers]."""
     experts: Any = getattr(layer.mlp, "experts", None)
     dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)
     grouped = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
     if type(experts) is not grouped or type(dispatcher) is not load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher:
         return False
-    # Quantized linears save what they made of their input.
+    # Quantized linears save a quantized form of their input.
     if is_quantized(layer.config) or has_op_fuser(experts) or any(getattr(layer.config, name, None) for name in _BETWEEN):
         return False
     return bool(dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad)
 
 
 def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], OpenReruns]) -> None:
-    """Let the tokens of `layer` be permuted again in backward, until `patches` are removed.
+    """Recompute the token permutation of `layer` in backward, until `patches` are removed.
 
     Args:
         patches: Undo it.
         layer: A Megatron layer.
-        get_open_reruns: Returns what else runs again: the norm whose output is permuted may be among it.
+        get_open_reruns: Returns the recomputes in use, which may include the norm whose output is permuted.
     """
     runs = _Runs(Place(None, f"the permutation of layer {get_number(layer)}"), get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
@@ -70,25 +70,25 @@ def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], Op
     wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)
     linear = layer.mlp.experts.linear_fc1
     wrap_method(patches, linear, "forward", runs.wrap_linear)
-    save_whole_input(patches, linear)  # one part to stand for, and not one for each expert
+    save_whole_input(patches, linear)  # one stand-in instead of one per expert
 
 
 class _Runs:
-    """The forwards of one layer. At most one of them is between its permutation and its first linear."""
+    """Forwards of one layer. At most one of them is between its permutation and its first linear."""
 
     def __init__(self, place: Place, get_open_reruns: Callable[[], OpenReruns]) -> None:
         self._place = place
         self._get_open_reruns = get_open_reruns
         self._permutation: _Permutation | None = None
         self._made: _Tokens | None = None
-        """What the dispatcher returned, while that is there."""
+        """Output of the dispatcher, while it exists."""
 
     def wrap_permutation(self, original: Any) -> Any:
-        """Wrap what permutes the tokens."""
+        """Wrap the method that permutes the tokens."""
 
         def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, hidden_states, *args, **kwargs)
-            # Behind frozen layers too: the first linear saves what it is given for its own weights.
+            # Also after frozen layers, since the first linear saves its input for its own weights.
             self._permutation = None if is_inert() else self._begin(hidden_states, dispatcher)
             return outputs
 
@@ -99,7 +99,7 @@ class _Runs:
         return _Permutation(hidden, _find_permutation(dispatcher), self._place, found)
 
     def wrap_end(self, original: Any) -> Any:
-        """Wrap what returns the tokens for the experts."""
+        """Wrap the method that returns the tokens for the experts."""
 
         def dispatch_postprocess(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, *args, **kwargs)
@@ -123,9 +123,9 @@ class _Runs:
 
 
 def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of tokens, `[tokens, hidden]`, those for the experts, as the forward that was here last did."""
+    """Return a function that permutes tokens `[tokens, hidden]` for the experts, as in the latest forward."""
     if not dispatcher.config.moe_permute_fusion:
-        # The mapping says where each comes from. To find it again, the host would wait for the number of tokens.
+        # The mapping has the source of each row. Computing it again would make the host wait for the number of tokens.
         indices = dispatcher.reversed_local_input_permutation_mapping
         return lambda tokens: tokens.index_select(0, indices)
     permute = functools.partial(
@@ -138,13 +138,13 @@ def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Permutation:
-    """One permutation, which is recomputed when backward asks for what it made.
+    """One permutation, which is recomputed when backward needs its result.
 
     Args:
-        hidden: What it permutes; saved here as autograd would save it.
-        permute: Makes of it, as `[tokens, hidden]`, the tokens for the experts.
-        place: For errors.
-        found: What else runs again: what it permutes is not saved where it is of that.
+        hidden: Input of the permutation, saved here as autograd would save it.
+        permute: Permutes it, as `[tokens, hidden]`, for the experts.
+        place: Place for errors.
+        found: Outputs of other recomputes. The input is not saved if it is one of them.
     """
 
     def __init__(
@@ -158,15 +158,15 @@ class _Permutation:
         self._permute = permute
         self._packed = self._taken = 0
         self._again: torch.Tensor | None = None
-        """What the second run made, until all who saved a part of it have theirs."""
+        """Result of the recompute, until every saved part of it is unpacked."""
 
     def pack(self, tensor: torch.Tensor) -> "_Part":
-        """Return what stands for a tensor that looks at what the permutation made."""
+        """Return a stand-in for a view of the permutation's result."""
         self._packed += 1
         return _Part(self, tensor)
 
     def take(self) -> torch.Tensor:
-        """Return what the permutation makes, of the same bits."""
+        """Return the permutation's result, bitwise identical to forward's."""
         if self._again is None:
             with torch.no_grad():
                 hidden = self._hidden.unpack()
@@ -179,7 +179,7 @@ class _Permutation:
 
 
 class _Part(StandIn):
-    """What stands in the graph for a tensor that looks at what the permutation made."""
+    """Stand-in in the graph for a view of the permutation's result."""
 
     __slots__ = ("_permutation",)
 
@@ -188,12 +188,12 @@ class _Part(StandIn):
         self._permutation = permutation
 
     def take(self) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor from the recomputed result."""
         return self.look_at(self._permutation.take())
 
 
 class _Tokens(Made):
-    """What the permutation made, as the dispatcher returned it."""
+    """Result of the permutation, as the dispatcher returned it."""
 
     __slots__ = ("_permutation",)
 
@@ -202,5 +202,5 @@ class _Tokens(Made):
         self._permutation = permutation
 
     def make_stand_in(self, tensor: torch.Tensor) -> StandIn:
-        """Return what stands for `tensor`."""
+        """Return a stand-in for `tensor`."""
         return self._permutation.pack(tensor)

@@ -1,9 +1,9 @@
-"""Random states of functions that run again: they draw the same again.
+"""Random states of recomputed functions, so that they draw the same numbers again.
 
-A function that draws random numbers has to draw the same again, so the random states of its forward are kept, and set. Norms,
-activations and linears draw none, and to read three states and set them costs the host as much as all else that a rerun does in
-forward. So the states are compared before and behind a function the first time that it runs, and where they are the same it is
-taken for one that never draws. What drew for the first time later would draw something else in backward.
+A function that draws random numbers must draw the same in its recompute, so the random states of its forward are kept and
+restored. Norms, activations and linears draw none. Reading and setting three states costs the host as much as the rest of a
+rerun does in forward. So the states before and after a function are compared in its first run. If they are equal, the function
+is assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
 """
 
 import contextlib
@@ -17,38 +17,38 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 class RandomUse:
-    """Which functions draw random numbers, as far as they have run."""
+    """Remembers which functions draw random numbers, once they have run."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
-        """By identity of what was asked about, which must be alive still."""
+        """Results by the identity of a function's anchor, which must still be alive."""
 
     def draws(self, function: Any) -> bool | None:
-        """Return whether `function` draws; None where it has not run yet."""
+        """Return whether `function` draws random numbers; None if it has not run yet."""
         anchor = _find_anchor(function)
         found = self._found.get(id(anchor))
         return None if found is None or found[0]() is not anchor else found[1]
 
     def note(self, function: Any, *, draws: bool) -> None:
-        """Take note of what `function` did when it ran for the first time."""
+        """Record whether `function` drew random numbers in its first run."""
         anchor = _find_anchor(function)
         self._found[id(anchor)] = weakref.ref(anchor), draws
 
 
 def _find_anchor(function: Any) -> Any:
-    """Return what is the same each time: a module itself, and the code of a function, which is made anew for each call."""
+    """Return an object that all calls share: a module itself, or the code of a function that each call creates anew."""
     return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
 
 
 def get_states() -> tuple[Any, ...]:
-    """Return the random states of host and device, and those of Megatron's tracker by name."""
+    """Return the random states of host and device, and of Megatron's tracker by name."""
     states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
     return states
 
 
 @contextlib.contextmanager
 def as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw inside what was drawn behind `states`, and outside what would have been drawn anyway; None where nothing is."""
+    """Repeat the draws after `states` inside, and leave draws outside unaffected. With None, do nothing."""
     if states is None:
         yield
         return
@@ -59,7 +59,7 @@ def as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether nothing was drawn between two random states. Those that are no numbers, as for CUDA graphs, never are."""
+    """Return whether no number was drawn between two random states. States without values, as for CUDA graphs, never equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

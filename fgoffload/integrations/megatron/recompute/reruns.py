@@ -1,29 +1,27 @@
-"""Running a function again in backward, for the graph that its forward has built.
+"""Recomputes a function in backward, for the graph that its forward has built.
 
-    forward     the function; what its ops save is dropped; what it returns is used, and then emptied
-    backward    the function again: what was dropped, and what it returned, is there once more; then the graph of forward
+    forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
+    backward    the function runs again; dropped tensors and outputs are restored; then the graph of forward runs
 
 [Note: One graph]
-Megatron's checkpoint without output runs the function without a graph, builds one when it runs again, and goes through that by
-a backward within the backward. Here the graph is the one of forward, and only what it saved comes from the second run. So
-gradients are summed in the order of a training without recompute, whatever the function is made of, and the bits are the same.
-The host has no second graph to go through, and no backward within the backward; each tensor that is saved costs it three calls
-instead, so that a function that saves dozens costs more. What is kept is the same, the inputs of the function, unless a custom
-function inside keeps something else than by `save_for_backward`.
+Megatron's checkpoint without output runs the function without a graph, builds one in the recompute, and runs a nested backward
+through it. Here the graph is the one of forward, and only its saved tensors come from the recompute. So gradients are summed in
+the order of a training without recompute, and results are bitwise identical for any function. The host has no second graph and
+no nested backward to run. Instead, each saved tensor costs it three calls, so a function that saves dozens costs more. Both
+keep the function's inputs and nothing else, unless a custom function inside keeps tensors without `save_for_backward`.
 
-What `torch.utils.checkpoint` does without reentrance is this for what a function saves. Here what it returns, and others save,
-goes too, and its inputs may leave for the host. Autocast is not restored, as Megatron's checkpoints do not.
+Non-reentrant `torch.utils.checkpoint` does this for tensors that a function saves. Here its outputs, which other functions
+save, are dropped too, and its inputs may be offloaded. Autocast is not restored, as in Megatron's checkpoints.
 
-[Note: What is returned]
-Behind its last use in forward the storage of an output is emptied. Who used it below the hooks of `detached_outputs.py` has not
-saved it, and gets what the second run returns. Then nothing is left of the storage when backward comes, and nothing is copied.
-Where somebody holds it all the same, it is filled with a copy, and all look at that. An output that was changed in place before
-its last use is not emptied: the second run would not change it.
+[Note: Outputs]
+After its last use in forward, the storage of an output is emptied. A user below the hooks of `detached_outputs.py` has not
+saved it, and gets the recomputed tensor. Then nothing references the storage in backward, and nothing is copied. If something
+still does, the storage is filled with a copy, which all users share. An output that was changed in place before its last use is
+not emptied, since the recompute would not repeat the change.
 
-[Note: Who holds what]
-The graph holds what stands for dropped tensors and for outputs, these hold the rerun, and the rerun holds them weakly, the
-inputs packed, and until they are emptied the outputs, without a graph. So there is no cycle, and what drops the graph frees all
-of it.
+[Note: Ownership]
+The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds the stand-ins weakly,
+its inputs packed, and its outputs without a graph until they are emptied. There is no cycle, so dropping the graph frees all.
 """
 
 import functools
@@ -44,16 +42,16 @@ from fgoffload.integrations.megatron.recompute.random_states import RandomUse, a
 
 
 class Rerun:
-    """One run of a function in forward, and the one in backward. As a context it drops what is saved inside.
+    """One run of a function in forward, and its recompute in backward. As a context, it drops tensors saved inside.
 
-    What the function is given is saved at once, as autograd would save it here: it may leave with the region around.
+    Inputs of the function are saved at once, as autograd would save them here. A surrounding region may offload them.
 
     Args:
-        function: Computes tensors from tensors, always the same from the same and with the same random states.
-        args: What it is given.
-        name: What runs again, for errors.
-        random_use: What is known of who draws random numbers; None keeps the random states anyway.
-        found: What else runs again and is in use: an input of it is not saved.
+        function: Computes tensors from tensors. The same inputs and random states must give the same results.
+        args: Arguments of the function.
+        name: Name of the recomputed unit, for errors.
+        random_use: Remembers which functions draw random numbers; None always keeps the random states.
+        found: Outputs of other recomputes in use. An input that is one of them is not saved.
     """
 
     __slots__ = (
@@ -74,27 +72,27 @@ class Rerun:
         self._place = place = Place(None, f"a recompute of {name}")
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
-        """Called with what forward does; None where that is known."""
+        """Records whether forward drew random numbers; None if that is known."""
         self._states = None if draws is False else get_states()
-        """The random states before forward; None where it draws no random numbers."""
+        """Random states before forward; None if it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [save_input(arg, place, found) if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._dropped: list[_Dropped | None] = []
-        """What the function saved, in its order; None for leaves, which stay, since their owner holds them anyway."""
+        """Tensors that the function saved, in order; None for leaves, which are kept, since their owner holds them anyway."""
         self._outputs: list[_Output | None] = []
-        """What it returned, in its order; None for what is not emptied."""
+        """Outputs of the function, in order; None for those that are not emptied."""
         self.made: Mapping[int, Made] = {}
-        """What it returned and forward uses, by the key of its storage."""
+        """Outputs that forward still uses, by the key of their storage."""
 
     # Forward.
 
     def __enter__(self) -> "Rerun":
-        """Drop what autograd saves from here on."""
+        """Start dropping tensors that autograd saves."""
         push_hooks(self._drop, _take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Drop no more, after an exception too."""
+        """Stop dropping tensors, also after an exception."""
         pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
@@ -104,7 +102,7 @@ class Rerun:
                 self._states = None
 
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
-        """Take note of what the function returned, and return what of it will be emptied: not what it was given, nor a leaf."""
+        """Record the outputs, and return those that will be emptied: neither inputs nor leaves."""
         emptied, made = [], {}
         reference = weakref.ref(self)
         for output in as_tuple(outputs):
@@ -119,13 +117,13 @@ class Rerun:
         return emptied
 
     def detached_outputs(self) -> DetachedOutputs:
-        """Return a context for whoever uses the outputs, and saves nothing of them then."""
+        """Return a context for users of the outputs, in which they do not save them."""
         return DetachedOutputs(self.made, self._place)
 
     def empty_outputs(self) -> None:
-        """Give back the memory of the outputs, which forward needs no longer. See [Note: What is returned].
+        """Free the memory of the outputs, which forward no longer needs. See [Note: Outputs].
 
-        As with Megatron's checkpoints the storages of all who saved them are emptied, and filled before they are asked for.
+        As in Megatron's checkpoints, storages that others saved are emptied, and filled before they are needed.
         """
         self.made = {}
         for output in self._outputs:
@@ -133,8 +131,8 @@ class Rerun:
                 output.empty()
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
-        # Linears of many experts save a few dozen weights, and as many biases that they do not have, while the device waits for
-        # the host: these first, and without the questions that `hold` asks.
+        # Linears of many experts save dozens of weights and empty biases, while the device waits for the host. So these come
+        # first and skip the checks below.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
             return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
@@ -148,10 +146,10 @@ class Rerun:
     # Backward.
 
     def run(self) -> None:
-        """Run the function again, once: fill what was emptied, and give the graph what was dropped.
+        """Run the function again, once. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
-            StateError: It has saved or returned something else than in forward, or what it was given, or saved, was changed in
+            StateError: The function saved or returned other tensors than in forward, or an input or saved tensor was changed in
                 place since.
         """
         function = self._function
@@ -167,13 +165,13 @@ class Rerun:
         for dropped, saved in zip(self._dropped, found, strict=True):
             if dropped is not None and saved is not None:
                 dropped.give_back(saved.tensor)
-        # Only now: after an error another backward may try again. What hooks of the graph hold of this lives as long as the
-        # graph does, and must not hold the inputs.
+        # Last, so that another backward may try again after an error. Hooks of the graph keep this object alive as long as the
+        # graph, and it must not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
 
     def _run(self, function: Callable[..., Any]) -> "tuple[tuple[Any, ...], list[_Found | None]]":
-        """Return what `function` returns, and what it saves, when it runs again: as much of both as in forward."""
+        """Return the outputs and the saved tensors of the recompute of `function`, as many of each as in forward."""
         inputs = [arg.take() if isinstance(arg, Input) else arg for arg in self._inputs]
         found: list[_Found | None] = []
 
@@ -202,7 +200,7 @@ class Rerun:
 
 
 class _Packed:
-    """What stands in the graph for a tensor that was dropped."""
+    """Stand-in in the graph for a dropped tensor."""
 
     __slots__ = ("__weakref__", "rerun", "tensor")
 
@@ -211,22 +209,22 @@ class _Packed:
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the tensor of the second run."""
+        """Return the recomputed tensor."""
         return _take_made(self)
 
 
 class _Dropped(NamedTuple):
-    """What is known of a dropped tensor."""
+    """Shape and type of a dropped tensor, with its stand-in."""
 
     packed: "weakref.ref[_Packed]"
     shape: torch.Size
     dtype: torch.dtype
 
     def check(self, tensor: torch.Tensor, place: Place) -> None:
-        """Refuse what the second run has saved in its place, if that is of another kind.
+        """Check that the recompute saved a tensor of the same shape and type.
 
         Raises:
-            StateError: With both.
+            StateError: It did not. Names both.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise StateError(
@@ -235,24 +233,24 @@ class _Dropped(NamedTuple):
             )
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Let the graph have `tensor`, for as long as it wants it."""
+        """Pass `tensor` to the graph, which keeps it as long as it needs it."""
         packed = self.packed()
         if packed is not None:
             packed.tensor = tensor
 
 
 class _Found(NamedTuple):
-    """What the second run saved in the place of a dropped tensor."""
+    """Tensor that the recompute saved in place of a dropped one."""
 
     tensor: torch.Tensor
     version: int
-    """Then. The function may have changed it since, in both runs alike."""
+    """Version when the tensor was saved. The function may have changed it since, alike in both runs."""
 
     def check(self, place: Place) -> None:
-        """Refuse what was changed in place since it was saved, as autograd would.
+        """Check that the tensor was not changed in place after it was saved, as autograd would.
 
         Raises:
-            StateError: It was.
+            StateError: It was changed in place.
         """
         if get_version(self.tensor) != self.version:
             raise StateError(
@@ -262,7 +260,7 @@ class _Found(NamedTuple):
 
 
 class _Output(Made):
-    """The storage of an output of the function, without its graph."""
+    """Storage of an output of the function, without its graph."""
 
     __slots__ = ("_emptied", "_nbytes", "_rerun", "_stand_ins", "_tensor")
 
@@ -270,14 +268,14 @@ class _Output(Made):
         super().__init__(tensor, key)
         self._rerun = rerun
         self._tensor: torch.Tensor | None = tensor.detach()
-        """While forward uses it: its changes in place count with those of the output."""
+        """Output while forward uses it. It shares the output's version counter, so changes in place are detected."""
         self._nbytes = tensor.untyped_storage().nbytes()
         self._emptied: StorageRef | None = None
-        """What was emptied."""
+        """Emptied storage."""
         self._stand_ins: list[weakref.ref[_HandedOn]] = []
 
     def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return what gets the tensor of the second run; None where forward is through with it."""
+        """Return a stand-in that gets the recomputed tensor; None if forward no longer uses the output."""
         rerun = self._rerun()
         if rerun is None or self._tensor is None:
             return None
@@ -286,17 +284,17 @@ class _Output(Made):
         return stand_in
 
     def empty(self) -> None:
-        """Give back its memory, which forward needs no longer. What was changed in place since it was returned stays."""
+        """Free its memory, which forward no longer needs. An output that was changed in place since is kept."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None and get_version(tensor) == self._version:
             self._emptied = StorageRef(tensor)
             tensor.untyped_storage().resize_(0)
 
     def check(self, again: torch.Tensor, place: Place) -> None:
-        """Refuse what the second run has returned in its place, if that is of another size or type.
+        """Check that the recompute returned an output of the same size and type.
 
         Raises:
-            StateError: With both.
+            StateError: It did not. Names both.
         """
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
@@ -306,11 +304,11 @@ class _Output(Made):
             )
 
     def give_back(self, again: torch.Tensor) -> None:
-        """Let the graph have what the second run returned, and whoever holds what was emptied a copy of it."""
+        """Pass the recomputed output to the graph, and fill a copy into the emptied storage if something references it."""
         made = again.detach()
         storage = None if self._emptied is None else self._emptied.find_storage()
         if storage is not None:
-            if not storage.nbytes():  # else it was filled with another output, which looks at the same storage
+            if not storage.nbytes():  # else it was filled with another output that views the same storage
                 storage.resize_(self._nbytes)
                 storage.copy_(again.untyped_storage())
             made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
@@ -319,7 +317,7 @@ class _Output(Made):
 
 
 class _HandedOn(StandIn):
-    """What stands in the graph for an output, or a part of one, in the place where somebody else saved it."""
+    """Stand-in in the graph for an output, or a part of one, that another function saved."""
 
     __slots__ = ("rerun", "tensor")
 
@@ -329,12 +327,12 @@ class _HandedOn(StandIn):
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the tensor of the second run."""
+        """Return the recomputed tensor."""
         return _take_made(self)
 
 
 def _take_made(stand_in: _Packed | _HandedOn) -> torch.Tensor:
-    """Return what the second run made in the place of `stand_in`. It is run now if backward has not come by its end."""
+    """Return the recomputed tensor for `stand_in`. Runs the recompute now if backward has not done so yet."""
     if stand_in.rerun is not None:
         stand_in.rerun.run()
         stand_in.rerun = None
@@ -352,5 +350,5 @@ def _refuse(_: None) -> torch.Tensor:
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    """Return what a function returned, one thing or several, as several."""
+    """Return the results of a function as a tuple, even a single one."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
