@@ -41,8 +41,7 @@ def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
         finally:
             config.batch_p2p_sync = True
         if not get_offload().has_waiting_layers:
-            # The host frees the sources of finished copies only once it sees that they are done. See [Note: Waits behind an
-            # exchange].
+            # The host frees sources of copies only once it sees that they are done. See [Note: Waits behind an exchange].
             torch.cuda.current_stream().synchronize()
         return result
 

@@ -3,14 +3,13 @@
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of their outputs, and
 fills them in backward. If a plan recomputes them, `reruns.py` does it, and results are bitwise identical to a training without
 recompute. If Megatron's own flags recompute them, Megatron does it, and results are bitwise identical to the same flags without
-offload. The same holds in FP8, whose scaling Megatron's checkpoint restores.
+offload. In FP8, Megatron always does it, since its checkpoint restores the scaling.
 
 [Note: Inputs of a checkpoint without output]
 The checkpoint saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it, so it is a leaf.
 With a saved leaf, torch keeps the node that would accumulate its gradient, whatever hooks have returned for the tensor. The
 node holds the leaf, and the leaf its storage. So an offloaded input stayed on the GPU anyway until backward reached it. With a
-saved tensor that is not detached, torch keeps the node that computed it, which the graph has anyway. So the inputs are saved
-here.
+saved tensor that is not detached, torch keeps the node that computed it, which the graph has anyway. So we save these.
 
 Results stay bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
 the recompute. Changes in place are still detected, since a detached copy shares its original's version counter. An input that
