@@ -1,4 +1,4 @@
-"""One transformer layer as a rank runs it: the sizes that say how many bytes it saves for backward.
+"""Sizes of one transformer layer on a rank, which determine the bytes that it saves for backward.
 
 Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent:
 
@@ -23,18 +23,18 @@ Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """As in `--fp8-recipe`."""
 
 FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
-"""Those that are known here."""
+"""Known FP8 recipes."""
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
 """Token dispatchers: `--moe-token-dispatcher-type alltoall`, or flex with one of the others as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
-"""`ExpertsShape.imbalance` where nobody measured it.
+"""Default of `ExpertsShape.imbalance`, for models without a measurement.
 
-With biases that follow the load, the fullest expert is 4% above the mean over a whole validation set. One microbatch sways
-more, and while a router learns, more still; a rank with several experts sways less than each of them. A fifth is room for that.
-It was not measured here: a plan for a model whose experts drift apart needs its own figure.
+With load-balancing biases, the fullest expert is 4% above the mean over a whole validation set. One microbatch varies more, and
+a learning router more still; a rank with several experts varies less. A fifth leaves room for that. It was not measured here: a
+model with unbalanced experts needs its own figure.
 
 Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (2024), MaxVio over the validation set.
 """
@@ -42,17 +42,17 @@ Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """The low ranks of multi-latent attention."""
+    """Low ranks of multi-latent attention."""
 
     q_lora_rank: int | None
-    """Channels of the compressed query; None where the query is projected in one go."""
+    """Channels of the compressed query; None if the query is projected without compression."""
     kv_lora_rank: int
     """Channels of the compressed key and value."""
     qk_pos_emb_head_dim: int
-    """The channels of a query and key head that rotary embeddings turn."""
+    """Rotary channels of a query and key head."""
     has_qk_norm: bool = False
-    """With `--qk-layernorm`: norms of the compressed query and key-value, fused into the linears that widen them. A query
-    that is not compressed has one too, of the hidden states."""
+    """With `--qk-layernorm`: norms of the compressed query and key-value, fused into their up-projections. An uncompressed
+    query has a norm of the hidden states."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1."""
@@ -62,7 +62,7 @@ class LatentShape:
 
     @property
     def has_whole_query_norm(self) -> bool:
-        """Whether the linear that projects the query in one go norms the hidden states once more.
+        """Whether the projection of an uncompressed query normalizes the hidden states once more.
 
         Source: `QKNormConfigResolver` of megatron-core 0.19.2. Releases before 0.19 have no such norm.
         """
@@ -71,21 +71,21 @@ class LatentShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShape:
-    """How tokens find their experts. The defaults are Megatron's: softmax over the scores of the experts that were chosen."""
+    """Routing of tokens to experts. The defaults are Megatron's: softmax over the scores of the chosen experts."""
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """As in `--moe-router-score-function`."""
     has_pre_softmax: bool = False
-    """With `--moe-router-pre-softmax`, for softmax alone: over the scores of all experts, before some are chosen."""
+    """With `--moe-router-pre-softmax`, for softmax only: over the scores of all experts, before the choice."""
     has_expert_bias: bool = False
-    """With `--moe-router-enable-expert-bias`, for sigmoid alone: a bias takes part in the choice of experts."""
+    """With `--moe-router-enable-expert-bias`, for sigmoid only: the choice of experts includes a bias."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """The loss that balances experts: over the microbatch or over each sequence. None where its coefficient is 0."""
+    """Load-balancing loss, over the microbatch or over each sequence. None if its coefficient is 0."""
     dtype_bytes: int = 2
-    """Of an element in `--moe-router-dtype`: 4 for fp32, else 2, that of the activations."""
+    """Bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations."""
 
     def __post_init__(self) -> None:
-        """Refuse what Megatron's router does not have."""
+        """Refuse combinations that Megatron's router does not support."""
         _check_choice(self, "score_function", ("softmax", "sigmoid"))
         _check_choice(self, "balancing", ("none", "aux_loss", "seq_aux_loss"))
         _check_choice(self, "dtype_bytes", (2, 4))
@@ -106,34 +106,34 @@ class ExpertsShape:
     """A mixture of experts behind the all-to-all dispatcher."""
 
     num_experts: int
-    """In the whole layer, over all ranks."""
+    """Experts of the layer, over all ranks."""
     topk: int
-    """Experts of a token."""
+    """Experts per token."""
     ffn_hidden_size: int
-    """Channels of an expert, behind its activation."""
+    """Channels of an expert after its activation."""
     shared_ffn_hidden_size: int = 0
     """Channels of all shared experts together; 0 without any."""
     has_shared_overlap: bool = False
-    """With `--moe-shared-expert-overlap`: the shared experts gather their input themselves, and keep it gathered."""
+    """With `--moe-shared-expert-overlap`: the shared experts gather their own input, and keep it gathered."""
     expert_parallel_size: int = 1
-    """Ranks that the experts are spread over."""
+    """Expert-parallel ranks."""
     expert_tensor_parallel_size: int = 1
-    """Ranks that share each expert; they gather one another's tokens."""
+    """Ranks that share each expert; they gather each other's tokens."""
     imbalance: float = 1.0
-    """Rows of the expert-parallel rank with the most, over the mean of all ranks: 1 where routing is balanced, for which the
-    formulas are exact. `DEFAULT_IMBALANCE` is for plans. It changes nothing where one rank has all experts."""
+    """Rows of the fullest expert-parallel rank over the mean of all: 1 for balanced routing, for which the formulas are exact.
+    Plans take `DEFAULT_IMBALANCE`. It has no effect if one rank has all experts."""
     has_fused_permutation: bool = False
     """With `--moe-permute-fusion`."""
     dispatcher: Dispatcher = "alltoall"
-    """The token dispatcher. All but `alltoall` send a token once to each node that it goes to, and not once for each expert."""
+    """Token dispatcher. All except `alltoall` send a token once to each target node, not once for each expert."""
     limited_groups: tuple[int, int] | None = None
-    """Of how many groups of experts a token's come from, and of how many there are: `--moe-router-group-topk` of
-    `--moe-router-num-groups`. None without limit."""
+    """Limit on the groups of a token's experts: `--moe-router-group-topk` of `--moe-router-num-groups`. None without a
+    limit."""
     router: RouterShape = dataclasses.field(default_factory=RouterShape)
-    """How tokens find their experts."""
+    """Routing of tokens to experts."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no layer has."""
+        """Refuse impossible sizes."""
         _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size")
         _check_sizes(self, "shared_ffn_hidden_size", least=0)
         _check_divides(self, "expert_parallel_size", "num_experts")
@@ -153,17 +153,17 @@ class ExpertsShape:
 
     @property
     def local_experts(self) -> int:
-        """Of one rank."""
+        """Experts of one rank."""
         return self.num_experts // self.expert_parallel_size
 
     def count_rows(self, tokens: int) -> int:
-        """Return the rows that a rank's experts get, one for each token and expert that it goes to, before any padding.
+        """Return the rows of a rank's experts, one for each token and expert, before padding.
 
         Args:
-            tokens: Of each rank, before they are routed.
+            tokens: Tokens of each rank before routing.
         """
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
-        # However routing goes, a token sends one row at most to each expert of a rank: with all experts on one, k rows.
+        # Whatever the routing, a token sends at most one row to each expert of a rank: k rows if one rank has all experts.
         most = tokens * sources * min(self.topk, self.local_experts)
         balanced = tokens * self.topk * self.expert_tensor_parallel_size
         return min(most, round(balanced * self.imbalance))
@@ -178,53 +178,57 @@ class LayerShape:
     seq_length: int
     """Tokens of a sequence on one context-parallel rank."""
     hidden_size: int
-    """Channels between layers."""
+    """Hidden size."""
     num_attention_heads: int
     """Query heads over all tensor-parallel ranks."""
     num_query_groups: int
     """Key and value heads over all tensor-parallel ranks; as many as query heads in latent attention."""
     qk_channels: int
-    """Of a query and key head: `kv_channels`, or `qk_head_dim` + `qk_pos_emb_head_dim` of latent attention."""
+    """Channels of a query and key head: `kv_channels`, or `qk_head_dim` + `qk_pos_emb_head_dim` of latent attention."""
     v_channels: int
-    """Of a value head: `kv_channels`, or `v_head_dim` of latent attention."""
+    """Channels of a value head: `kv_channels`, or `v_head_dim` of latent attention."""
     ffn_hidden_size: int = 0
-    """Channels of a dense MLP behind its activation; 0 in a layer with experts."""
+    """Channels of a dense MLP after its activation; 0 in a layer with experts."""
     experts: ExpertsShape | None = None
-    """The experts, or None in a dense layer."""
+    """Experts; None in a dense layer."""
     latent: LatentShape | None = None
-    """Multi-latent attention, or None where queries come in groups."""
+    """Multi-latent attention; None for grouped queries."""
     tensor_parallel_size: int = 1
-    """Ranks that share the layer."""
+    """Tensor-parallel ranks."""
     has_sequence_parallel: bool = True
-    """With `--sequence-parallel`: between the linears that they share, ranks share the sequence too. Means nothing with one."""
+    """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
+    rank."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """As in `--normalization`."""
     has_fused_norms: bool = True
-    """Norms are fused into the one linear behind them, where there is one: attention in groups and dense MLPs."""
+    """Whether norms are fused into the next linear, if there is only one: grouped-query attention and dense MLPs."""
     rotary_channels: int = 0
-    """Of the rotary embedding that the model gives to all layers; 0 without one. Latent attention makes its own."""
+    """Channels of the model's rotary embedding; 0 without one. Latent attention makes its own."""
     has_fused_rotary: bool = False
-    """With `apply_rope_fusion`, Megatron-LM's default, for attention in groups alone: one kernel turns a head."""
+    """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
+    embedding."""
     has_qk_norm: bool = False
-    """With `--qk-layernorm`, for attention in groups: norms of query and key heads. `latent` says it for latent attention."""
+    """With `--qk-layernorm`, for grouped-query attention: norms of query and key heads. `latent` has those of latent
+    attention."""
     is_gated: bool = True
-    """Activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of the first linear's output."""
+    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of the first linear's
+    output."""
     has_fused_activation: bool = True
-    """One kernel computes a gated activation, of experts with the probabilities too, unless `--no-bias-swiglu-fusion`: then
-    each operator keeps what it needs. Without a gate both ways keep the same."""
+    """Whether one kernel computes a gated activation, for experts with the probabilities. With `--no-bias-swiglu-fusion` each
+    operator saves its own inputs. Without a gate both save the same."""
     has_linear_bias: bool = False
-    """All linear layers have biases. The experts' second ones are added by operators of their own, which keep and make more;
-    other linears keep the same, and some units cannot run again beside them."""
+    """Whether all linear layers have biases. Those of the experts' second linears are added by separate operators, which save
+    and compute more; other linears save the same, and some units cannot be recomputed beside them."""
     has_attention_sinks: bool = False
-    """With `--softmax-type learnable`: attention keeps one number a head more."""
+    """With `--softmax-type learnable`: attention saves one more number per head."""
     has_hidden_dropout: bool = False
     """With `--hidden-dropout` above 0."""
     has_mtp_projection: bool = False
-    """The layer is of multi-token prediction: two norms and a projection are before it, and a norm is behind it."""
+    """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
     fp8_recipe: Fp8Recipe | None = None
-    """As in `--fp8-recipe`, for the linear layers; None where they work in bf16. Attention does in any case."""
+    """`--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16."""
     is_deterministic: bool = False
-    """Torch chooses deterministic algorithms, and Megatron other operators for it."""
+    """Whether torch uses deterministic algorithms, for which Megatron takes other operators."""
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -276,22 +280,22 @@ class LayerShape:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether each of several ranks has a part of the sequence between the linears that they share."""
+        """Whether each of several ranks has a part of the sequence between the shared linears."""
         return self.has_sequence_parallel and self.tensor_parallel_size > 1
 
     @property
     def tokens(self) -> int:
-        """Of the microbatch, what this rank has between the linears that ranks share: sb/t, or sb where all have all."""
+        """Tokens of the microbatch on this rank between the shared linears: sb/t, or sb without sequence parallelism."""
         return self.shared_tokens if self.has_sequence_parallel else self.seq_length * self.micro_batch_size
 
     @property
     def shared_tokens(self) -> int:
-        """Of the microbatch, sb/t: times the channels of all ranks, what one has of a tensor whose channels they share."""
+        """sb/t of the microbatch: times the channels of all ranks, the elements of one rank of a tensor sharded by channels."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size
 
 
 def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_latent_attention: bool, has_mtp: bool) -> None:
-    """Refuse what nobody knows of ranks that share layers and not the sequence.
+    """Refuse tensor parallelism without sequence parallelism where its bytes are unknown.
 
     Raises:
         ConfigError: With the fix.

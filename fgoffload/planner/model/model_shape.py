@@ -1,4 +1,4 @@
-"""A whole model: what its layers are, before anyone says how ranks share them.
+"""Shape of a whole model, before it is split over ranks.
 
 Fields carry Megatron's names where Megatron has one. Llama 3 8B:
 
@@ -16,7 +16,7 @@ Fields carry Megatron's names where Megatron has one. Llama 3 8B:
     >>> llama.get_kind(31)
     'dense'
 
-`make_layer_shape` of `rank_layer.py` gives one of its layers as a rank runs it.
+`make_layer_shape` of `rank_layer.py` returns one of its layers on a rank.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
-"""Of a model: the deepest have a few hundred, and of so many a plan still takes less than a minute."""
+"""Most layers of a model: the deepest have a few hundred, and a plan for so many still takes less than a minute."""
 
 FUSED_CHANNELS = 8
-"""The channels of a head are a multiple of it in the kernels that attention is counted with. Source: `get_attention_backend` of
-Transformer Engine 2.20.2, which else takes attention without a fused kernel."""
+"""Divisor of a head's channels in the fused attention kernels that the planner counts with. Source: `get_attention_backend` of
+Transformer Engine 2.20.2, which else takes unfused attention."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class LatentAttention:
     """Multi-latent attention: queries, keys and values through low ranks."""
 
     q_lora_rank: int | None
-    """Channels of the compressed query; None where the query is projected in one go."""
+    """Channels of the compressed query; None if the query is projected without compression."""
     kv_lora_rank: int
     """Channels of the compressed key and value."""
     qk_head_dim: int
-    """Channels of a query and key head that rotary embeddings leave alone."""
+    """Non-rotary channels of a query and key head."""
     qk_pos_emb_head_dim: int
-    """Those that they turn."""
+    """Rotary channels of a query and key head."""
     v_head_dim: int
     """Channels of a value head."""
 
@@ -64,68 +64,72 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A GPT model: embedding, layers, final norm and output layer, and layers of multi-token prediction behind them."""
+    """A GPT model: embedding, layers, final norm and output layer, then layers of multi-token prediction."""
 
     name: str
-    """For people."""
+    """Name in tables."""
     num_layers: int
-    """Of the decoder, without those of multi-token prediction."""
+    """Layers of the decoder, without those of multi-token prediction."""
     hidden_size: int
-    """Channels between layers."""
+    """Channels of the hidden states."""
     ffn_hidden_size: int = 0
-    """Channels of the MLP of dense layers, behind its activation; 0 where all layers have experts."""
+    """Channels of a dense MLP after its activation; 0 if all layers have experts."""
     num_attention_heads: int
     """Query heads."""
     num_query_groups: int
     """Key and value heads; as many as query heads in latent attention."""
     kv_channels: int = 0
-    """Of a query, key and value head; 0 in latent attention, which has its own. `qk_channels` and `v_channels` have both."""
+    """Channels of a query, key and value head; 0 in latent attention, which has its own. `qk_channels` and `v_channels` cover
+    both."""
     vocab_size: int
-    """Rows of the embedding: with the padding that Megatron adds, for which see `pad_vocab_size`."""
+    """Rows of the embedding, with Megatron's padding: see `pad_vocab_size`."""
     seq_length: int
     """Tokens of a sequence, over all context-parallel ranks."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     """As in `--normalization`."""
     is_gated: bool = True
-    """The activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's output."""
+    """Whether the activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's
+    output."""
     has_fused_activation: bool = True
-    """One kernel computes a gated activation, unless `--no-bias-swiglu-fusion`."""
+    """Whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`."""
     has_quick_gate: bool = False
-    """The gate is that of `--quick-geglu`, clamped or not. What it saves is known where one kernel computes it: as any gate."""
+    """Whether the gate is that of `--quick-geglu`, clamped or not. Its saved bytes are known for the fused kernel, as for any
+    gate."""
     has_tied_embeddings: bool = False
-    """Embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
+    """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False
-    """All linear layers have biases, the router too: without `--disable-bias-linear`."""
+    """Whether all linear layers have biases, the router included: without `--disable-bias-linear`."""
     has_qkv_bias: bool = False
-    """The projection to query, key and value has one, as with `--add-qkv-bias`."""
+    """Whether the projection to query, key and value has a bias, as with `--add-qkv-bias`."""
     has_qk_norm: bool = False
     """With `--qk-layernorm`: norms of query and key heads, or of the compressed query and key-value in latent attention."""
     has_attention_sinks: bool = False
-    """With `--softmax-type learnable`: each head has one number that takes a part of its softmax."""
+    """With `--softmax-type learnable`: each head has one learned number in its softmax."""
     latent: LatentAttention | None = None
-    """Multi-latent attention, or None where queries come in groups."""
+    """Multi-latent attention; None for grouped queries."""
     rotary_percent: float = 1.0
-    """The part of a head that rotary embeddings turn; 0 without them. Not for latent attention, which says it in channels."""
+    """Rotary part of a head; 0 without rotary embeddings. Latent attention gives it in channels instead."""
     has_fused_rotary: bool = True
-    """One kernel turns a head, unless `--no-rope-fusion`. Of latent attention it is not known what that saves: it has none."""
+    """Whether one kernel applies the rotary embedding: without `--no-rope-fusion`. Not for latent attention, whose saved bytes
+    are unknown then."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
-    """Of a layer with experts, with parallel sizes 1: how ranks share them is in Parallelism. None in a dense model."""
+    """Experts of a layer, with parallel sizes of 1: `Parallelism` has the split over ranks. None in a dense model."""
     moe_layers: tuple[bool, ...] | None = None
-    """For each layer of the decoder whether it has experts: see `list_moe_layers`. None is all, if there are experts."""
+    """Whether each layer of the decoder has experts: see `list_moe_layers`. None means all, if there are experts."""
     mtp_num_layers: int = 0
     """Layers of multi-token prediction, each like the decoder's last, with a projection before it."""
     window_tokens: int | None = None
-    """Tokens before itself that a query sees under sliding-window attention, as in `--window-size`. None is all of them."""
+    """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all."""
     window_layers: tuple[bool, ...] | None = None
-    """For each layer of the decoder whether it has the window. None is all of them, where there is a window."""
+    """Whether each layer of the decoder has the window. None means all, if there is a window."""
     has_hidden_dropout: bool = False
-    """With `--hidden-dropout` above 0, which Megatron has unless told not to."""
+    """With `--hidden-dropout` above 0, Megatron's default."""
     fp8_recipe: Fp8Recipe | None = None
-    """As in `--fp8-recipe`, or None for linear layers in the type of the activations."""
+    """`--fp8-recipe`; None for linear layers in the type of the activations."""
     activation_dtype_bytes: int = 2
-    """Of an element between layers: 2 for bf16 and fp16, 4 for fp32."""
+    """Bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32."""
 
     def __post_init__(self) -> None:
         """Check the sizes.
@@ -157,16 +161,16 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that the rotary embedding of the whole model turns; 0 in latent attention, which makes its own."""
+        """Channels of the model's rotary embedding; 0 in latent attention, which makes its own."""
         return int(self.kv_channels * self.rotary_percent) if self.latent is None else 0
 
     @property
     def numbers(self) -> range:
-        """The numbers of all layers, as plans count: those of multi-token prediction are behind the decoder's."""
+        """Numbers of all layers, as in plans: those of multi-token prediction follow the decoder's."""
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
-        """Return what kind of layer `number` is.
+        """Return the kind of layer `number`.
 
         Args:
             number: From 0, as in `numbers`.
