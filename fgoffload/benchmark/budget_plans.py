@@ -1,8 +1,8 @@
-"""Makes the plan for each memory budget of a benchmark, and tries it before the measurement.
+"""Plans for each memory budget of a benchmark, and tries each plan before the measurement.
 
-A plan from a profile knows how long each layer of this model takes on this device; a plan from the hardware table does not.
-Neither knows the temporary memory of operators to the byte. So a plan that exceeds the budget is made again with the excess
-left free, as `--offload-modules auto` does.
+A profile has the times of each layer of this model on this device; the hardware table does not. Neither predicts the temporary
+memory of operators to the byte. So a plan that exceeds the budget is replaced by one that leaves the excess free, as with
+`--offload-modules auto`.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 MOST_PLANS = 3
-"""Maximum number of plans tried for a budget. The last one counts, whatever its peak."""
+"""Maximum number of plans tried for a budget. The last one is used, whatever its peak."""
 
 TryPlan = Callable[[Setting], Tried | None]
-"""Runs a setting for a few steps, on all ranks together; None where no allocator counts bytes, as on a CPU."""
+"""Runs a setting for a few steps on all ranks together. Returns None if no allocator counts bytes, as on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class _Candidate:
     tried: Tried | None
     """Result of the trial; None where no plan is tried."""
     beyond_bytes: int = 0
-    """How far this plan, or one before it, exceeded its predicted peak."""
+    """Bytes by which this plan, or an earlier one, exceeded its predicted peak."""
 
 
 class BudgetPlans:
-    """Makes the plan of each setting with a budget, once.
+    """Plans each setting that has a budget, once.
 
     Args:
         job: The benchmark's options.
-        rank: Rank of this process, from 0: each rank writes its own file.
+        rank: Rank of this process, from 0. Each rank writes its own file.
         build_ranks: Returns the planner's model of the training, from the hardware table.
     """
 
@@ -57,16 +57,16 @@ class BudgetPlans:
         self._found: dict[Setting, Setting] = {}
 
     def learn(self, profile: Profile) -> None:
-        """Plan from `profile` from now on. All ranks pass the same profile."""
+        """Use `profile` for all later plans. All ranks pass the same profile."""
         self._ranks = build_profile_ranks(self._job, profile)
         self._found.clear()
 
     def find(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
-        """Return `setting` with a plan for its budget, the same plan each time.
+        """Return `setting` with a plan for its budget. Later calls return the same plan.
 
         Args:
             setting: A setting with a budget.
-            try_plan: Called on all ranks together; None takes the first plan untried.
+            try_plan: Called on all ranks together. None takes the first plan without a trial.
 
         Raises:
             ConfigError: The device is not in the hardware table, and there is no profile.
@@ -82,7 +82,7 @@ class BudgetPlans:
         return self._write(setting, self._fit(setting, self._ranks, try_plan).plan)
 
     def _fit(self, setting: Setting, ranks: Sequence[RankModel], try_plan: TryPlan | None) -> _Candidate:
-        """Return the first plan for `ranks` that keeps to the budget when it is tried, or else the last one tried.
+        """Return the first plan for `ranks` whose trial stays within the budget, or else the last one tried.
 
         Raises:
             PlanError: No plan fits the budget.

@@ -25,7 +25,7 @@ SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System
 
 
 class Forecaster:
-    """Predicts settings.
+    """Predicts step time and peak memory of settings.
 
     Args:
         job: The benchmark's options.
@@ -38,7 +38,7 @@ class Forecaster:
         self._ranks: dict[Source, Sequence[RankModel]] = {}
 
     def meet(self, device: str) -> None:
-        """Predict for the device that the benchmark runs on. A device outside the table is not an error."""
+        """Prepare predictions for the benchmark's device. It is no error if the hardware table lacks the device."""
         hardware, profile = find_hardware(device), self._profile
         if hardware is not None:
             self._learn(Source.TABLE, lambda: build_job_ranks(self._job, hardware))
@@ -48,11 +48,11 @@ class Forecaster:
             self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, profile))
 
     def read_profile(self) -> None:
-        """Predict from the profile that the benchmark measured, too."""
+        """Also predict from the profile that the benchmark measured."""
         self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, Profile.load(self._job.profile_path)))
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
-        """Return the prediction of each source for a setting. An error loses the prediction, never the measurement."""
+        """Return each source's prediction for a setting. An error costs the prediction, never the measurement."""
         found: dict[Source, Prediction] = {}
         planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
         for source, ranks in self._ranks.items() if setting.system in SIMULATED else ():
@@ -70,7 +70,7 @@ class Forecaster:
 
 
 def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
-    """Simulate a setting of a system in `SIMULATED`. A setting with a budget needs its plan.
+    """Simulate a setting whose system is in `SIMULATED`. A setting with a budget needs its plan.
 
     Raises:
         ConfigError: The planner does not know a module of the setting.

@@ -1,4 +1,4 @@
-"""The frontier of memory against step time, and its picture."""
+"""Finds the Pareto frontier of memory against step time, and draws it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +19,11 @@ LINES: Mapping[System, tuple[str, str, str]] = {
     System.PLAN: ("fgoffload: plans", "#1f77b4", "o"),
     System.BUDGET: ("fgoffload: planner", "#17becf", "o"),
 }
-"""Name, color and marker in the picture, by system."""
+"""Label, color and marker of each system in the picture."""
 
 
 MOST_RATIO = 1.5
-"""Largest step time over the baseline in the picture. Full recompute is below it; the caption names settings beyond it."""
+"""Largest step time in the picture, relative to the baseline. Full recompute is below it. The caption names slower settings."""
 
 
 class Point(NamedTuple):
@@ -31,13 +31,13 @@ class Point(NamedTuple):
 
     peak_bytes: float
     ratio: float
-    """Step time over `baseline`."""
+    """Step time relative to `baseline`."""
 
 
 def find_frontier(points: Iterable[Point]) -> list[Point]:
     """Return the Pareto-optimal points, from the most memory to the least."""
     frontier: list[Point] = []
-    # By time, then memory: a point counts if it takes less memory than all faster ones.
+    # In order of time, then memory, a point is on the frontier if it takes less memory than all faster ones.
     for point in sorted(points, key=lambda point: (point.ratio, point.peak_bytes)):
         if not frontier or point.peak_bytes < frontier[-1].peak_bytes:
             frontier.append(point)
@@ -55,13 +55,13 @@ def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Write a picture of peak memory against step time, with a line through the frontier of each system."""
-    # Imported here, since it takes as long as a short training. pyplot would need a display.
+    # Imported here, since the import takes as long as a short training. pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.add_subplot()
     is_allocated = any(one.worst is not None and one.worst.peak_allocated_bytes is not None for one in summaries)
-    # Models that train without a GPU have a peak of some MiB.
+    # Models that train without a GPU have a peak of a few MiB.
     peaks = [one.peak_bytes for one in summaries if one.peak_bytes is not None]
     scale, unit = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
     baseline = list_points(summaries, System.BASELINE)[:1]

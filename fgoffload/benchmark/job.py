@@ -1,4 +1,4 @@
-"""Requests to the processes of a benchmark, and their messages. All of them can be pickled."""
+"""Tasks for the processes of a benchmark, and the messages that they send. All of them can be pickled."""
 
 import dataclasses
 import enum
@@ -14,18 +14,18 @@ from fgoffload.trainer.training_policy import Update
 
 
 def make_file_name(name: str) -> str:
-    """Return the name of a setting as part of a file name."""
+    """Replace the characters of a setting's name that are unsuitable for a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
 def name_trace(setting: Setting, *, rank: int = 0) -> str:
-    """Return the file name of a rank's trace of a setting."""
+    """Return the file name of one rank's trace of a setting."""
     own = f"_rank{rank}" if rank else ""
     return f"trace_{make_file_name(setting.name)}{own}.json.gz"
 
 
 class Purpose(enum.Enum):
-    """The purpose of a benchmark."""
+    """Kind of result that a benchmark measures."""
 
     TIMES = "times"  # step times and memory, with the fastest kernels
     BITS = "bits"  # losses and gradients, with deterministic kernels
@@ -37,7 +37,7 @@ class Run:
 
     setting: Setting
     repeat: int
-    """Repeat of the whole list, from 0."""
+    """Number of the repeat of the whole list, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +57,23 @@ class Job:
     warmup: int
     """Number of steps before the timed ones."""
     steps: int
-    """Number of timed steps; if bits are compared, of all steps."""
+    """Number of timed steps, or of all steps if bits are compared."""
     steps_until_replay: int = 0
-    """Steps before CUDA graphs only replay: eager steps and the capturing one. 0 without graphs."""
+    """Number of steps before all steps replay CUDA graphs: eager steps and the capture step. 0 without graphs."""
     purpose: Purpose = Purpose.TIMES
-    """Purpose of the benchmark."""
+    """Kind of result to measure."""
     update: Update = Update.NONE
-    """How steps use their gradients."""
+    """Parameter update at the end of a step, if any."""
     plan_folder: Path
     """Folder of the planner's plans and of a measured profile."""
     profile: Path | None = None
     """Path of an existing profile to plan from."""
     trace_folder: Path | None = None
-    """Folder of a Chrome trace for each setting, or None for no traces."""
+    """Folder of the Chrome traces, one for each setting, or None for no traces."""
 
     @property
     def warmup_steps(self) -> int:
-        """Steps before the timed ones, so that no timed step captures a graph or replays it for the first time."""
+        """Number of steps before the timed ones. No timed step captures a graph or replays one for the first time."""
         return max(self.warmup, self.steps_until_replay + 1)
 
     @property
@@ -88,17 +88,17 @@ class Job:
 
     @property
     def profile_path(self) -> Path:
-        """Path of a profile that is measured among the settings."""
+        """Path of the profile that the benchmark measures among the settings."""
         return self.plan_folder / "profile.json"
 
     def find_plan_path(self, setting: Setting, *, rank: int = 0) -> Path:
-        """Return the path of the plan for a budget. Each rank has a file: all write the same plan and none waits."""
+        """Return the path of the plan for a budget. All ranks write the same plan, each to its own file, so that none waits."""
         return self.plan_folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of one process."""
+    """Work of one process of a benchmark."""
 
     job: Job
     """The benchmark's options."""
@@ -109,9 +109,9 @@ class Task:
     store: Path
     """File through which the ranks connect."""
     environment: Mapping[str, str | None]
-    """Variables that the process sets before heavy imports; None removes one."""
+    """Environment variables to set before heavy imports; None unsets one."""
     log: Path
-    """Path of the process's output."""
+    """Path of the log file for the process's output."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,26 +123,26 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Began:
-    """A run begins."""
+    """A run has started."""
 
     run: Run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step is over."""
+    """A step has ended."""
 
     loss: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """A step of a plan's trial is over. It is not a step of the run, but shows that the process is alive."""
+    """A step of a plan's trial has ended. It is not a step of the run, but shows that the process is alive."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A run is over, and the process goes on."""
+    """A run has ended, and the process continues."""
 
     run: Run
     measurement: Measurement | None = None
@@ -150,12 +150,12 @@ class Ended:
     bits: tuple[StepRecord, ...] = ()
     """Results of each step, if bits are compared."""
     failure: str = ""
-    """Reason why there is neither."""
+    """Reason why there are no results."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crashed:
-    """The process ended before its runs did."""
+    """The process ended before it finished its runs."""
 
     reason: str
     """Reason in one line."""
@@ -163,8 +163,8 @@ class Crashed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """All runs are over."""
+    """All runs have ended."""
 
 
 Message = Ready | Began | Stepped | Rehearsed | Ended | Crashed | Finished
-"""A message of a process."""
+"""Any message from a process."""

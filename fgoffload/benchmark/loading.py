@@ -1,4 +1,4 @@
-"""Loads the training of each setting from flags, and checks all that can be checked before a model is built. Loads torch."""
+"""Parses the training of each setting from flags, and checks it as far as possible before a model is built. Loads torch."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 
 
 def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArguments:
-    """Return the training of a job as the baseline runs it, without any memory saving.
+    """Return the arguments of a job's baseline training, without any memory saving.
 
     Args:
         job: The benchmark's options.
@@ -44,7 +44,7 @@ def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArgume
 
 
 def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | None = None) -> TrainingArguments:
-    """Return the training of one setting.
+    """Return the training arguments of one setting.
 
     Args:
         job: The benchmark's options.
@@ -59,7 +59,7 @@ def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | Non
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
-    """Check the settings' plan files now: a process would find an error only when it reaches the setting.
+    """Check the settings' plan files early. A process would find an error only when it reaches the setting.
 
     Raises:
         ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot be offloaded.

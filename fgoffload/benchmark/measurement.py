@@ -1,4 +1,4 @@
-"""Measurements of settings, and their comparison."""
+"""Measured step times and memory of settings, and their comparison."""
 
 import dataclasses
 import math
@@ -13,31 +13,31 @@ CONFIDENCE = 0.95
 """Confidence level of a ratio's interval."""
 
 FEWEST_REPEATS = 3
-"""Fewest repeats for an interval: from two repeats it would be ten times their distance."""
+"""Fewest repeats for an interval. With two repeats, the interval would be ten times their distance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Measurement of one setting: the maximum over ranks for time and device memory, the sum for the rest."""
+    """Step times and memory of one setting. Times and device memory are maxima over ranks; the rest are sums."""
 
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None = None
-    """Peak bytes of tensors during the timed steps; None on a device whose allocator does not count."""
+    """Peak bytes of tensors during the timed steps; None if the device's allocator does not count them."""
     peak_reserved_bytes: int | None = None
     """Peak bytes that the allocator reserved during the timed steps."""
     resident_bytes: int | None = None
     """Bytes of tensors between steps: weights and gradients."""
     activation_peak_bytes: int | None = None
-    """Peak bytes that autograd held, in a separate step. Measured where no allocator counts."""
+    """Peak bytes held by autograd, from a separate step. Only measured if no allocator counts bytes."""
     host_bytes: int | None = None
-    """Pinned host bytes, including cached ones; None where nothing counts them."""
+    """Pinned host bytes, including cached ones; None if they are not counted."""
     d2h_bytes: int | None = None
     """Bytes that our engine offloads in a step; None for other engines."""
     prefetch_misses: int | None = None
-    """Storages in a step whose reload our engine started only when backward asked for them."""
+    """Number of storages per step whose reload our engine started only when backward requested them."""
     window_waits: int | None = None
-    """How often compute waited for copies to the host in a step, with our engine."""
+    """Number of times per step that compute waited for copies to the host, with our engine."""
 
     @property
     def seconds(self) -> float:
@@ -46,25 +46,25 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak that a memory budget limits: the allocator's, or the activation peak where no allocator counts."""
+        """The peak that a memory budget limits: the allocator's, or the activation peak if no allocator counts bytes."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of one measurement of one setting."""
+    """Result of one run of one setting."""
 
     setting: Setting
     repeat: int
-    """Repeat of the whole list, from 0."""
+    """Number of the repeat of the whole list, from 0."""
     session: int
-    """Number of the session it ran in, from 0, over the whole benchmark. Times are only compared within a session."""
+    """Number of the run's session, from 0 over the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
-    """Measurement; None if the run failed or bits are compared."""
+    """Measured times and memory; None if the run failed or bits are compared."""
     bits: tuple[StepRecord, ...] = ()
     """Results of each step, if bits are compared."""
     failure: str = ""
-    """Reason of a failure, in one line."""
+    """Reason for a failure, in one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +73,15 @@ class Summary:
 
     setting: Setting
     process: ProcessKind
-    """Process in which it ran: `baseline` runs in each."""
+    """Kind of process of the runs. `baseline` runs in each kind."""
     step_seconds: tuple[float, ...] = ()
     """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()
-    """For each repeat, the median step time over the baseline's; see `find_reference_s`."""
+    """Median step time of each repeat, relative to the baseline's; see `find_reference_s`."""
     worst: Measurement | None = None
-    """The maximum of each number over all repeats, except `step_seconds`, which come from the first one."""
+    """Maximum of each number over all repeats, except `step_seconds`, which are those of the first one."""
     failure: str = ""
-    """Reason of the last failure."""
+    """Reason for the last failure."""
     repeats: int = 1
     """Number of repeats of the whole list."""
     missed_repeats: int = 0
@@ -89,9 +89,9 @@ class Summary:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio to show for all repeats, or None.
+        """The step time relative to the baseline, over all repeats, or None.
 
-        It is the geometric mean from `FEWEST_REPEATS` repeats on, in the middle of the interval, and the median below that.
+        With `FEWEST_REPEATS` or more it is the geometric mean, which is the middle of the interval; with fewer, the median.
         """
         if len(self.ratios) >= FEWEST_REPEATS:
             return statistics.geometric_mean(self.ratios)
@@ -118,7 +118,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `FEWEST_REPEATS` ratios.
 
-    Ratios multiply, so this is Student's interval of their logarithms: it surrounds the geometric mean, not a median.
+    Ratios multiply, so this is Student's t-interval of their logarithms. Its middle is the geometric mean, not a median.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None
@@ -137,7 +137,7 @@ def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the merged measurement of all ranks in the same steps."""
+    """Merge the measurements of all ranks for the same steps."""
     return Measurement(
         step_seconds=tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True))),
         **{name: _combine(max, (getattr(one, name) for one in measurements)) for name in _MOST},
@@ -148,8 +148,8 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
     """Return the baseline step time for the outcome at `index`, or None if there is none.
 
-    It is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` has steps that are
-    longer or shorter as a whole, so the ones right before and after a setting are no better references than the others.
+    The baseline time is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` is
+    faster or slower as a whole, so the runs right before and after a setting are no better references than the others.
     `baseline` itself is compared with its own steps.
     """
     own = outcomes[index]
@@ -166,9 +166,9 @@ def find_baseline_s(outcomes: Iterable[Outcome]) -> float | None:
 
 
 def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` over the baseline's, or None if one of them is missing.
+    """Return the step time of the outcome at `index` relative to the baseline's, or None if either is missing.
 
-    A profile has no ratio: measuring slows its only step, and it is not a setting to compare.
+    A profile has no ratio. Measuring slows its only step, and it is not a setting to compare.
     """
     if outcomes[index].setting == PROFILE:
         return None
@@ -186,7 +186,7 @@ def summarize(
     Args:
         outcomes: Outcomes in the order of their runs.
         processes: Kind of process of each session.
-        repeats: Number of repeats of the whole list; None counts those with a run. A setting that crashed does not run again.
+        repeats: Number of repeats of the whole list; None counts those with a run. A crashed setting does not run again.
     """
     if repeats is None:
         repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
@@ -221,7 +221,7 @@ def _find_worst(measurements: Sequence[Measurement]) -> Measurement:
 
 _MOST = ("peak_allocated_bytes", "peak_reserved_bytes", "resident_bytes", "activation_peak_bytes")
 _SUM = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are maximized, and those that are summed, over the ranks."""
+"""Fields of a measurement that are merged over ranks by their maximum, and by their sum."""
 
 
 def _combine(function: Callable[[list[Any]], Any], values: Iterable[float | None]) -> Any:

@@ -2,7 +2,7 @@
 
 A multiplication and an addition are two operations. Backward costs twice as much as forward. Recompute does not count, so
 utilization falls when a setting recomputes. Attention is causal, so each token attends to half of its sequence. Only matrix
-products count, with the padded vocabulary. Windows and packed sequences, where tokens attend to fewer, are not modeled.
+products count, with the padded vocabulary. Windows and packed sequences, where each token attends to fewer, are not modeled.
 
 Source: the same conventions as `num_floating_point_operations` of Megatron-LM's training.py.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _PASSES = 3
-"""Forward, and backward for inputs and for weights."""
+"""Number of passes: forward, backward for inputs, and backward for weights."""
 
 
 def count_model_flop(arguments: TrainingArguments, config: Any) -> int:
@@ -20,7 +20,7 @@ def count_model_flop(arguments: TrainingArguments, config: Any) -> int:
 
     Args:
         arguments: The training.
-        config: The training's TransformerConfig of Megatron, whose fields have their defaults.
+        config: Megatron's TransformerConfig of the training, with defaults filled in.
     """
     attention = _count_attention(config, arguments.seq_length)
     mlps = [_count_experts(config) if has_experts else _count_dense(config) for has_experts in _list_expert_layers(config)]
@@ -44,7 +44,7 @@ def _count_attention(config: Any, seq_length: int) -> int:
     else:
         key = value = int(config.kv_channels)
         projections = 2 * hidden * key * (heads + int(config.num_query_groups))
-    # Scores and their weighted sum, each with half of the sequence.
+    # The scores and the weighted sum of the values, each over half of the sequence.
     return 2 * projections + heads * (key + value) * seq_length
 
 
@@ -63,7 +63,7 @@ def _count_mlp(config: Any, ffn: int) -> int:
 
 
 def _list_expert_layers(config: Any) -> list[bool]:
-    """Return whether each layer of the decoder has experts."""
+    """Return one flag for each decoder layer: whether it has experts."""
     layers, pattern = int(config.num_layers), config.moe_layer_freq
     if not config.num_moe_experts:
         return [False] * layers

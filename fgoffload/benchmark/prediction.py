@@ -1,4 +1,4 @@
-"""Predicted step times and peaks of settings, for the table, the picture and the CSV file. Numbers in, numbers out."""
+"""Predicted step times and peaks of settings, as plain numbers for the table, the picture and the CSV file."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from fgoffload.benchmark.settings import Setting
 
 
 class Source(enum.Enum):
-    """The source of a prediction's times and bytes."""
+    """Origin of a prediction's times and bytes."""
 
     TABLE = "table"  # the hardware table, and formulas
     PROFILE = "profile"  # one measured step with everything kept on the device
@@ -22,19 +22,19 @@ class Prediction:
     step_s: float
     """Step time in seconds."""
     ratio: float
-    """Step time over the simulated step of `baseline`."""
+    """Step time relative to the simulated step of `baseline`."""
     peak_bytes: int
-    """Peak bytes of the fullest rank."""
+    """Peak bytes, the maximum over ranks."""
     static_bytes: int
-    """The part of `peak_bytes` that is always allocated."""
+    """Bytes of `peak_bytes` that are always allocated."""
 
     def find_peak(self, measurement: Measurement) -> int:
-        """Return the bytes to compare with the peak of `measurement`: only activations if no allocator counted it."""
+        """Return the bytes to compare with the peak of `measurement`: only activations if no allocator counted bytes."""
         return self.peak_bytes - (self.static_bytes if measurement.peak_allocated_bytes is None else 0)
 
 
 Predictions = Mapping[Setting, Mapping[Source, Prediction]]
-"""Predictions by setting and source. A source that cannot simulate a setting is absent."""
+"""Predictions by setting and source. A source that cannot simulate a setting is missing."""
 
 
 def choose_source(predictions: Predictions) -> Source:
@@ -45,11 +45,11 @@ def choose_source(predictions: Predictions) -> Source:
 COLUMNS: Sequence[str] = tuple(
     f"{source.value}_{what}" for source in Source for what in ("step_s", "over_baseline", "peak_bytes")
 )
-"""Columns of the CSV file."""
+"""Columns of predictions in the CSV file."""
 
 
 def list_numbers(measurement: Measurement, predictions: Mapping[Source, Prediction]) -> dict[str, float]:
-    """Return the cells of one measurement under `COLUMNS`."""
+    """Return the predictions for one measurement, by the names in `COLUMNS`."""
     numbers: dict[str, float] = {}
     for source, one in predictions.items():
         values = {

@@ -1,8 +1,8 @@
-"""Starts the processes of a benchmark, listens to them, and continues without a setting that fails.
+"""Starts the processes of a benchmark, receives their messages, and continues without settings that fail.
 
-A session is one process for each rank, in which settings run one after another. A refused setting costs a row. A setting that
-crashes, runs out of memory or stops sending messages ends its session. The remaining settings run in the next session, which
-measures `baseline` first, since times are only compared within a session.
+A session has one process for each rank and runs settings one after another. A refused setting only loses its row. A setting
+that crashes, runs out of memory or stops sending messages ends its session. The remaining settings run in the next session,
+which measures `baseline` first, since times are only compared within a session.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
 SILENCE_SECONDS = 300.0
-"""Seconds without a message before a session is given up. Building a large model from a slow disk takes a minute."""
+"""Seconds without a message after which a session is ended. Building a large model from a slow disk takes a minute."""
 
 _JOIN_SECONDS = 10.0
-"""Timeout for a process to end after its last message."""
+"""Timeout in seconds for a process to exit after its last message."""
 
 
 class Session:
-    """The processes of one session. As a context manager it ends them, whatever they are doing."""
+    """The processes of one session. Leaving the context ends them, even if they are busy."""
 
     def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
         self._log = log
@@ -36,19 +36,19 @@ class Session:
         store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
         self._processes: list[SpawnProcess] = []
         self._readers: dict[Connection, int] = {}
-        # Spawn, since a forked process would inherit this one's imports, with their environment switches already read.
+        # Spawn, since a forked process would inherit imports that have already read their environment switches.
         context = multiprocessing.get_context("spawn")
         for rank in range(job.world_size):
             task = Task(job=job, runs=tuple(runs), rank=rank, store=store, environment=kind.environment, log=log)
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=run_worker, args=(task, writer), daemon=True)
             process.start()
-            writer.close()  # the pipe then closes with the process
+            writer.close()  # so that the pipe closes when the process ends
             self._processes.append(process)
             self._readers[reader] = rank
 
     def listen(self, silence_seconds: float = SILENCE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yield rank and message until all processes have finished or one is lost; then `Crashed` is the last message."""
+        """Yield each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
         while self._readers:
             ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
             if not ready:
@@ -113,7 +113,7 @@ def run_sessions(
         runs: Runs in order, `baseline` first.
         kind: Kind of the processes.
         first_session: Number of the first session; later ones count up.
-        log_folder: Folder of the processes' output.
+        log_folder: Folder of the processes' logs.
         on_message: Called with each message of rank 0.
         start: Starts a session.
     """
@@ -135,7 +135,7 @@ def run_sessions(
         failed, *rest = pending[ended:]
         yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
         if ended == 0:
-            # The first `baseline` crashed, so no other session would get further. A later crash shows that it can run.
+            # The first `baseline` crashed, so no other session would get further. After a later crash, it is known to run.
             for run in rest:
                 reason = f"not measured, since the baseline failed: {crash.reason}"
                 yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
@@ -144,13 +144,13 @@ def run_sessions(
 
 
 def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
-    """Return the runs of a new session after `failed` ended one: the rest without its setting, `baseline` first.
+    """Return the runs of the session that follows the crash of `failed`: `baseline`, then the rest without that setting.
 
-    If bits are compared, `baseline` runs twice: it must reproduce itself in each process where others are compared.
+    If bits are compared, `baseline` runs twice. It must reproduce itself in each process that compares other settings.
     """
     left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in left):
-        return []  # baselines only serve other settings
+        return []  # without other settings, `baseline` has no use
     first = 2 if purpose is Purpose.BITS else 1
     while [run.setting for run in left[:first]].count(BASELINE) < first:
         left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))

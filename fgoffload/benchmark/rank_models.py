@@ -24,15 +24,15 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.trainer.training_policy import Update
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Stands for all settings of ours: they share the flags of window and sizes."""
+"""Any setting of our engine. All of them share the flags for the window and the sizes."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
-"""State without an update: gradients have the parameters' type, bf16."""
+"""Parameter state without an optimizer. Gradients have the parameters' type, bf16."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan for a budget."""
+    """A plan for a memory budget, with its predicted peak."""
 
     plan: OffloadPlan
     """Plan for all ranks."""
@@ -41,7 +41,7 @@ class Planned:
 
 
 def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int = 0) -> Planned:
-    """Return the plan with the least step time within a memory budget.
+    """Return the fastest plan within a memory budget.
 
     Raises:
         BudgetError: No plan fits.
@@ -51,10 +51,10 @@ def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes
 
 
 def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
-    """Check that a profile belongs to the training, measured as the benchmark measures.
+    """Check that a profile matches the training, and was measured as the benchmark measures.
 
     Raises:
-        ConfigError: It does not; names the difference and the fix.
+        ConfigError: The profile does not match. The error names the difference and the fix.
     """
     here = "Give --profile without a file, and it is measured here."
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
@@ -69,7 +69,7 @@ def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Upd
 
 
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
-    """Return the model of each pipeline rank of a job from its profile, with the job's steps and sizes.
+    """Return the planner's model of each pipeline rank of a job, from a profile and the job's steps and sizes.
 
     Raises:
         ConfigError: The schedule does not support the number of microbatches.
@@ -84,7 +84,7 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
 
 
 def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
-    """Return the model of each pipeline rank of a job, with the times of a device.
+    """Return the planner's model of each pipeline rank of a job, with the times of a device.
 
     Args:
         job: The benchmark's options.
@@ -117,10 +117,10 @@ def build_workload(
     Args:
         arguments: The training, without offload and recompute.
         hardware: The device; None if it is not in the table.
-        offload: Window and sizes of settings of ours; None takes the defaults.
-        flags: Megatron's flags, from which `arguments` were parsed.
+        offload: Options with the window and sizes of our engine; None uses the defaults.
+        flags: Megatron flags from which `arguments` were parsed.
         source: The argument file, for errors.
-        update: How steps use their gradients.
+        update: Parameter update at the end of a step, if any.
 
     Raises:
         ConfigError: The device is not in the table, or the planner does not support the model.
@@ -129,10 +129,10 @@ def build_workload(
         raise ConfigError(f"{source}: the planner's hardware table lacks this device. Give plan files with --plans.")
     model, parallelism = read_model(flags, source=source, num_gpus=arguments.world_size)
     if model.experts is not None:
-        # Tokens are random, so all experts get about the same number.
+        # Tokens are random, so all experts receive about the same number.
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
     fields = arguments.transformer
-    # Kernels as they run here, with Megatron-Core's defaults. `read_model` assumes Megatron-LM's defaults, which fuse more.
+    # The kernels here follow Megatron-Core's defaults. `read_model` assumes Megatron-LM's defaults, which fuse more.
     model = dataclasses.replace(model, has_fused_rotary=bool(fields.get("apply_rope_fusion", False)))
     execution = Execution(
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),

@@ -1,4 +1,4 @@
-"""Shows the results of a benchmark: tables for the terminal and for a page, CSV and JSON."""
+"""Formats the results of a benchmark: tables for the terminal and for a page, CSV and JSON."""
 
 import csv
 import dataclasses
@@ -23,7 +23,7 @@ ABSENT = "-"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The training, for titles and rates."""
+    """Description of the training, for titles and rates."""
 
     arguments_file: str
     """Path of the argument file, as the user typed it."""
@@ -38,10 +38,10 @@ class Workload:
     world_size: int
     """Number of processes of the training."""
     device_flop_per_s: float | None = None
-    """Dense bf16 rate of one device. None if the device is not in the table, or the model has another type."""
+    """Dense bf16 FLOP/s of one device. None if the hardware table lacks the device, or the model has another type."""
 
     def find_utilization(self, seconds: float) -> float | None:
-        """Return the fraction of the devices' rate that the model's own operations use, or None."""
+        """Return the model FLOP utilization: the fraction of the devices' rate that the model's operations use, or None."""
         if self.device_flop_per_s is None:
             return None
         return self.model_flop / seconds / (self.device_flop_per_s * self.world_size)
@@ -69,7 +69,7 @@ INTERVALS = (
 
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
-    """Return the cells of each setting under `HEADINGS`. A failed setting has its reason in the second cell."""
+    """Return the cells of each setting under `HEADINGS`. The second cell of a failed setting has the reason."""
     source = choose_source(predictions)
     return [_list_cells(summary, workload, predictions.get(summary.setting, {}).get(source)) for summary in summaries]
 
@@ -93,7 +93,7 @@ def build_times_table(
 def format_csv(
     outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, predictions: Predictions
 ) -> str:
-    """Return one row for each setting and repeat, in the order of the runs, with its prediction."""
+    """Return CSV text with one row for each run, in order, and its prediction."""
     text = io.StringIO()
     measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
     writer = csv.DictWriter(text, [*_COLUMNS, *measured, *COLUMNS, "failure"], lineterminator="\n")
@@ -123,12 +123,12 @@ def format_json(
     surroundings: Surroundings | None,
     about: Mapping[str, Any],
 ) -> str:
-    """Return all data of a benchmark, including the time of each step.
+    """Return all data of a benchmark as JSON, including the time of each step.
 
     Args:
         outcomes: Outcomes in the order of their runs.
         processes: Kind of process of each session.
-        workload: The training.
+        workload: Description of the training.
         surroundings: Machine and versions; None until a process reports them.
         about: Date, command and other metadata.
     """
@@ -144,7 +144,7 @@ def format_json(
                 "session": outcome.session,
                 "repeat": outcome.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
-                # Written after each setting, so that a benchmark that is cut off has compared the earlier ones.
+                # Written after each setting, so that an interrupted benchmark has compared the earlier ones.
                 "bits": [step.digest for step in outcome.bits],
                 "failure": outcome.failure or None,
             }
@@ -160,11 +160,11 @@ class BitsRow:
 
     setting: Setting
     session: int
-    """Number of the session it ran in."""
+    """Number of the run's session."""
     differences: tuple[str, ...] = ()
     """First differences of losses and gradients; empty if all are bitwise identical."""
     failure: str = ""
-    """Reason why nothing could be compared."""
+    """Reason why the setting could not be compared."""
 
     @property
     def is_equal(self) -> bool:
@@ -177,9 +177,9 @@ _BITS_HEADINGS = ("setting", "identical to baseline", "first difference")
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
-    """Compare each further outcome with the first `baseline` of its process, and return a row for each.
+    """Compare each later outcome with the first `baseline` of its process, and return a row for each.
 
-    A second `baseline` shows whether the training reproduces itself. If it does not, the other rows mean nothing.
+    A second `baseline` shows whether the training reproduces itself. If it does not, the other rows are meaningless.
     """
     references: dict[int, Outcome] = {}
     rows = []
@@ -220,14 +220,14 @@ def has_intervals(summaries: Iterable[Summary]) -> bool:
 
 
 def note_missed(summary: Summary) -> str:
-    """Return the number of measured repeats if some were missed, as a suffix to a name or number."""
+    """Return a suffix with the number of measured repeats, for a name or number; empty if no repeat was missed."""
     if summary.worst is None or not summary.missed_repeats:
         return ""
     return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return the name of a setting's row. `baseline` includes its kind of process, since each kind has one."""
+    """Return the name of a setting's row. The name of `baseline` includes the kind of process, since each kind has one."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 
@@ -260,7 +260,7 @@ _COLUMNS = (
 
 
 def _start_table(title: str) -> Table:
-    # As Text, since brackets in names and errors are not markup.
+    # Use Text, since brackets in names and errors are not markup.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
@@ -292,7 +292,7 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
 
 
 def _describe_failure(summary: Summary) -> str:
-    """Return one line with the failed setting, the repeats that did measure it, and the reason; empty without a failure."""
+    """Return one line with the failed setting, its measured repeats and the reason; empty without a failure."""
     if not summary.failure:
         return ""
     name = name_row(summary.setting, summary.process)
@@ -311,12 +311,12 @@ def _format_ratio(summary: Summary) -> str:
     interval = summary.find_interval()
     if interval is not None:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
-    # Show both of two repeats: drift of the machine makes them differ.
+    # With two repeats, show both: drift of the machine makes them differ.
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
 
 
 def _list_flags(setting: Setting) -> list[str] | None:
-    # A budget's flags are in the plan that was made for it, and a profile is not a setting.
+    # The flags of a budget are in its plan, and a profile is not a setting.
     return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
 
 

@@ -1,4 +1,4 @@
-"""Runs a whole benchmark: settings in order for each kind of process, with files that are updated after each setting."""
+"""Runs a whole benchmark: settings in order for each kind of process. Result files are updated after each setting."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Results:
     """The results of a benchmark so far."""
 
     workload: Workload
-    """The training."""
+    """Description of the training."""
     about: Mapping[str, Any]
     """Date, command and other metadata for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
@@ -34,11 +34,11 @@ class Results:
     processes: list[ProcessKind] = dataclasses.field(default_factory=list)
     """Kind of process of each session."""
     repeats: int | None = None
-    """Number of repeats of the whole list; None until it runs."""
+    """Number of repeats of the whole list; None until the benchmark runs."""
     surroundings: Surroundings | None = None
     """Versions and device; None until a process reports them."""
     forecaster: "Forecaster | None" = None
-    """Predicts settings, or None where bits are compared."""
+    """Forecaster of the settings, or None if bits are compared."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
     """Predictions of the measured settings."""
 
@@ -56,7 +56,7 @@ class Results:
             self.predictions[outcome.setting] = self.forecaster.predict(outcome.setting)
 
     def meet(self, surroundings: Surroundings) -> None:
-        """Record machine and versions, as the first process reports them."""
+        """Record the machine and versions that the first process reports."""
         if self.surroundings is not None:
             return
         self.surroundings = surroundings
@@ -88,15 +88,15 @@ def list_runs(
 ) -> tuple[Run, ...]:
     """Return the runs of processes of one kind, in order; empty if no setting needs that kind.
 
-    Each repeat starts with `baseline` and runs the whole list, so that drift of the machine shows. If bits are compared, there
-    is one repeat, and `baseline` runs twice. A profile is measured once.
+    Each repeat starts with `baseline` and runs the whole list, so that drift of the machine is visible. If bits are compared,
+    there is one repeat, and `baseline` runs twice. A profile is measured once.
 
     Args:
         settings: Settings of all kinds of processes.
         kind: Kind of the processes.
-        purpose: Purpose of the benchmark.
+        purpose: Kind of result to measure.
         repeats: Number of repeats of the whole list.
-        baseline_every: Settings between two runs of `baseline`, which then also ends each repeat. None for never.
+        baseline_every: Settings between two runs of `baseline`, which then also ends each repeat. None for no further runs.
     """
     own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:

@@ -1,9 +1,9 @@
-"""Runs one setting and measures it, on each rank. Loads torch: only the processes of a benchmark import this.
+"""Trains and measures one setting on each rank. Loads torch: only the processes of a benchmark import this.
 
 [Note: Common to all settings]
-Model, seed, tokens and kernels are the same. Python's garbage collector runs before each step, outside of the timed part, and
-never within a step: a collection takes as long as a layer, and starts by object count. Objects from before the first step are
-frozen. Between settings the model is freed and the allocators are empty.
+All settings have the same model, seed, tokens and kernels. Python's garbage collector runs before each step, outside of the
+timed part, and never within a step. A collection takes as long as a layer, and is triggered by the number of objects. Objects
+from before the first step are frozen. Between settings, the model is freed and the allocators are empty.
 """
 
 import contextlib
@@ -46,11 +46,11 @@ OnStep = Callable[[float], None]
 """Called with the mean loss of each step."""
 
 _TRIED_STEPS = 4
-"""Timed steps of a plan's trial, after one warm-up step. One more than a training takes, since here each step only costs
-benchmark time. Both are few: a host whose steps differ by a tenth can mislead them (docs/decisions.md)."""
+"""Number of timed steps in a plan's trial, after one warm-up step. A training uses one fewer; here each step only costs
+benchmark time. Both numbers are small: steps of a host that differ by a tenth can mislead a trial (docs/decisions.md)."""
 
 _SEEN_BY_LEDGER = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
-"""The other systems put their own saved-tensor hooks below the ledger's, which then sees nothing."""
+"""Systems that the ledger can observe. The others install saved-tensor hooks below the ledger's, which then sees nothing."""
 
 
 class Runner:
@@ -68,7 +68,7 @@ class Runner:
         self._on_rehearsal = on_rehearsal
         vocab_size = parse_setting_arguments(job, BASELINE, world_size=job.world_size).vocab_size
         self._plain_step_s: float | None = None
-        """Step time of the last `baseline`, in this process and with the same tokens."""
+        """Step time of the last `baseline` in this process, in seconds, with the same tokens."""
         self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
         self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
         profile = None if job.profile is None else Profile.load(job.profile)
@@ -90,7 +90,7 @@ class Runner:
             if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.trace_folder is not None and run.repeat == 0:
-                # A trace for each rank: they run the step together, and a rank's trace shows why another one waits.
+                # All ranks run the step together and write a trace each: a rank's trace shows why another rank waits.
                 name = name_trace(run.setting, rank=torch.distributed.get_rank())
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.trace_folder / name)
         merged = merge_ranks(gather(measurement))
@@ -100,7 +100,7 @@ class Runner:
 
     def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
         """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
-        # No trial: deterministic kernels have other temporary tensors than those that the budget covers.
+        # No trial: deterministic kernels have temporary tensors that the budget does not cover.
         with self.train(self._plan(run.setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.bit_steps)]
         records = [
@@ -138,7 +138,7 @@ class Runner:
                 return Tried(peak_bytes=torch.cuda.mem_get_info()[1], step_s=math.inf)
 
     def _measure_profile(self) -> Measurement:
-        """Measure a profile of the training, write it on rank 0, and return its one step."""
+        """Profile the training, write the profile on rank 0, and return the measurement of its only step."""
         empty_caches()
         reset_peaks()
         with quiet_collector():
@@ -152,7 +152,7 @@ class Runner:
                 on_step=self._on_rehearsal,
             )
         empty_caches()
-        # Each rank timed its own link, but all must plan alike.
+        # Each rank has timed its own link, but all ranks must make the same plan.
         profile = gather(profile)[0]
         self._plans.learn(profile)
         if torch.distributed.get_rank() == 0:
@@ -181,7 +181,7 @@ class Runner:
 
 
 def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
-    """Return peak and time of a few steps over all ranks, after a warm-up step or, with graphs, after their first replay."""
+    """Return the peak and time of a few steps over all ranks, after a warm-up step or, with graphs, the first replay."""
     seconds = []
     warmup = 1 + trainer.arguments.steps_until_replay
     for number in range(warmup + _TRIED_STEPS):
@@ -196,7 +196,7 @@ def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make the forward of each model chunk save to host memory, as PyTorch's documentation shows."""
+    """Save tensors of each chunk's forward in host memory, as PyTorch's documentation shows."""
     for chunk in chunks:
         original = chunk.forward
 
@@ -209,7 +209,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector from running in the body. See [Note: Common to all settings]."""
+    """Disable the garbage collector within the body. See [Note: Common to all settings]."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -229,13 +229,13 @@ def empty_caches() -> None:
 
 
 def reset_peaks() -> None:
-    """Restart the allocators' peaks."""
+    """Reset the peak statistics of the device allocator."""
     if not needs_cpu_support():
         torch.cuda.reset_peak_memory_stats()
 
 
 def find_peak() -> int | None:
-    """Return the peak bytes of tensors since `reset_peaks`; None where no allocator counts."""
+    """Return the peak bytes of tensors since `reset_peaks`; None if no allocator counts them."""
     return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
 
 
@@ -260,14 +260,14 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_byt
 
 
 def _count_torch_host_bytes() -> int:
-    """Return the pinned bytes of torch's allocator. Our engine is not included, since it has its own arena."""
-    # The allocator was emptied before the setting, so all it holds is the setting's. Its blocks are powers of two.
+    """Return the pinned bytes of torch's allocator. Our engine's bytes are not included, since it has its own arena."""
+    # The allocator was emptied before the setting, so all of its memory belongs to the setting. Block sizes are powers of two.
     stats = torch.cuda.host_memory_stats()
     return int(max(stats.get("allocated_bytes.current", 0), stats.get("reserved_bytes.current", 0)))
 
 
 def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurement:
-    """Add the activation peak of one more step to `measurement`: counting slows the step."""
+    """Run one more step and add its activation peak to `measurement`. The step is separate, since counting slows it."""
     ledger = ActivationLedger(parameters=trainer.parameters())
     with trainer.observe(ledger):
         trainer.run_step(with_digests=False)

@@ -9,7 +9,7 @@
 
 The part after a colon is offloaded, the part after @ is the fraction (`--activation-offload-fraction`), and the part after / is
 recomputed. ~delay offloads after the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). The argument file
-selects the graphs to capture, so that `baseline` has them too.
+selects the graphs to capture, so that `baseline` captures them too.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from fgoffload.tags import RECOMPUTE_MODULES, default_tags
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
-"""Name of full recompute in the place of recompute modules."""
+"""Name of full recompute, used in place of recompute modules."""
 
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
@@ -34,11 +34,11 @@ _DELAY, _NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-unti
 
 
 _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""Further values of `--recompute-modules` in Megatron-Core's development branch of 2026-08-22."""
+"""Additional values of `--recompute-modules` in Megatron-Core's development branch of 2026-08-22."""
 
 
 class System(enum.Enum):
-    """Compared systems; each is a line of the picture."""
+    """Systems to compare. Each has a line in the picture."""
 
     BASELINE = "baseline"  # everything stays on the device
     RECOMPUTE = "recompute"  # Megatron-Core's own recompute, full or of modules
@@ -52,15 +52,15 @@ class System(enum.Enum):
 
 
 class ProcessKind(enum.Enum):
-    """Settings that can share a process: libraries read some switches once, at import."""
+    """Kinds of processes. Not all settings can share one, since libraries read some switches once, at import."""
 
-    MAIN = "main"  # everything but the next two
+    MAIN = "main"  # all settings but the next two kinds
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
     LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """The environment variables that such a process sets before heavy imports; None removes one."""
+        """The environment variables to set before heavy imports; None unsets one."""
         return {"NVTE_CPU_OFFLOAD_V1": "1" if self is ProcessKind.MEGATRON else None}
 
 
@@ -73,17 +73,17 @@ class Setting:
     modules: tuple[str, ...] = ()
     """Tags to offload, for `megatron` and `ours`."""
     fraction: float = 1.0
-    """Fraction of the modules' sites that is offloaded, from 0 to 1."""
+    """Fraction of the modules' sites to offload, from 0 to 1."""
     is_delayed: bool = False
-    """Whether groups wait for the launch of the next CUDA graph, for `megatron` and `ours`."""
+    """Whether the offload of groups waits for the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
     """Megatron's recompute modules, or `full` alone."""
     layers: int | None = None
     """Number of layers that Transformer Engine offloads."""
     plan: Path | None = None
-    """Plan file of `plan`."""
+    """Path of the plan file, for `plan`."""
     budget_bytes: int | None = None
-    """Device bytes of `budget`."""
+    """Memory budget in device bytes, for `budget`."""
 
     @property
     def name(self) -> str:
@@ -116,7 +116,7 @@ class Setting:
         The flags of `budget` are known once it has a plan; see `with_plan`.
 
         Raises:
-            ConfigError: It needs a plan and has none, or is a profile, which is not a setting.
+            ConfigError: The setting needs a plan and has none, or is a profile, which is not a setting.
         """
         return (*self._list_offload_flags(), *self._list_recompute_flags())
 
@@ -138,7 +138,7 @@ class Setting:
         elif self.system is System.PROFILE:
             raise ConfigError("profile is a measured step, not a setting. Measure one with fgoffload bench --profile.")
         else:
-            # Never run it without offload: its row would look like the plan's.
+            # Never run such a setting without offload: its row would look like a plan's.
             raise ConfigError(
                 f"{self.name} needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench --budgets, which "
                 "makes one."
@@ -166,13 +166,13 @@ _NAME = re.compile(
 
 
 def parse_setting(text: str) -> Setting:
-    """Return the setting that `text` names.
+    """Parse the name of a setting.
 
     Raises:
-        ConfigError: It is not a setting; with the fault and an example.
+        ConfigError: `text` is not a setting. The error names the fault and an example.
     """
     if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
-        # A path may contain characters that mean something elsewhere.
+        # A path may contain characters that have a meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
     system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
@@ -204,7 +204,7 @@ def list_default_settings(
     """Return the settings that are informative for a model, `baseline` first.
 
     Args:
-        transformer: The given fields of Megatron's config.
+        transformer: Given fields of Megatron's config.
         plans: Plan files.
         budgets_bytes: Device bytes to plan for.
     """
@@ -232,7 +232,7 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
     # Only grouped experts have their activation as a separate module.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
     latent = ("mla_up_proj",) if is_latent else ()
-    # The dense MLP alone: with a bias, Megatron's checkpoint around it recurses in backward.
+    # A dense MLP only without a bias: with one, Megatron's checkpoint around the MLP recurses in backward.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
     yield from ((one,) for one in (*norms, *activations, *whole))
     if norms and activations:
@@ -251,7 +251,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[
     """Return the settings that `words` name, without duplicates and with `baseline` first.
 
     Args:
-        words: Names of settings. The name of a system takes its default settings.
+        words: Names of settings. The name of a system stands for its default settings.
         defaults: Default settings of the model.
 
     Raises:
@@ -266,7 +266,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Check that no two settings have the same name, as two plan files in different folders do.
+    """Check that no two settings have the same name, as plan files in different folders may.
 
     Raises:
         ConfigError: Two settings have the same name.
@@ -279,7 +279,7 @@ def check_names(settings: Iterable[Setting]) -> None:
 
 
 def check_plans(settings: Iterable[Setting]) -> None:
-    """Check that each setting can be trained without a planner, as one with a budget cannot.
+    """Check that each setting can run without a planner. A setting with a budget cannot.
 
     Raises:
         ConfigError: A setting needs a plan and has none.
@@ -289,7 +289,7 @@ def check_plans(settings: Iterable[Setting]) -> None:
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield sets of modules that Megatron-Core's engine has too, each with the modules to recompute beside it."""
+    """Yield sets of modules that Megatron-Core's engine supports too, each with the modules to recompute."""
     attention = ("core_attn", "attn_proj")
     if not transformer.get("num_moe_experts"):
         yield from ((attention, ()), (("qkv_linear", *attention), ()))
@@ -298,7 +298,7 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
-    # The remaining tensors to offload when the experts are recomputed as a whole.
+    # These tensors remain to be offloaded when the experts are recomputed as a whole.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 
@@ -322,7 +322,7 @@ def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> Non
     if system is System.OURS:
         OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
     if system is System.MEGATRON:
-        # Check only names: a module that this version's engine does not support costs a row, not the benchmark.
+        # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
         _check_known(text, "module of Megatron-Core's engine", what.split("+"), default_tags().names)
 
 

@@ -12,17 +12,17 @@ class StepRecord:
     """Losses and gradients of one step."""
 
     losses: tuple[float, ...]
-    """One for each microbatch, in order."""
+    """Losses of the microbatches, in order."""
     gradient_digests: Mapping[str, str]
     """Digest of all bits of each gradient, by parameter name."""
     seconds: float
     """Seconds from the start of the step until the device finished it."""
     loss_names: tuple[str, ...] = ()
-    """Names of the losses, if they are more than the microbatch's number."""
+    """Names of the losses; empty if the number of the microbatch is the name."""
 
     @property
     def loss(self) -> float:
-        """The mean over the microbatches; NaN without any, as on all pipeline stages but the last."""
+        """The mean loss over the microbatches; NaN without losses, as on all pipeline stages but the last."""
         return statistics.fmean(self.losses) if self.losses else math.nan
 
     @property
@@ -46,7 +46,7 @@ class Difference:
     step: int
     """Number of the step, from 1."""
     what: str
-    """Name of the parameter, or the microbatch whose loss differs."""
+    """Name of the parameter whose gradient differs, or of the microbatch whose loss differs."""
 
 
 def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
@@ -55,14 +55,14 @@ def find_loss_difference(before: Sequence[StepRecord], after: Sequence[StepRecor
         if len(one.losses) != len(other.losses):
             return Difference(step=number, what=f"{len(one.losses)} and {len(other.losses)} losses")
         for index, (first, second) in enumerate(zip(one.losses, other.losses, strict=True)):
-            # Compare hex forms: `==` takes -0.0 as 0.0, and a NaN as different from itself.
+            # Compare hex forms: for `==`, -0.0 equals 0.0, and a NaN differs from itself.
             if first.hex() != second.hex():
                 return Difference(step=number, what=one.name_loss(index))
     return None
 
 
 def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> Difference | None:
-    """Return the first gradient that differs or that only one training has, in parameter order, or None."""
+    """Return the first gradient, in parameter order, that differs or exists in only one training, or None."""
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
         for name in dict.fromkeys((*one.gradient_digests, *other.gradient_digests)):
             if one.gradient_digests.get(name) != other.gradient_digests.get(name):
@@ -71,7 +71,7 @@ def find_gradient_difference(before: Sequence[StepRecord], after: Sequence[StepR
 
 
 def merge_steps(steps: Sequence[StepRecord]) -> StepRecord:
-    """Merge the records of all ranks for one step. Losses and gradients get their rank's name."""
+    """Merge the records of all ranks for one step. The names of losses and gradients include the rank."""
     if len(steps) == 1:
         return steps[0]
     return StepRecord(

@@ -10,7 +10,7 @@ from fgoffload.doctor.machine import Machine
 from fgoffload.planner.timing.hardware import HARDWARE, Hardware
 
 PACKAGES = ("fgoffload", "torch", "megatron-core", "transformer-engine", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
-"""Distributions whose versions matter."""
+"""Distributions whose versions affect a benchmark."""
 
 _VARIABLES = re.compile(
     r"NVTE_\w+|NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF"
@@ -18,15 +18,15 @@ _VARIABLES = re.compile(
 )
 
 _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
-"""Other forms of an H100 or H200: cards of the same name with lower rates than the table, which has SXM's."""
+"""Other variants of the H100 and H200. Their rates are lower than in the hardware table, which has the SXM variants."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The machine and versions that a process found."""
+    """Machine and versions of a process."""
 
     device: str
-    """Name that the maker gives the device, or `CPU`."""
+    """Manufacturer's name of the device, or `CPU`."""
     driver: str | None
     """Driver version of the GPU; None without a GPU or if it is unknown."""
     python: str
@@ -38,15 +38,15 @@ class Surroundings:
     cpus: int
     """Number of CPU cores that this process may use."""
     variables: Mapping[str, str]
-    """Set environment variables that affect the libraries."""
+    """Values of the set environment variables that affect the libraries."""
 
 
 def find_surroundings(*, device: str, machine: Machine | None = None) -> Surroundings:
     """Return the machine and versions of this process.
 
     Args:
-        device: Name that torch gives the device.
-        machine: The machine to read; None takes this one.
+        device: Name of the device in torch.
+        machine: Machine to read; None reads this one.
     """
     machine = Machine.here() if machine is None else machine
     gpus, _ = find_gpus(machine)
@@ -63,10 +63,10 @@ def find_surroundings(*, device: str, machine: Machine | None = None) -> Surroun
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Return the hardware of the table for a device, by its driver's name: `NVIDIA H100 80GB HBM3`.
+    """Look up a device in the hardware table by the name that its driver reports, as in `NVIDIA H100 80GB HBM3`.
 
     Returns:
-        None if the table does not have the device, or has another form of it.
+        None if the table does not have the device, or has another variant of it.
     """
     words = re.findall(r"[a-z0-9]+", device.lower())
     for key, hardware in HARDWARE.items():

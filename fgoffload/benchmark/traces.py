@@ -12,7 +12,7 @@ def write_trace(run: Callable[[], object], path: Path) -> None:
     """Call `run` under the profiler and write its trace.
 
     Args:
-        run: Must return when the device is done: later work is not in the trace.
+        run: Function to trace. It must return only when the device is done: later work is not in the trace.
         path: Output file; compressed if the name ends in `.gz`.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]

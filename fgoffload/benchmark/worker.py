@@ -1,4 +1,4 @@
-"""One process of a benchmark: measures the runs of its task, and reports them through a pipe.
+"""Entry point of one benchmark process: executes the runs of its task and reports results through a pipe.
 
 Nothing heavy may be imported before `run_worker` has set the environment: libraries read their switches at import.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 LONGEST_REASON = 300
-"""Most characters of an error in a table; the log has all of it."""
+"""Maximum characters of an error in a table. The log has the whole error."""
 
 
 def run_worker(task: Task, connection: Connection) -> None:
@@ -73,7 +73,7 @@ def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) ->
             return Ended(run, bits=runner.record_bits(run))
         return Ended(run, measurement=runner.measure_times(run))
     except OffloadError as error:
-        # A refusal leaves the process intact, but another rank may wait for this one now.
+        # The process is intact after a refusal, but another rank may be waiting for it.
         if not is_alone:
             raise
         traceback.print_exc()
@@ -81,7 +81,7 @@ def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) ->
 
 
 def redirect_output(path: Path) -> None:
-    """Send all output of this process to the log at `path`, including what libraries print from C."""
+    """Redirect all output of this process to the log at `path`, including output of C libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -96,5 +96,5 @@ def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int)
         connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # End at once: shutting torch down may wait for another rank forever.
+    # Exit at once: torch's shutdown may wait forever for another rank.
     os._exit(exit_code)

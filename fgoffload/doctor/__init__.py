@@ -3,8 +3,8 @@
     for result in check_machine(Machine.here()):
         print(result.name, result.status.value, result.found, result.fix)
 
-Each check is a function from a `Machine` to results, one topic a file. Checks read everything through `Machine`, so tests can
-pass their own. Nothing here changes the machine.
+Each check is a function from a `Machine` to results. Each file covers one topic. Checks read everything through `Machine`, so
+tests can pass their own. No check changes the machine.
 """
 
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ torch.cuda.synchronize()
 print("probe: forward and backward ran", flush=True)
 print(open("/proc/self/maps").read(), flush=True)
 """
-"""A causal attention of usual sizes in bf16: fused and flash both support it."""
+"""Causal attention of usual sizes in bf16, which both fused and flash attention support."""
 
 _VARIABLES = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
 _SELECTED = re.compile(r"Selected backend = (\w+)")
@@ -32,8 +32,8 @@ def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
     """Run attention once, and check the kernel and the libraries.
 
     Args:
-        machine: The machine that runs it.
-        reason: Why there is no GPU; empty if there is one.
+        machine: Machine that runs the attention.
+        reason: Reason why there is no GPU; empty if there is one.
     """
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"

@@ -7,13 +7,13 @@ from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
 COPY_BYTES = 256 * MIB
-"""Bytes of a copy: 5 ms at 50 GB/s, so that its start does not count."""
+"""Bytes of a copy. It takes 5 ms at 50 GB/s, so its start-up time is negligible."""
 REPEATS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRates:
-    """Bytes per second, the best of several copies, since other load only lowers the rate."""
+    """Copy rates in bytes per second. Each is the best of several copies, since other load only lowers the rate."""
 
     d2h: float
     h2d: float

@@ -1,4 +1,4 @@
-"""Environment variables of Transformer Engine and CUDA that affect offload."""
+"""Checks environment variables of Transformer Engine and CUDA that affect offload."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""The GPUs, their links to the host, and copy rates."""
+"""Checks the GPUs, their links to the host, and copy rates."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e
 6.0."""
 
 EXPECTED_FRACTION = 0.65
-"""Part of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16, measured
-on an H100."""
+"""Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16,
+measured on an H100."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Gpu:
 
 
 def find_gpus(machine: Machine) -> tuple[list[Gpu], str]:
-    """Return the GPUs that torch can use, in its order, or why there are none."""
+    """Return the GPUs that torch can use, in torch's order, and the reason if there are none."""
     count = machine.count_gpus()
     if not count:
         return [], "no GPU that torch can use"

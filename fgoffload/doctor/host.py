@@ -1,4 +1,4 @@
-"""Host memory and CPUs: pinned memory, each rank's share, and the CPUs near the GPU."""
+"""Checks host memory and CPUs: pinned memory, each rank's share, and the CPUs near the GPU."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
 LEAST_BUDGET_BYTES = GIB
-"""A rank with less host memory can offload only a few tensors."""
+"""Least host memory of a rank. With less, a rank can offload only a few tensors."""
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:

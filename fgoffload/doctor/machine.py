@@ -1,4 +1,4 @@
-"""Reads the machine for the checks. Everything goes through here, so that tests can pass another machine."""
+"""Reads the machine for the checks. Checks read it only through `Machine`, so that tests can pass another one."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from fgoffload.doctor.copies import CopyRates, measure_copies, try_pinning
 
 _IGNORE_FOLDER = "-P" if sys.version_info >= (3, 11) else "-I"
-"""Keeps Python from importing a `torch.py` in the working folder. Before 3.11 this hides user packages too."""
+"""Flag that keeps Python from importing a `torch.py` in the working folder. Before 3.11 it also hides user packages."""
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
@@ -21,12 +21,12 @@ TIMEOUT_SECONDS = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Result of a command."""
+    """Exit code and output of a command."""
 
     exit_code: int | None
-    """None if it could not be started or took too long."""
+    """Exit code; None if the command could not be started or took too long."""
     output: str
-    """Stdout, then stderr; without an exit code, the reason."""
+    """Stdout, then stderr. Without an exit code, the reason for that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Machine:
     try_pinning: Callable[[], str | None]
     """Pins some host memory as the engine does, and returns the error or None."""
     memlock_limit_bytes: int | None
-    """Limit of `ulimit -l`; None without one."""
+    """Limit of `ulimit -l` in bytes; None if there is no limit."""
     cpus: frozenset[int]
     """CPUs that this process may run on."""
 

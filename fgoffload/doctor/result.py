@@ -15,16 +15,16 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One row of the table."""
+    """Result of one check: a row of the table."""
 
     name: str
     status: Status
     found: str
-    """The finding; if skipped, the reason."""
+    """Finding, or the reason for skipping the check."""
     fix: str = ""
-    """The fix; empty if none is needed."""
+    """Fix; empty if none is needed."""
 
 
 def skip(name: str, reason: str) -> CheckResult:
-    """Return the result of a skipped check."""
+    """Return the result of a check that cannot be made."""
     return CheckResult(name=name, status=Status.SKIPPED, found=reason)

@@ -46,11 +46,11 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 `--no-bias-swiglu-fusion`."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Megatron-LM fuses swiglu by default, and it matters here: the fused one saves less.
+    # Megatron-LM fuses SwiGLU by default. The fused kernel saves less for backward, so the default matters here.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Flags of Megatron-LM that set several fields. A flag for one of those fields overrides them."""
+"""Flags of Megatron-LM that set several fields. A flag for one of these fields overrides the preset."""
 
 _OFFLOAD_FIELDS = frozenset(
     {
@@ -79,8 +79,8 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "mscale_all_dim": 0.0,
     "normalization": "LayerNorm",
 }
-"""Defaults of absent flags with latent attention. The config's own defaults describe another model: it projects queries
-through a rank of 512, for example, where Megatron-LM projects them at once. Source: `_add_mla_args` of
+"""Defaults of absent flags with latent attention. The config's own defaults describe another model. For example, it projects
+queries through a rank of 512, where Megatron-LM projects them directly. Source: `_add_mla_args` of
 megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in 0.20."""
 
 
@@ -99,7 +99,7 @@ def parse_arguments(
         source: Source of the flags, for errors.
         world_size: Number of processes; None takes the fewest that one copy of the model needs.
         typed: Further flags from the command line, which override `argv`.
-        known_elsewhere: Flags of the command line that are parsed elsewhere, for suggestions.
+        known_elsewhere: Command-line flags that other code parses, for suggestions.
 
     Raises:
         ConfigError: A flag is unknown or has an invalid value; the error names source, flag, value and fix.
@@ -140,11 +140,11 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
 
     Args:
         arguments: The training.
-        offload: Offload options, or None for off. Megatron gets the tags that its config accepts, and only the engine gets the
-            others. If Megatron accepts none, its own flag is off.
+        offload: Offload options; None disables offload. Megatron receives the tags that its config accepts, and only the engine
+            receives the others. If Megatron accepts none, its own flag is off.
 
     Raises:
-        ConfigError: Megatron refuses the combination; the error carries its text.
+        ConfigError: Megatron refuses the combination. The error includes Megatron's message.
     """
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)
@@ -257,7 +257,7 @@ def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
 
 
 def _count_processes(transformer: Mapping[str, Any]) -> int:
-    """Return the fewest processes for whole copies of the model that have room for all its experts."""
+    """Return the fewest processes that hold whole copies of the model and all of its experts."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
     experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
@@ -265,12 +265,12 @@ def _count_processes(transformer: Mapping[str, Any]) -> int:
 
 
 def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
-    """Warn of flags without effect, with the reason.
+    """Log a warning, with the reason, for each flag that has no effect.
 
     Args:
         values: Values of all flags.
         offload: Offload options from the flags; None if offload is off.
-        is_switched: Whether a flag switches offload explicitly, so that off is intended.
+        is_switched: Whether a flag turns offload on or off explicitly, so that off is intended.
     """
     if offload is None and values.get("offload_modules") and not is_switched:
         _logger.warning(

@@ -1,11 +1,11 @@
-"""Times steps under plans, alternating with steps that keep all, to find how launch-bound the host is during copies.
+"""Times steps with plans, alternating with baseline steps, to find how launch-bound training is during copies.
 
 [Note: Which plans are compared]
-There are two plans. One offloads as many tags as copies can hide, in all layers: the host does little beside its copies. The
-other is for a budget in the middle between full recompute and keeping all, as users choose it: the host does much. Each plan
-runs for a few steps, then steps that keep all run again, and so on, since hosts change from minute to minute. The first step
-after each change is not timed, since memory settles in it. A plan that moves nothing is not compared. If no plan is left, the
-profile says nothing about the host.
+There are two plans. The first offloads, in all layers, as many tags as compute can hide: the host does little besides copies.
+The second is for a budget halfway between full recompute and the baseline, as users choose it: the host does much. Each plan
+runs for a few steps, then the baseline runs again, and so on, since hosts change from minute to minute. The first step after
+each change is not timed, since memory settles in it. A plan that offloads nothing is not compared. If no plan is left, the
+profile has no data about the host.
 """
 
 import collections
@@ -33,18 +33,18 @@ from fgoffload.trainer.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 MOST_ADDED_PART = 0.02
-"""Maximum simulated slowdown of a plan of tags alone, relative to a step that keeps all. Beyond it a step waits for the link,
-and says less about the host."""
+"""Maximum simulated slowdown of the plan that only offloads tags, relative to a baseline step. Beyond it, a step waits for the
+link and shows less about the host."""
 
 TIMED_STEPS = 2
-"""Timed steps of each plan and round."""
+"""Number of timed steps of each plan and round."""
 
 FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
-"""Four to eight steps of each plan, whose median ignores a slow one. Eight are within 2% where single steps differ by a
-tenth."""
+"""Number of rounds, which gives four to eight steps of each plan. Their median ignores a slow step. With eight, it is within
+2% where single steps differ by a tenth."""
 
 ENOUGH_S = 30.0
-"""Seconds after which no further round begins, once the fewest rounds are done."""
+"""Seconds after which no further round starts, once the fewest rounds are done."""
 
 MOST_COMPARED_STEPS = 3 * MOST_ROUNDS * (1 + TIMED_STEPS)
 """Maximum number of steps for two plans and the baseline."""
@@ -58,14 +58,14 @@ def compare_steps(
     host_budget_bytes: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[ComparedStep, ...]:
-    """Time steps under plans beside steps that keep all. All processes call this and return the same result.
+    """Time steps with plans and baseline steps in alternation. All processes call this and return the same result.
 
-    If planning fails or memory runs out, only these steps are lost, with a warning: the rest of the profile is complete.
+    If planning fails or memory runs out, a warning is logged, and only these steps are lost. The rest of the profile is intact.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
     try:
-        # Plan with the first process's link, since each process has timed its own.
+        # Each process has timed its own link, so the first process plans for all.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
     except OffloadError as error:  # on all processes alike
         logger.warning("no steps are compared, and nothing is known of how late the host is: %s", error)
@@ -103,10 +103,10 @@ def _take_turns(
 
 def settle() -> None:
     """Collect garbage and synchronize all processes before a step, so that neither happens within it."""
-    # A collection takes as long as a layer, and starts by object count.
+    # A collection takes as long as a layer, and is triggered by the number of objects.
     gc.collect()
     if not is_alone():
-        # A stage that starts before the others would count its wait for them.
+        # A stage that starts before the others would include its wait for them in its time.
         torch.distributed.barrier()
 
 
@@ -121,17 +121,17 @@ def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:
 
 
 def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan, ...]:
-    """Return the plans that measure the training's host. See [Note: Which plans are compared]."""
+    """Return the plans for measuring the training's host. See [Note: Which plans are compared]."""
     ranks = make_rank_models(profile)
     found = (_offload_hidden_tags(ranks, host_budget_bytes), _plan_for_middle(ranks, host_budget_bytes))
-    # Without copies a plan cannot show their effect on the host: it only recomputes, or the host has no room for its tags.
+    # A plan without copies cannot show their effect on the host. It only recomputes, or the host has no room for its tags.
     limited = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
     return tuple(plan for plan in found if any(rank.d2h_bytes for rank in simulate(limited, plan).ranks))
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan that offloads, in all layers, the largest tags whose copies are hidden by compute."""
-    # Imported here, since SciPy loads slower than all else, and only one process plans.
+    """Return the plan that offloads, in all layers, the largest tags whose copies compute can hide."""
+    # Imported here, since SciPy is the slowest import, and only one process plans.
     from fgoffload.planner.solving.megatron_flags import MegatronFlags
 
     tags = default_tags()
@@ -144,7 +144,7 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
         try:
             tags.check(wanted)
         except ConfigError:
-            continue  # of another kind of attention or MLP than the chosen tags
+            continue  # the tag belongs to another kind of attention or MLP than the chosen ones
         flags = MegatronFlags(offload_modules=wanted)
         plan = flags.make_plan(ranks)
         result = simulate(flags.adapt(ranks), plan)
@@ -155,7 +155,7 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
 
 
 def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
-    """Return those of `tags` that save something, from the largest total over all layers."""
+    """Return the `tags` that have saved tensors, in descending order of total bytes over all layers."""
     saved: collections.Counter[str] = collections.Counter()
     for tensor in (
         tensor
@@ -170,7 +170,7 @@ def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
 
 
 def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan for a budget in the middle, or the empty plan if none fits it."""
+    """Return the plan for a budget halfway between full recompute and the baseline, or the empty plan if none fits."""
     from fgoffload.planner.solving.megatron_flags import FULL_RECOMPUTE
     from fgoffload.planner.solving.solver import solve
 

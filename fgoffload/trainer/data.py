@@ -23,7 +23,7 @@ LARGEST_TEXT_BYTES = 4 * MIB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Inputs of one forward. Shapes are `[b, s]`: sequences, tokens."""
+    """Inputs of one forward pass. Shapes are `[b, s]`: sequences, tokens."""
 
     tokens: torch.Tensor
     """Model input, int64."""
@@ -44,15 +44,15 @@ class Batches:
     micro_batch_size: int
     """Sequences of a microbatch."""
     seed: int
-    """Seed of the places in the text."""
+    """Seed of the offsets into the text."""
     data_parallel_rank: int = 0
-    """Data-parallel rank; each rank takes different places."""
+    """Data-parallel rank. Each rank reads at different offsets."""
     shortest: int | None = None
     """Shortest length. Each microbatch has its own length up to `seq_length`, equal on all ranks. None for fixed lengths."""
     length_multiple: int = 1
     """Divisor of all lengths."""
     split: str = ""
-    """Name of a split; each name takes other places of the text."""
+    """Name of the split. Each split reads at different offsets."""
 
 
 class TokenSource(Protocol):
@@ -70,9 +70,9 @@ class TokenSource(Protocol):
 
 
 class RandomTokens:
-    """Tokens drawn once from the whole vocabulary. Every step has the same microbatches, on the device before it begins.
+    """Random tokens from the whole vocabulary, drawn once. Every step has the same microbatches, already on the device.
 
-    So no step draws or copies tokens, experts get about equal numbers of tokens, and all steps have the same gradients.
+    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class RandomTokens:
             yield self._drawn[key]
 
     def _draw(self, batches: Batches, microbatch: int) -> Microbatch:
-        # As in `TextData.get_microbatch`: each place has its own seed, and torch's random state is unchanged.
+        # As in `TextData.get_microbatch`, each microbatch has its own seed, and torch's random state is unchanged.
         seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
         size = batches.micro_batch_size, _draw_length(batches, 0, microbatch) + 1
         rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
@@ -100,10 +100,10 @@ class RandomTokens:
 
 
 class TextData:
-    """A text in memory, and the microbatches cut from it."""
+    """A text in memory that is cut into microbatches."""
 
     def __init__(self, text: bytes, *, name: str) -> None:
-        """Hold `text`.
+        """Copy `text` into memory.
 
         Args:
             text: At least two bytes.
@@ -157,13 +157,13 @@ class TextData:
             )
 
     def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`, on the CPU. Equal texts and arguments give identical bits.
+        """Return microbatch `microbatch` of step `step`, on the CPU. The same text and arguments give identical bits.
 
         Raises:
             ConfigError: The text is shorter than a sequence.
         """
         self.check_length(batches.seq_length)
-        # Python hashes a string seed with SHA-512, so no two places share a seed. torch's random state is unchanged.
+        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
         draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
         length = _draw_length(batches, step, microbatch)
         starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
@@ -177,7 +177,7 @@ class TextData:
 
 
 def _cut(rows: torch.Tensor) -> Microbatch:
-    """Return the microbatch of `rows`, `[b, s + 1]`, on their device."""
+    """Split `rows`, `[b, s + 1]`, into the tensors of a microbatch, on the same device."""
     sequences, length = rows.shape[0], rows.shape[1] - 1
     return Microbatch(
         tokens=rows[:, :-1].contiguous(),

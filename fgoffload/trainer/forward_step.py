@@ -18,7 +18,7 @@ LOSS = "lm loss"
 class ForwardStep:
     """Runs a chunk on the next prepared microbatch.
 
-    A call neither waits for the device nor copies to it, so that a CUDA graph can capture it. `prepare` does both before.
+    A call neither waits for the device nor copies to it, so that a CUDA graph can capture the call. `prepare` does both first.
     """
 
     def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:

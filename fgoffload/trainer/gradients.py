@@ -1,4 +1,4 @@
-"""Gradients in the buffers of Megatron's data-parallel wrapper, which reduces them over all groups, and their optimizer."""
+"""Gradients in Megatron's data-parallel wrapper, which reduces them over all groups, and the optimizer that uses them."""
 
 import concurrent.futures
 import hashlib
@@ -21,7 +21,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
 
     Each parameter's gradient is then summed in its `main_grad`. At the end of a step's backward Megatron averages it over the
     copies of the model, and sums gradients of norms over sequence-parallel ranks and of an embedding that two stages share.
-    Nothing overlaps and no optimizer state is sharded, since this is for bitwise comparison.
+    Communication does not overlap and optimizer state is not sharded, since this is for bitwise comparison.
 
     Returns:
         One wrapper per chunk, for Megatron's schedules.
@@ -52,14 +52,14 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class Optimizer(Protocol):
-    """Treatment of a step's gradients."""
+    """Interface of the optimizers of a trainer."""
 
     def step(self) -> None:
         """Update the parameters, or leave them unchanged."""
 
 
 class NoOptimizer:
-    """Leaves the parameters unchanged, and needs no memory."""
+    """Stand-in that leaves the parameters unchanged and needs no memory."""
 
     def step(self) -> None:
         """Leave the parameters unchanged."""
@@ -75,10 +75,10 @@ class MainGradOptimizer:
     def step(self) -> None:
         """Update the parameters."""
         for parameter in self._parameters:
-            # AdamW requires gradients of the parameter's type. This is no copy if they have it.
+            # AdamW requires gradients of the parameter's type. `to` does not copy if the types match.
             parameter.grad = get_main_grad(parameter).to(parameter.dtype)
         self._optimizer.step()
-        # Autograd then makes new gradients, which the wrapper adds to the buffer. It would add to a view of the buffer.
+        # Autograd then creates new gradients, which the wrapper adds to the buffer. Otherwise it adds to a view of the buffer.
         self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -97,8 +97,8 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return `digest_tensor` of each tensor, in order. The device must be done with the tensors.
 
-    Copies and hashes run in threads, which release Python's lock. In one thread, hashing the gradients of a model that fills
-    a GPU takes longer than the step.
+    Copies and hashes run in threads, which release the GIL. In one thread, hashing the gradients of a model that fills a GPU
+    takes longer than the step.
     """
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))

@@ -16,7 +16,7 @@ def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
     """Check that this version can run the training `arguments` on this machine.
 
     Raises:
-        ConfigError: It cannot; names the flag and the fix.
+        ConfigError: The training is not supported. The error names the flag and the fix.
     """
     for check in (_find_what_is_not_built, _find_missing_packages, _find_what_local_layers_lack, _find_what_graphs_exclude):
         for fault in check(arguments):
@@ -43,8 +43,8 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     ):
         if is_given:
             yield f"{flag} is not built yet in this version: {instead}."
-    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for the node that computed it:
-    # the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
+    # The checkpointed MLP returns its bias, a parameter. Autograd then treats the checkpoint as the node that computed the
+    # bias, and the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
         yield (
@@ -67,7 +67,7 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
 
 
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that CUDA graphs cannot capture, if the training captures some."""
+    """Yield settings that CUDA graphs cannot capture, if the training captures graphs."""
     impl, given = arguments.cuda_graph_impl, arguments.transformer
     if not arguments.captures_graphs:
         return

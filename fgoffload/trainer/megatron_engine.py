@@ -1,7 +1,7 @@
 """Megatron-Core's own offload engine, for comparison with ours.
 
-It keeps its state in one object for the whole process, and needs a switch that Transformer Engine reads at import. So its
-process starts with `NVTE_CPU_OFFLOAD_V1=1`, and does not run our engine.
+The engine keeps its state in one object for the whole process, and needs a switch that Transformer Engine reads at import. So
+its process starts with `NVTE_CPU_OFFLOAD_V1=1` and does not run our engine.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ def prepare(offload: OffloadConfig) -> None:
     """Check that Megatron's engine supports `offload` here, and reset it. Call this before the model is built.
 
     Raises:
-        ConfigError: It does not support an option of `offload`.
-        IntegrationError: It cannot run in this process.
+        ConfigError: The engine does not support an option of `offload`.
+        IntegrationError: The engine cannot run in this process.
     """
     _check_process()
     if offload.offload_plan is not None:
@@ -85,6 +85,6 @@ def _find_faults() -> Iterator[str]:
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():
         yield "is replaced in this process by ours. Call `remove` on what `apply` returned first"
-    # The switch does not exist before 2.10, and is not needed there.
+    # Transformer Engine before 2.10 neither has nor needs this switch.
     if not getattr(load_module("transformer_engine.pytorch.cpu_offload"), CPU_OFFLOAD_V1, True):
         yield f"needs {CPU_OFFLOAD_V1}=1 before Transformer Engine is imported. Set it when the process starts"

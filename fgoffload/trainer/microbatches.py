@@ -9,7 +9,7 @@ from fgoffload.trainer.data import Batches, Microbatch, TokenSource
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 FP8_ROWS = 16
-"""Row counts of FP8 matrix products are multiples of this. Source: Transformer Engine."""
+"""Number that must divide the row counts of FP8 matrix products. Source: Transformer Engine."""
 
 
 def count_microbatches(arguments: TrainingArguments, *, consumed_samples: int) -> int:
@@ -66,7 +66,7 @@ def iterate_microbatches(
         step: Number of the step, from 0.
         count: Number of microbatches.
         data_parallel_rank: Data-parallel rank; each copy of the model sees different text.
-        is_evaluation: Take text that no step takes.
+        is_evaluation: Whether to use text that no training step uses.
     """
     multiple = find_length_multiple(arguments)
     varies = arguments.has_variable_lengths
@@ -83,7 +83,7 @@ def iterate_microbatches(
 
 
 def find_length_multiple(arguments: TrainingArguments) -> int:
-    """Return the divisor of sequence lengths that ranks need to share a sequence."""
+    """Return the number that must divide sequence lengths, so that ranks can share a sequence."""
     multiple = arguments.tensor_parallel_size if arguments.transformer.get("sequence_parallel") else 1
     if arguments.context_parallel_size > 1:
         multiple *= 2 * arguments.context_parallel_size

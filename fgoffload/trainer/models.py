@@ -11,7 +11,7 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
     """Return this rank's model chunks: one, or as many as the virtual pipeline size.
 
     Raises:
-        ConfigError: Megatron refuses to build the model; the error carries its text.
+        ConfigError: Megatron refuses to build the model. The error includes Megatron's message.
     """
     count = arguments.virtual_pipeline_size
     try:
@@ -24,8 +24,8 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
 def forget_embeddings(chunks: Iterable[Any]) -> None:
     """Clear Megatron's cached rotary embeddings of models that are no longer needed.
 
-    Their forward is an `lru_cache` of the class, which holds the module and [s, 1, 1, d] in fp32 on the device for each of the
-    last 32 calls: 2 MiB per model at a sequence of 4096 and 128 channels. A live model recomputes its own once.
+    Their forward is an `lru_cache` of the class. For each of the last 32 calls, it holds the module and [s, 1, 1, d] in fp32 on
+    the device: 2 MiB per model at a sequence of 4096 and 128 channels. A live model recomputes its embeddings once.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         forget = getattr(type(module).forward, "cache_clear", None)

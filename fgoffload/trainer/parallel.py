@@ -1,4 +1,4 @@
-"""The processes of a training: groups, device, seeds, and Megatron's process-wide state."""
+"""Sets up the processes of a training: groups, device, seeds, and Megatron's process-wide state."""
 
 import os
 import random
@@ -22,7 +22,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
     Args:
         rank: Rank of this process, from 0.
         world_size: Number of processes.
-        local_rank: Rank among the processes of this machine, from 0: the number of its GPU.
+        local_rank: Rank among the processes of this machine, from 0, which is also the number of its GPU.
         store: A file that does not exist yet, through which the processes connect. None uses `MASTER_ADDR` and `MASTER_PORT`,
             which `torchrun` sets.
 
@@ -36,7 +36,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
                 "Start one process a GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)
-        # NVLink's sums may be added in any order. All other algorithms have a fixed order, which bitwise comparison needs.
+        # NVLS may sum in any order. All other algorithms have a fixed order, which bitwise comparison needs.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
     try:
         shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
 def initialize_parallel(arguments: TrainingArguments) -> None:
     """Create Megatron's process groups: for this process alone, or within the existing process group.
 
-    Ignores a launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`), since a training of one process must not wait for
+    A launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) are ignored, since a training of one process must not wait for
     others. `join_processes` reads them.
 
     Raises:
@@ -100,10 +100,10 @@ def get_data_parallel_rank() -> int:
 
 
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Seed all random states like Megatron-LM. If graphs are captured, the generators are ones that graphs can hold.
+    """Seed all random states like Megatron-LM. If graphs are captured, the generators are ones that graphs can capture.
 
-    Each pipeline stage draws different weights. Tensor- and expert-parallel ranks do so too, through Megatron's tracker, for
-    parts of one weight. They draw shared weights alike, and so do all copies of the model.
+    Pipeline stages draw different weights. Through Megatron's tracker, tensor- and expert-parallel ranks draw different parts
+    of one weight, but identical shared weights. All copies of the model draw identical weights.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
@@ -130,7 +130,7 @@ def clear_megatron_buffers() -> None:
 
 
 def get_router_losses() -> MutableMapping[str, Any]:
-    """Return Megatron's own mapping of router losses, so that clearing it clears Megatron's."""
+    """Return Megatron's own mapping of router losses, not a copy, so that callers can clear it."""
     utils = load_module("megatron.core.transformer.moe.moe_utils")
     # The development branch keeps them in an object, and the old function returns a copy.
     find_tracker = getattr(utils, "get_moe_metrics_tracker", None)

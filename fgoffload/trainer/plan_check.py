@@ -13,7 +13,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
     """Check a plan file against a training, as far as possible before a model is built.
 
     Raises:
-        ConfigError: The plan offloads an unknown tag, or one without what it requires.
+        ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.
         PlanError: The file cannot be read, was made for another training, or names a layer that does not exist.
     """
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"

@@ -12,12 +12,12 @@ _ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
 """Variables that Megatron's model sets for Transformer Engine. The next model raises if they name another backend."""
 
 _NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-"""At 0, Transformer Engine only uses attention kernels whose backward adds in a fixed order."""
+"""Variable for attention kernels. At 0, Transformer Engine only uses kernels whose backward adds in a fixed order."""
 
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. torch warns where it has none."""
+    """Make torch and Transformer Engine use deterministic kernels. torch warns if it has none for an operator."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # Deterministic matrix products need this before the first CUDA matrix product.
@@ -33,6 +33,6 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_environment(*names: str) -> Iterator[None]:
-    """Restore the environment variables `names` when the body ends. No names: those that Megatron's model sets."""
+    """Restore the environment variables `names` when the body ends. The default is those that Megatron's model sets."""
     with environment.keep_environment(names or _ATTENTION_BACKENDS):
         yield

@@ -1,7 +1,7 @@
-"""Measures a whole training that `fgoffload train` can run.
+"""Profiles a whole training that `fgoffload train` can run.
 
-It runs a few plain steps, a warm-up step and the measured step. If the device is not its own host, steps under plans follow:
-see [Note: Which plans are compared] in `compared_steps`.
+A profile takes a few unmeasured steps, a warm-up step and the measured step. If the device is not its own host, steps with
+plans follow: see [Note: Which plans are compared] in `compared_steps`.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Steps that are timed without measurements, after one warm-up step. The median of three ignores a slow one."""
+"""Number of steps timed without a measurement, after one warm-up step. The median of three ignores a slow step."""
 
 LONGEST_RUN = max(1 + PLAIN_STEPS, 2 + MOST_COMPARED_STEPS)
-"""Maximum steps of one trainer of a profile."""
+"""Maximum number of steps that a profile runs with one trainer."""
 
 
 def get_training_device() -> Device:
@@ -61,18 +61,18 @@ def profile_training(
     has_own_host: bool | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Measure a profile of a training. All processes of the training call this and get it.
+    """Profile a training. All processes of the training call this and get the profile.
 
     Args:
         arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of
             offloaded tensors.
         text: Training text.
         link: Link of this process.
-        update: How steps use their gradients.
+        update: Parameter update at the end of a step, if any.
         plain_step_s: Seconds of an unmeasured step of the same training without offload, if it was just timed. None times some
-            steps first. Compared steps that keep all count equally.
-        has_own_host: Whether the host is separate from the device, and so may be launch-bound. None asks the device.
-        on_step: Called after each step except the plain ones.
+            steps first. Baseline steps of the comparison count equally.
+        has_own_host: Whether the host is separate from the device, so that training may be launch-bound. None asks the device.
+        on_step: Called after each step except the unmeasured ones.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
@@ -110,7 +110,7 @@ def profile_training(
 
 
 def _choose_offload(offload: OffloadConfig | None) -> OffloadConfig:
-    """Return options that give all layers sites. The warm-up step offloads tags, and the recorded step none."""
+    """Return options that give all layers sites. The warm-up step offloads tags; the recorded step offloads none."""
     return OffloadConfig(
         offload_modules=(AUTO,),
         offload_memory_budget_bytes=TIB,
@@ -132,19 +132,19 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Add steps under plans to `profile`, and average the plain steps of both models."""
+    """Add steps with plans to `profile`, and average the unmeasured steps of both models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # A newly built model has steps that are longer or shorter as a whole, by 2 to 3% if launch-bound (docs/decisions.md).
-        # Two models say more than one. All compared steps alternated with the same steps that keep all.
+        # Each newly built model is faster or slower as a whole, by 2 to 3% if launch-bound (docs/decisions.md). Averaging two
+        # models reduces this. All compared steps alternated with the same baseline steps.
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:
-    """Return the median seconds of an unmeasured step that keeps everything, and free its model."""
+    """Return the median seconds of an unmeasured baseline step, and free its model."""
     with contextlib.closing(Trainer(arguments, text, offload=None, policy=policy)) as trainer:
         trainer.run_step(with_digests=False)
         seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]

@@ -1,8 +1,8 @@
 """A small training on the released Megatron-Core: its GPT model, schedules and parallel layouts, with a plain optimizer.
 
 It runs the same training with and without offload for a bitwise comparison. So two trainers with the same arguments and text
-compute the same losses and gradients, in one process or in many, and settings that would break that are refused. The policy
-of a timing measurement drops what it does not need.
+compute the same losses and gradients, in one process or in many. Settings that would break this are refused. The policy of a
+timing measurement omits the parts that it does not need.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ class Trainer:
         self._cleanup.enter_context(keep_environment())
         self._cleanup.callback(parallel.clear_megatron_buffers)
         if offload is not None:
-            # Before the model, since layers ask for the offload interface while they are built.
+            # Offload starts before the model is built, since layers look up the offload interface while they are built.
             self._start_offload(offload)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
@@ -124,7 +124,7 @@ class Trainer:
         if offload is not None and self.policy.engine is Engine.MEGATRON:
             megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
         self.chunks = [
-            # The local norms are fp32 regardless of the config. Megatron-LM converts the whole model too.
+            # The local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
             chunk.to(self._device, dtype=config.params_dtype)
             for chunk in build_chunks(arguments, config)
         ]
@@ -194,10 +194,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, ...]:
-        """Run one global batch forward only, in eval mode, through the same schedule. Possible before, between and after steps.
+        """Run forward only, for one global batch in eval mode with the same schedule. Allowed before, between and after steps.
 
         Returns:
-            Losses as in `StepResult.losses`, over text that no step takes. Each call takes another part of it.
+            Losses as in `StepResult.losses`, over text that no training step uses. Each call uses another part of that text.
 
         Raises:
             StateError: The trainer is closed.
@@ -211,9 +211,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Let `ledger` count the activation bytes of the body, including those that our engine reloads.
+        """Count the activation bytes of the body in `ledger`, including those that our engine reloads.
 
-        It does not see tensors of other saved-tensor hooks, such as those of Megatron's own engine.
+        The ledger does not see tensors of other saved-tensor hooks, such as those of Megatron's own engine.
         """
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
@@ -229,7 +229,7 @@ class Trainer:
         self._wrapped_chunks = []
         self._optimizer = NoOptimizer()
         self._cleanup.close()
-        # Megatron's modules hold cycles (a layer and its bound methods), and the next trainer needs the memory.
+        # Megatron's modules have reference cycles (a layer and its bound methods), and the next trainer needs the memory.
         gc.collect()
 
     @staticmethod

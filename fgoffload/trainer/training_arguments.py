@@ -1,4 +1,4 @@
-"""A training as Megatron's flags describe it, checked for what Megatron's own config does not check."""
+"""Arguments of a training, as Megatron's flags give them. Adds the checks that Megatron's own config lacks."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ DEFAULT_ROUTER_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
 DEFAULT_GRAPH_WARMUP_STEPS = 3
-"""Default number of steps. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
+"""Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 LARGEST_SEED = 2**32 - 1
 """Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
@@ -75,7 +75,7 @@ class TrainingArguments:
         """Check settings that Megatron's own config does not check.
 
         Raises:
-            ConfigError: With the flag, the value, the limit and the fix.
+            ConfigError: A setting is invalid. The error names the flag, the value, the limit and the fix.
         """
         checks = (
             self._check_sizes,
@@ -142,7 +142,7 @@ class TrainingArguments:
 
     @property
     def cuda_graph_impl(self) -> str:
-        """Capturer of CUDA graphs, one of `GRAPH_IMPLS`."""
+        """Implementation that captures CUDA graphs, one of `GRAPH_IMPLS`."""
         return str(self.transformer.get("cuda_graph_impl", NO_GRAPHS))
 
     @property
@@ -152,7 +152,7 @@ class TrainingArguments:
 
     @property
     def steps_until_replay(self) -> int:
-        """Number of first steps that do more than replay graphs: eager steps and the capturing step; 0 without graphs."""
+        """Number of steps before all steps replay graphs: eager steps and the capture step. 0 without graphs."""
         return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
 
     @property
@@ -162,7 +162,7 @@ class TrainingArguments:
 
     @property
     def uses_te_rng_tracker(self) -> bool:
-        """Whether Transformer Engine keeps the random states. Graphs need that if it runs or captures the layers."""
+        """Whether Transformer Engine keeps the random states. Graphs need this if it runs or captures the layers."""
         engine = "transformer_engine"
         has_te_graphs = self.cuda_graph_impl == engine or (self.captures_graphs and self.uses_transformer_engine)
         return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
@@ -174,12 +174,12 @@ class TrainingArguments:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of a rank's microbatches in a step, after the batch has ramped up."""
+        """Number of microbatches per rank and step, after the batch has ramped up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Vocabulary size with padding, as in the embedding."""
+        """Vocabulary size after padding, as in the embedding."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -188,7 +188,7 @@ class TrainingArguments:
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
-    # Each check yields its faults; the first of all is raised.
+    # Each check yields its faults. Only the first fault is raised.
 
     def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")

@@ -1,7 +1,7 @@
-"""CUDA graphs of a training, captured by Megatron-Core's own code: when to capture, and what to release afterwards.
+"""Lets Megatron-Core's own code capture the CUDA graphs of a training at the right step, and releases them afterwards.
 
-Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer releases all of that when it
-closes, and the next one in the process captures its own. Megatron's private names for graphs are only used in this file.
+Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer releases all of them when it
+closes, and the next trainer in the process captures its own. Only this file uses Megatron's private names for graphs.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
 _TRAINING = "training"
-"""Megatron's name for training steps in its graph of a whole step."""
+"""Megatron's key for training steps in its graph of a whole step."""
 
 
 class NoGraphs:
-    """Runs every step eagerly. Base class of capturing ones."""
+    """Runs every step eagerly. Base class of the classes that capture graphs."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments
@@ -42,7 +42,7 @@ class NoGraphs:
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        """Have the data-parallel wrapper built in the body on a stream that captures allow."""
+        """Run the body, which builds the data-parallel wrapper, on a stream that is allowed during capture."""
         yield
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
@@ -55,7 +55,7 @@ class NoGraphs:
         return schedule
 
     def prepare_step(self, step: int) -> None:
-        """Capture graphs if it is time. Chunks are in training mode, and no step is running.
+        """Capture graphs if this step is due for it. Chunks are in training mode, and no step is running.
 
         Args:
             step: Number of the step, from 0.
@@ -74,8 +74,8 @@ class _Graphs(NoGraphs):
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        # The wrapper keeps the gradient accumulation nodes, which keep the stream on which they were made. Backward would wait
-        # for the default stream, which no capture allows. Megatron-LM does the same.
+        # The wrapper holds the gradient accumulation nodes, which keep the stream on which they were created. Backward would
+        # wait for the default stream, which is not allowed during capture. Megatron-LM does the same.
         stream = self._find_wrapping_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -109,7 +109,7 @@ class _LocalGraphs(_Graphs):
     def close(self) -> None:
         module = load_module(_LAYER_GRAPHS)
         module.delete_cuda_graphs()
-        # Megatron forgot the captured runners, but their outputs keep autograd's graph, and so them and the whole model.
+        # Megatron has dropped the captured runners, but their outputs hold the autograd graph, the runners and the whole model.
         managers = [one for chunk in self._chunks for one in chunk.modules() if isinstance(one, module.CudaGraphManager)]
         for manager in managers:
             for runner in manager.cudagraph_runners:
@@ -198,7 +198,7 @@ class _StepGraph(_Graphs):
             (module.StaticBufferLoader.static_buffers, list),
         ):
             kept.update({stage: empty() for stage in kept})
-        # A pool without graphs cannot take another one.
+        # A pool whose graphs are gone cannot be used for another graph.
         if hasattr(module, "_shared_graph_pool"):
             module._shared_graph_pool = None  # noqa: SLF001 - no public function resets it
         self._schedule = None

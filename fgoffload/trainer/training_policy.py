@@ -1,25 +1,25 @@
-"""Choices for running a training: a bitwise comparison and a timing measurement need different ones."""
+"""Options for running a training. Bitwise comparisons and timing measurements need different ones."""
 
 import dataclasses
 import enum
 
 
 class Kernels(enum.Enum):
-    """Kinds of kernels."""
+    """Selection of kernels."""
 
     DETERMINISTIC = "deterministic"  # bitwise reproducible but slower: for comparisons
     FASTEST = "fastest"  # the default choice of torch and Transformer Engine: for times
 
 
 class Update(enum.Enum):
-    """Treatment of a step's gradients."""
+    """Parameter update at the end of a step."""
 
     ADAMW = "adamw"  # updates the parameters
     NONE = "none"  # leaves them unchanged: forward and backward only, without optimizer memory
 
 
 class Engine(enum.Enum):
-    """The engine that offloads what the flags select."""
+    """Engine that executes the offload flags."""
 
     OURS = "ours"  # this package's engine, also at Megatron's own call sites
     MEGATRON = "megatron"  # Megatron-Core's own: see `megatron_engine`
@@ -27,14 +27,14 @@ class Engine(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """Choices of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
+    """Options of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
 
     kernels: Kernels = Kernels.DETERMINISTIC
-    """Kind of kernels to use."""
+    """Kernels to use."""
     update: Update = Update.ADAMW
-    """Treatment of a step's gradients."""
+    """Parameter update at the end of a step."""
     engine: Engine = Engine.OURS
-    """The engine that offloads, if any."""
+    """Engine to use if offload is on."""
 
 
 DEFAULT_POLICY = TrainingPolicy()
