@@ -1,4 +1,4 @@
-"""Exchanges small objects between the processes of a training. A single process exchanges nothing."""
+"""Exchanges small objects between the processes of a training run. A single process exchanges nothing."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,17 +11,17 @@ Own = TypeVar("Own")
 
 
 def is_alone() -> bool:
-    """Return whether there is no other process."""
+    """Return whether this is the only process."""
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
 def is_first_process() -> bool:
-    """Return whether this process is the first of all."""
+    """Return whether this process is rank 0, as a single process is."""
     return is_alone() or torch.distributed.get_rank() == 0
 
 
 def gather(own: Own) -> list[Own]:
-    """Return what all processes have of a kind, in their order, on each of them."""
+    """Return the objects of all processes, in rank order, on each process."""
     if is_alone():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -30,7 +30,7 @@ def gather(own: Own) -> list[Own]:
 
 
 def broadcast(own: Own) -> Own:
-    """Return what the first process has, on all of them: what the others have is not looked at."""
+    """Return the object of rank 0 on all processes. The objects of the others are ignored."""
     box: list[Any] = [own]
     if not is_alone():
         torch.distributed.broadcast_object_list(box, src=0)
@@ -39,17 +39,17 @@ def broadcast(own: Own) -> Own:
 
 
 def ask_first(make: Callable[[], Own]) -> Own:
-    """Return what `make` returns on the first process, which alone calls it, on all of them.
+    """Call `make` on rank 0 only, and return its result on all processes.
 
     Raises:
-        OffloadError: It raised: on all alike, since the others wait for an answer.
+        OffloadError: `make` raised. All processes raise this, since the others wait for the result.
     """
     found: Any = None
     cause: Exception | None = None
     if is_first_process():
         try:
             found = (make(), "")
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - raised on all processes
             found, cause = (None, f"the first process: {type(error).__name__}: {error}"), error
     result, failure = broadcast(found)
     if failure:

@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 def replace_function(path: str, function: Callable[..., Any], *, versions: str) -> None:
-    """Replace the function at `path` by `function`, in its module and in modules of that project that have imported it.
+    """Replace the function at `path` with `function`, in its module and in modules of that project that imported it.
 
-    Later imports get ours too. A second call does nothing.
+    Later imports get `function` too. A second call does nothing.
 
     Args:
         path: Dotted name, as in `verl.utils.activation_offload.enable_activation_offloading`.
-        function: Has the signature of the original.
+        function: Replacement with the signature of the original.
         versions: Versions of the project that have `path`.
 
     Raises:

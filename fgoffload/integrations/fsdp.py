@@ -1,4 +1,4 @@
-"""Offload for models sharded by FSDP1 or FSDP2, by the function name that verl and ms-swift use."""
+"""Activation offload for models sharded by FSDP1 or FSDP2, under the function name that verl and ms-swift use."""
 
 import dataclasses
 
@@ -22,27 +22,27 @@ def enable_activation_offloading(
 ) -> ModelOffload:
     """Offload the activations of a sharded model's layers.
 
-    Layers are the FSDP units without embeddings. With `enable_ckpt`, layers are checkpointed inside their unit, so that a
-    recompute gathers no parameters again, and their inputs are offloaded. This switches transformers' own checkpointing off.
+    The layers are the FSDP units without embeddings. With `enable_ckpt`, each layer is checkpointed inside its unit, so a
+    recompute does not gather parameters again. Its input is offloaded. This disables transformers' own checkpointing.
 
     Args:
-        model: After `fully_shard` or inside of `FullyShardedDataParallel`.
-        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. Either is detected.
+        model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.
+        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding itself is detected.
         enable_ckpt: Whether to checkpoint the layers.
-        config: Options of offload. If not enabled, nothing changes: no layer is checkpointed either.
+        config: Offload options. If offload is disabled, nothing changes, and no layer is checkpointed either.
 
     Returns:
-        The handle. Its `remove` and `close` also end the checkpointing.
+        The offload handle. Its `remove` and `close` also end the checkpointing.
 
     Raises:
-        ConfigError: `strategy` is unknown, FSDP shards no part of the model, or the model is offloaded already with other
+        ConfigError: `strategy` is unknown, FSDP shards no part of the model, or the model is already offloaded with other
             arguments.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
             f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models use `fgoffload.offload`."
         )
-    # FSDP1 gathers in its wrapper's forward, so region and checkpoint go around the wrapped module.
+    # FSDP1 gathers in its wrapper's forward, so the region and the checkpoint go around the wrapped module.
     units = [dataclasses.replace(unit, module=unwrap(unit.module)) for unit in find_fsdp_units(model)]
     if not units:
         raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers, then call this.")

@@ -1,4 +1,4 @@
-"""Measures the link between a device and its host: copies in each direction, in both at once, and beside a matrix product."""
+"""Measures the link between a device and its host: copies in one direction, in both, and concurrent with matrix products."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.units import KIB, MIB
 
 SIZES = tuple(size * KIB for size in (64, 256)) + tuple(size * MIB for size in (1, 4, 16, 64, 256))
-"""Bytes of a copy: from sizes limited by the start of a copy to sizes limited by the link."""
+"""Copy sizes in bytes, from latency-bound to bandwidth-bound."""
 
 QUICK_SIZES = (64 * KIB, 16 * MIB)
-"""Enough for a plan at the start of a training: 16 MiB reach nearly the rate of larger copies, and need little memory."""
+"""Copy sizes for a plan at the start of training: 16 MiB copies nearly reach the rate of larger ones and need little memory."""
 
 _BATCH_BYTES = 64 * MIB
-"""Bytes copied per timing, at least, so that events, which take microseconds, do not count."""
+"""Minimum bytes copied per timing, so that the microseconds that events take do not matter."""
 _MOST_COPIES = 256
 _REPEATS = 3
-"""The best repeat counts, since other load only lowers the rate."""
+"""Repeats of each timing. The best one counts, since other load only lowers the rate."""
 
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
-"""Rows of the square matrices. On an H100 one product of 4096 in bf16 takes a quarter of a millisecond."""
+"""Rows of the square matrices, by device type. On an H100, one bf16 product of size 4096 takes a quarter of a millisecond."""
 _PRODUCTS = 40
 
 
@@ -29,11 +29,11 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
     """Measure the copy rates between `device` and its host.
 
     Args:
-        device: Should be idle: other load lowers the rates.
-        sizes: Bytes of a copy, from the smallest to the largest.
+        device: Device to measure. It should be idle, since other load lowers the rates.
+        sizes: Copy sizes in bytes, in ascending order.
 
     Streams:
-        Copies on the device's two copy streams, products on the current one. The host waits for each batch.
+        Copies run on the device's two copy streams, products on the current one. The host waits for each batch.
 
     Raises:
         StateError: Host memory cannot be allocated.
@@ -47,14 +47,14 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
 
 
 class _Buffers:
-    """Buffers on both sides, separate for each direction."""
+    """Host and device buffers, separate for each direction."""
 
     def __init__(self, device: Device, size_bytes: int) -> None:
         self.device = device
         self._slabs = [device.allocate_host(size_bytes) for _ in range(2)]
         self._on_device = [device.allocate_device(size_bytes) for _ in range(2)]
         for buffer in (*self._on_device, *(slab.buffer for slab in self._slabs)):
-            buffer.zero_()  # touch the pages: the first write would allocate them during a copy
+            buffer.zero_()  # touches the pages, which the first copy would otherwise allocate
         device.synchronize(device.record_event(device.current_stream()))
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class _Buffers:
                 device.copy_bytes(destination=on_device, source=on_host, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
-        """Return the seconds of `count` copies in each of `directions`, started together: those of the slower one."""
+        """Return the seconds of `count` concurrent copies in each of `directions`: those of the slower direction."""
         device = self.device
         streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
         starts = [device.record_event(stream, is_timed=True) for stream in streams]
@@ -102,7 +102,7 @@ def _measure_size(buffers: _Buffers, size_bytes: int) -> CopyRate:
 
 
 def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
-    """Return the slowdown of matrix products beside copies in both directions, as a fraction."""
+    """Return the fraction by which concurrent copies in both directions slow down matrix products."""
     device = buffers.device
     size = _PRODUCT_SIZE.get(device.type, 4096)
     matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device.type)

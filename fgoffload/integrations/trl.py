@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingSteps:
-    """A context for the training steps of one model. The first step starts offload."""
+    """Context manager around the training steps of one model. Offload starts in the first step."""
 
     def __init__(self, model: torch.nn.Module, config: TransferConfig) -> None:
         self._model = weakref.ref(model)
         self._config = config
         self.handle: ModelOffload | None = None
-        """None before the first step."""
+        """Handle of the offload; None before the first step."""
 
     def __enter__(self) -> None:
-        """Offload the layers. By now the trainer has wrapped the model and switched checkpointing on."""
+        """Offload the layers. By now the trainer has wrapped the model and enabled checkpointing."""
         model = self._model()
         if self.handle is None and model is not None:
             self.handle = offload_sites(model, find_layers(model), self._config)
@@ -52,12 +52,12 @@ def get_act_offloading_ctx_manager(
     """Return the context that a trainer enters around each training step.
 
     Args:
-        model: The model whose layers are offloaded.
-        use_pin_memory: Whether host memory is pinned.
-        use_streams: Without effect: copies always have their own streams.
-        min_offload_size: Bytes. Smaller storages stay on the GPU.
-        max_fwd_stash_size: Without effect: `TransferConfig.window_bytes` limits what is in flight.
-        warn_if_no_head: Without effect: a head is not a layer, so it stays on the GPU.
+        model: Model whose layers are offloaded.
+        use_pin_memory: Whether to pin host memory.
+        use_streams: Ignored. Copies always have their own streams.
+        min_offload_size: Minimum bytes of an offloaded storage. Smaller ones stay on the GPU.
+        max_fwd_stash_size: Ignored. `TransferConfig.window_bytes` limits the bytes in flight.
+        warn_if_no_head: Ignored. A head is not a layer, so it stays on the GPU.
     """
     if not use_streams or max_fwd_stash_size:
         logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload limits what is in flight by bytes.")

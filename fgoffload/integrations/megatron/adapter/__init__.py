@@ -1,1 +1,1 @@
-"""Follows a Megatron model's layers and their sites, and applies a plan's action to each."""
+"""Tracks the layers and sites of a Megatron model, and applies the plan's action to each site."""

@@ -1,9 +1,9 @@
-"""`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads so many bytes per step less than the one before it.
+"""`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads that many bytes per step less than the previous one.
 
-Under 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
-offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, alike
-in all microbatches, until their bytes make up the difference. Megatron's own engine keeps the first layers of the first
-microbatches instead; see docs/reference/megatron_engine.md.
+With 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
+offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, the
+same in all microbatches, until their bytes make up the difference. Megatron's own engine instead keeps the first layers of the
+first microbatches; see docs/reference/megatron_engine.md.
 """
 
 import logging
@@ -23,26 +23,26 @@ class RankBalance:
 
     Args:
         actions: Actions of the rank's sites.
-        delta_bytes: Bytes of a step from one rank to the next; 0 if all ranks offload alike.
+        delta_bytes: Bytes per step that each rank offloads less than the previous one; 0 if all ranks offload alike.
     """
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
         self._actions = actions
         self._delta_bytes = delta_bytes
         self._groups: list[tuple[Site, Group]] = []
-        """Groups of the first step, whose offloaded bytes have to be known."""
+        """Groups of the first step, whose offloaded bytes are counted."""
         self._site_bytes: dict[Site, float] = {}
         """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
         self._microbatches = 0
-        """Microbatches of a step that is balanced now; 0 in the first step."""
+        """Microbatches per step of the current balance; 0 in the first step."""
 
     def note(self, site: Site, group: Group) -> None:
-        """Record that a run of `site` saves to `group`."""
+        """Record that one forward of `site` saves to `group`."""
         if self._delta_bytes and not self._microbatches:
             self._groups.append((site, group))
 
     def finish_step(self, microbatches: int) -> None:
-        """Balance the steps that follow, of so many microbatches each, once a step is over."""
+        """Balance the next steps after a step of so many `microbatches`."""
         if not self._delta_bytes:
             return
         for site, group in self._groups:
@@ -69,13 +69,13 @@ def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Sit
 
     Args:
         moved_bytes: Offloaded bytes of each site in a step of all microbatches, in the order of forward.
-        less_bytes: Bytes. If all sites together have fewer, all stay on the GPU.
+        less_bytes: Bytes to keep on the GPU. If all sites together offload fewer, all of them stay.
     """
     kept = []
     for site in reversed(tuple(moved_bytes)):
         if less_bytes <= 0:
             break
-        # A site that moved nothing stays too. It shares storages with an earlier site, and would offload them in its place.
+        # A site that moved nothing is kept too. It shares storages with an earlier site, and would offload them in its place.
         kept.append(site)
         less_bytes -= moved_bytes[site]
     return kept

@@ -1,10 +1,10 @@
-"""Frees the graph that token dispatchers hold between microbatches, and tells how they permute.
+"""Frees the graph that token dispatchers hold between microbatches, and detects how they permute.
 
-A dispatcher keeps the routing probabilities of its last forward as an attribute, and with them their graph. The tensors that
-the graph saved are freed after backward. But if a checkpoint recomputed the forward, the graph begins in the checkpoint's own
-leaf: a copy of the layer's input, with its gradient. Both stay until the layer's next forward, 2sbh elements for each
-recomputed layer of experts. On the benchmark's reference workload these are 128 MiB per layer, and the last layer of
-backward has those of all others.
+A dispatcher keeps the routing probabilities of its last forward as an attribute, and they keep their graph. Backward frees the
+tensors that the graph saved. But if a checkpoint recomputed the forward, the graph begins in a leaf of the checkpoint: a copy
+of the layer's input, with its gradient. Both stay on the GPU until the layer's next forward: 2sbh elements per recomputed
+layer of experts. On the benchmark's reference workload, this is 128 MiB per layer. In the last layer of backward, the tensors
+of all other layers are held.
 
 Source: `dispatch_preprocess` of megatron-core 0.16.1, and the memory of an H200 between two steps (docs/decisions.md).
 """
@@ -27,7 +27,7 @@ _LAST_METHOD = "combine_postprocess"
 
 @functools.cache
 def permutes_by_mask() -> bool:
-    """Return whether the unfused permutation selects by a mask, on which the host waits. Since 0.17 it sorts instead."""
+    """Return whether the unfused permutation selects by a mask, which the host waits for. Since 0.17 it sorts instead."""
     permute = inspect.unwrap(load_module("megatron.core.transformer.moe.moe_utils").permute)
     return "masked_select" in permute.__code__.co_names
 
@@ -45,7 +45,7 @@ def free_inputs_of_recompute(patches: Patches) -> None:
 
 
 def detach_routing(dispatcher: Any) -> None:
-    """Release every graph that `dispatcher` holds. The values of its tensors stay."""
+    """Release every graph that `dispatcher` holds, but keep the values of its tensors."""
     for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
         for name, value in tuple(vars(holder).items()) if holder is not None else ():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _TagReport:
-    """Totals of one tag in the first step. Ranks agree on them by a maximum, so they are integers."""
+    """Totals of one tag in the first step. They are integers, since ranks reduce them by maximum."""
 
     sites: int = 0
     planned: int = 0
@@ -46,7 +46,7 @@ def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepSt
 
 
 def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
-    """Check that all ranks have the same tags and plan, since they agree next on one row for each of them.
+    """Check that all ranks have the same tags and plan, since the next reduction has one row for each of them.
 
     Raises:
         PlanError: The ranks have different tags or plans.
@@ -71,7 +71,7 @@ def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collec
     known = [
         site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
     ]
-    # A plan is for all ranks, and each rank knows the sites of its own layers. Only together can they find a missing site.
+    # A plan covers all ranks, but each rank knows only the sites of its own layers. So only all ranks can find a missing site.
     for site, (has_site,) in zip(planned, agree([(int(is_known),) for is_known in known]), strict=True):
         if not has_site:
             raise PlanError(f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Plan for this model.")
@@ -124,7 +124,7 @@ def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], st
 
 
 def agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the maximum over all ranks for each number. All ranks call this with equally many rows."""
+    """Return the element-wise maximum of `rows` over all ranks. All ranks must pass equally many rows."""
     if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return rows
     numbers = torch.tensor(rows, dtype=torch.int64)

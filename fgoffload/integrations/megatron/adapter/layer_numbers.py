@@ -1,21 +1,21 @@
 """Numbers the layers of the whole model from 0. Layers of multi-token prediction follow those of the decoder.
 
-Megatron-Core 0.16 does so itself. Since 0.17, layers of multi-token prediction start at 1 again and have `is_mtp_layer`. In
-hybrid models each depth has a stack of layers, which starts at 1 too, and only its attention layers have the flag.
+Megatron-Core 0.16 does this itself. Since 0.17, layers of multi-token prediction start at 1 again and have `is_mtp_layer`. In
+hybrid models, each depth has a stack of layers, which also starts at 1. Only its attention layers have the flag.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 _OFFSET = "_fgoffload_number_offset"
-"""Attribute of a layer in such a stack: difference between its number in the model and in the stack."""
+"""Attribute of a layer in the stack of a depth: difference between its number in the model and in the stack."""
 
 
 def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield the stack, the index in it and the layer, for each transformer layer of `block`. Numbers the layers of depths.
+    """Yield stack, index in the stack, and layer, for each transformer layer of `block`. Also number the layers of depths.
 
     Args:
-        block: A stack of layers, or a block of multi-token prediction, which is the stack of depths of one layer.
+        block: A stack of layers, or a block of multi-token prediction, which is itself the stack for depths of one layer.
     """
     for index, module in enumerate(block.layers):
         inner = _find_inner(module)

@@ -1,4 +1,4 @@
-"""Follows forward through the layers of a Megatron model, and prepares the sites and recompute units of each layer."""
+"""Tracks forward through the layers of a Megatron model, and prepares the sites and recompute units of each layer."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ NEWER_LAYERS = (
     "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
     "megatron.core.ssm.mamba_layer:MambaLayer",
 )
-"""Modules that only some versions have, wrapped if they exist. Each of these layers has a forward of its own."""
+"""Layers that only some versions have, wrapped if they exist. Each has its own forward."""
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
@@ -55,11 +55,11 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to follow where forward is.
+    """Wrap schedules, models, blocks and layers, to track the position of forward.
 
     Args:
-        patches: Restore everything later.
-        get_offload: Returns the integration that is notified. It exists only after everything is wrapped.
+        patches: Patches that restore everything later.
+        get_offload: Function that returns the integration to notify, which exists only after everything is wrapped.
 
     Raises:
         IntegrationError: Megatron-Core lacks one of these symbols.
@@ -73,7 +73,7 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
-    # The overlap of expert communication calls no layer's forward. It runs pieces of two microbatches alternately.
+    # Overlapped expert communication calls no layer's forward. It alternates between pieces of two microbatches.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
@@ -95,7 +95,7 @@ def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
         if not kwargs.get("forward_only", False):
             get_offload().begin_step(ScheduleCall.read(kwargs))
         result = original(*args, **kwargs)
-        # If Megatron's own flag is on, its schedule has done so already. If only ours is on, it has not.
+        # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
         if not kwargs.get("forward_only", False):
             get_offload().finish_open_step()
         return result
@@ -117,7 +117,7 @@ def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
 
 def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The block's own chunk if it has one, since forward need not be in a chunk yet without a model around the block.
+        # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
         offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
         chunk = offload.chunk if chunk is None else chunk
         registrar.register([self], chunk)
@@ -167,7 +167,7 @@ class _Registrar:
     def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
         self._patches = patches
         self._innermost = Patches()
-        """Patches applied first, so that regions of sites are around them."""
+        """Patches applied first, so that regions of sites surround them."""
         patches.enter(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
@@ -176,7 +176,7 @@ class _Registrar:
         """Register a model chunk when it begins a forward, or builds the plan of one."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
         offload.note_ending_block(_find_ending_block(model))
-        # All blocks of the chunk at once, since a fraction is of all its sites.
+        # Registers all blocks of the chunk at once, since a fraction applies to all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
             most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
@@ -186,8 +186,8 @@ class _Registrar:
         """Register the layers of all new blocks.
 
         Raises:
-            ConfigError: Tags and Megatron's recomputed modules exclude each other.
-            IntegrationError: A model does not support offload as it is.
+            ConfigError: Tags conflict with modules that Megatron recomputes.
+            IntegrationError: A model does not support offload as configured.
             PlanError: The plan has an action that a layer does not support.
         """
         offload = self.get_offload()
@@ -208,7 +208,7 @@ class _Registrar:
         for layer, _ in found:
             self._prepare(layer, chunk)
         stacks = {stack for block in new for stack, _, _ in list_layers(block)}
-        offload.remember([*new, *stacks])  # last, so that a rejected block is rejected the next time too
+        offload.remember([*new, *stacks])  # last, so that a rejected block is rejected again next time
 
     def _prepare(self, layer: Any, chunk: int) -> None:
         """Add the sites of `layer`, and recompute its planned units."""
@@ -221,7 +221,7 @@ class _Registrar:
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
-        # If a first linear is recomputed, its site is around the tensor that recompute starts from.
+        # If a first linear is recomputed, its site is around the tensor that the recompute starts from.
         own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
@@ -230,7 +230,7 @@ class _Registrar:
 
 
 def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:
-    """Return the sites of `layer`, with `input_tag` if a checkpoint around whole layers begins at it."""
+    """Return the sites of `layer`, including `input_tag`, which is empty unless a whole-layer checkpoint begins there."""
     return LayerSites(
         number=get_number(layer),
         tags=(*input_tag, *find_tags(layer, selected)),
@@ -260,7 +260,7 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
         if is_capturing():
             return original(self, *args, **kwargs)
         if is_inert():
-            # Inside a checkpoint, which saves nothing, or in its recompute. The layer counts all the same.
+            # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
             if not torch.is_grad_enabled():
                 offload.pass_layer(get_number(self))
             return original(self, *args, **kwargs)
@@ -280,11 +280,11 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:
-    """Reject a config that excludes offload, or recompute flags that conflict with a plan.
+    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan.
 
     Raises:
-        ConfigError: A tag and a module that Megatron recomputes exclude each other.
-        IntegrationError: A flag excludes offload. Names the flag and the fix.
+        ConfigError: A tag conflicts with a module that Megatron recomputes.
+        IntegrationError: A flag is incompatible with offload. The error names the flag and the fix.
         PlanError: The plan was made for another model.
     """
     if getattr(config, "cpu_offloading", False):
@@ -328,11 +328,11 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
 
 
 def _check_linears(block: Any) -> None:
-    """Reject linears that read from an attribute of their saved weight whether its gradient is accumulated already.
+    """Reject linears that read an attribute of their saved weight to learn whether its gradient is already accumulated.
 
     Raises:
-        IntegrationError: A linear of Megatron's own in `block` fuses the accumulation of its weight's gradient. Under any
-            saved-tensor hooks, torch unpacks a saved parameter of a custom function as a new tensor without its attributes. So
+        IntegrationError: One of Megatron's own linears in `block` uses gradient accumulation fusion. With any saved-tensor
+            hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
             `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
             `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """

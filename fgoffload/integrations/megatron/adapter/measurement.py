@@ -1,4 +1,4 @@
-"""Protocol by which the integration has its steps measured."""
+"""Protocol for measuring the integration's steps."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,10 +21,10 @@ class Measurement(Protocol):
         """Remove all hooks and patches from the model."""
 
     def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: Any) -> None:
-        """Record the facts of `layer` in model chunk `chunk`: its sites of `tags`, and checkpoints around it by `inputs`."""
+        """Record the facts of `layer` in model chunk `chunk`: its sites of `tags`, and `inputs` for checkpoints around it."""
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Start recording when a schedule begins, if a step is wanted."""
+        """Start recording when a schedule begins, if its step is to be measured."""
 
     def finish_step(self) -> None:
         """Stop recording when a schedule ends."""

@@ -1,7 +1,7 @@
-"""Sets Megatron's own offload flags in the configs of models that are built from now on.
+"""Sets Megatron's own offload flags in all model configs that are created from now on.
 
-Megatron's config rejects unknown tags and an empty list. So it gets only those of our tags that it accepts; without any, its
-flag is switched off. The other tags need no flag of Megatron's.
+Megatron's config rejects unknown tags and an empty list. So it gets only the tags that it accepts. If it accepts none, its
+flag is switched off. The other tags do not need Megatron's flag.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ _FACTS: dict[str, int | str] = {
     "overlap_moe_expert_parallel_comm": 0,
     "microbatch_group_size_per_vp_stage": 1,
 }
-"""Fields that a plan may name in `made_for`, each with the value that None means and the type that it is compared as."""
+"""Fields that a plan may name in `made_for`. Each value stands for None, and its type is the type used for comparison."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:
-    """Return the facts of a config that plans are made for. See `OffloadPlan.made_for`."""
+    """Return the facts of a config that a plan depends on. See `OffloadPlan.made_for`."""
     facts: dict[str, int | str] = {PARAMETER_BYTES: _count_parameter_bytes(config), FP8_RECIPE: NO_FP8}
     if getattr(config, "fp8", None):
         recipe = getattr(config, "fp8_recipe", "delayed")
@@ -72,14 +72,14 @@ def read_facts(config: Any) -> dict[str, int | str]:
 
 
 def _count_parameter_bytes(config: Any) -> int:
-    # The flags come first: Megatron's wrapper converts a model by them, whatever type its parameters had.
+    # The flags take precedence: Megatron's wrapper converts a model by them, whatever the type of its parameters.
     if getattr(config, "bf16", False) or getattr(config, "fp16", False):
         return 2
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
-    """Set the flags for the tags `selected` in every config that is made from now on, whatever its own values.
+    """Set the flags for the `selected` tags in every config that is created from now on, regardless of its own values.
 
     Raises:
         IntegrationError: Megatron-Core has no such config.
@@ -88,7 +88,7 @@ def set_flags(patches: Patches, selected: Sequence[str]) -> None:
 
     def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
         def check(self: Any) -> None:
-            # Megatron's offload of whole layers excludes ours. Such a model is rejected when it runs, and may never run here.
+            # Megatron's whole-layer offload conflicts with ours. Such a model is rejected when it runs, but may never run here.
             if not getattr(self, "cpu_offloading", False):
                 _set(patches, self, accepted, selected)
             original(self)
@@ -124,7 +124,7 @@ def list_accepted(tags: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`. Only its validation knows, so a tiny config is tried."""
+    """Return whether Megatron's config accepts `tag`. Only its validation can tell, so this tries a tiny config."""
     config_class = load_module(CONFIG_MODULE).TransformerConfig
     check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, even if `set_flags` has replaced it
     probe = type("Probe", (config_class,), {"__post_init__": check})

@@ -1,4 +1,4 @@
-"""Connects a Megatron-Core training to an engine: follows forward, applies the plan, and reports each step."""
+"""Connects Megatron-Core training to an engine: tracks forward, applies the plan, and reports each step."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class MegatronOffload:
     """Fine-grained activation offload, applied to the Megatron-Core of this process.
 
-    Made by `fgoffload.integrations.megatron.apply`. It alone holds the engine of the process.
+    Created by `fgoffload.integrations.megatron.apply`. It is the only owner of the process's engine.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, undo: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class MegatronOffload:
         self.last_step: StepStats | None = None
         """Statistics of the last complete step on this rank; None before the first."""
         self.measurement: Measurement | None = None
-        """Measures steps, in which nothing is offloaded; None if no step is to be measured."""
+        """Measurement of steps that offload nothing; None if no step is to be measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
         self.selected = list_selected_tags(config, plan)
@@ -47,13 +47,13 @@ class MegatronOffload:
         self.graphs = GraphedLayers(engine, self.actions)
         """CUDA graphs of layers."""
         self.open_reruns = OpenReruns()
-        """Recomputed units that forward is in."""
+        """Recomputes whose outputs are in use."""
         self.has_waiting_layers = False
-        """Whether the host waits for the device in each forward of a layer of this rank, as in token dispatchers."""
+        """Whether some layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
         self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
-        """Blocks that forward has reached in the lane; None if a model began it, and will begin the next one too."""
+        """Blocks that forward has reached in the lane; None if a model began the lane, and will begin the next one too."""
         self._chunk = 0
         self._layer = -1
         self._microbatches_begun: dict[int, int] = {}
@@ -62,11 +62,11 @@ class MegatronOffload:
         self._call: ScheduleCall | None = None
         """Schedule call of the running step."""
         self._ending_block: weakref.ref[torch.nn.Module] | None = None
-        """Last block before the loss of the model that forward is in; None if other pipeline stages follow."""
+        """Last block before the loss of the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._most_warned_of = 0
-        """Most microbatches of a step that a warning named, above those that the plan was made for."""
+        """Largest number of microbatches per step that a warning has named, above the plan's number."""
 
     def __repr__(self) -> str:
         """Return the tags and the bytes that the last step moved."""
@@ -79,7 +79,7 @@ class MegatronOffload:
         """Restore Megatron's symbols and free all memory that no graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                # First, since its wrappers are around those that are removed next.
+                # Closed first, since its wrappers surround those that are removed next.
                 self.measurement.close()
             self._undo()
         finally:
@@ -90,15 +90,15 @@ class MegatronOffload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be offloaded and no one observes, as with a plan that only recomputes. Then nothing is followed.
+        """Whether nothing can be offloaded or observed, as with a plan that only recomputes. Then forward is not tracked.
 
-        Checked in each forward of each layer. Following a forward costs the host about as much as launching a small kernel,
-        which makes the step of a launch-bound training longer.
+        Checked in each forward of each layer. Tracking a forward costs the host about as much as launching a small kernel,
+        which slows down a launch-bound step.
         """
         return not self.selected and not self.engine.observers
 
     def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never offload the storages of `tensors`, which are emptied and recomputed. See `OffloadEngine.keep`."""
+        """Prevent offload of the storages of `tensors`, which are emptied and recomputed. See `OffloadEngine.keep`."""
         if not self.is_idle:
             self.engine.keep(tensors, reason=KeptReason.RECOMPUTED)
 
@@ -109,7 +109,7 @@ class MegatronOffload:
 
         Args:
             chunk: Virtual pipeline stage.
-            most_in_flight: How many groups of each tag may be in flight to the host before compute waits; None for no limit.
+            most_in_flight: Groups of each tag that may be in flight to the host before compute waits; None for no limit.
 
         Raises:
             ConfigError: `most_in_flight` is negative.
@@ -125,7 +125,7 @@ class MegatronOffload:
             self._lane_blocks = None
 
     def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
-        """Note that forward reaches `block` of model chunk `chunk`.
+        """Record that forward has reached `block` of model chunk `chunk`.
 
         Some models, such as BERT and T5, do not announce a forward. For them, reaching a block again begins the next forward.
         """
@@ -153,7 +153,7 @@ class MegatronOffload:
         return dict(self._microbatches_begun)
 
     def leave_out_microbatches(self, before: dict[int, int]) -> None:
-        """Exclude microbatches that have begun since `before` was counted from the step."""
+        """Exclude from the step all microbatches that have begun since `before` was counted."""
         self._microbatches_begun = dict(before)
 
     def abandon_microbatch(self) -> None:
@@ -163,19 +163,19 @@ class MegatronOffload:
             self._open.clear()
 
     def enter_layer(self, layer: int) -> Lane:
-        """Begin the layer with number `layer`, from 0 over the whole model."""
+        """Record that forward has reached layer `layer`, numbered from 0 over the whole model, and return its lane."""
         lane = self._lane or self._begin_lane()
         self._layer = layer
         return lane
 
     @property
     def chunk(self) -> int:
-        """Model chunk that forward is in."""
+        """Current model chunk of forward."""
         return self._chunk
 
     @property
     def last_layer(self) -> int:
-        """Layer that forward reached last, from 0 over the whole model; -1 before the first."""
+        """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
         return self._layer
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[object]:
@@ -196,7 +196,7 @@ class MegatronOffload:
             recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
             if recorded is not None:
                 return recorded
-        # Releases offloaded tensors of earlier layers now. The next group may only end in backward.
+        # Releases offloaded tensors of earlier layers now. The next group may not end before backward.
         self.engine.poll()
         watched = self._find_watched()
         if watched is Watched.FOLLOWED:
@@ -213,7 +213,7 @@ class MegatronOffload:
         return self.engine.watch(self._lane)
 
     def leave_attention(self, hidden: torch.Tensor) -> None:
-        """Note that forward has left the attention of the current layer, which returned `hidden`."""
+        """Record that forward has left the attention of the current layer, which returned `hidden`."""
         if self._lane is not None and not self._find_watched().covers_layer and not self._is_recording:
             # Code after attention is not watched, so a mark on its output shows when backward reaches the layer.
             self.engine.announce_backward(self._lane, hidden)
@@ -223,7 +223,7 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        """Return which part of the current layer has to be watched."""
+        """Return which part of the current layer must be watched."""
         # An observer needs the place of every save.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self._chunk, self._layer)
 
@@ -232,14 +232,14 @@ class MegatronOffload:
         self._ending_block = None if block is None else weakref.ref(block)
 
     def leave_block(self, block: torch.nn.Module) -> None:
-        """Note that forward has left `block`. If that ends the model in one of Megatron's schedules, backward comes next."""
+        """Record that forward has left `block`. If it is the model's last one in a schedule of Megatron, backward is next."""
         ends_model = self._ending_block is not None and self._ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for code of forward outside of layers. See `OffloadEngine.watch`."""
+        """Return a context for forward code outside of layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
     def is_known(self, block: torch.nn.Module) -> bool:
@@ -251,7 +251,7 @@ class MegatronOffload:
         self._blocks.update(blocks)
 
     def pass_layer(self, layer: int) -> None:
-        """Note that forward has reached the layer with number `layer` without saving anything in it."""
+        """Record that forward has reached layer `layer` without saving anything in it."""
         self._layer = layer
 
     def list_sited(self, chunk: int, layer: int) -> tuple[str, ...]:
@@ -270,7 +270,7 @@ class MegatronOffload:
 
         For sites of your own: the tag must be registered and selected.
         """
-        # Checks inertness first, since a recompute in backward calls this too, when forward is elsewhere.
+        # Checks inertness first, since a recompute in backward calls this too, while forward is elsewhere.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
@@ -295,7 +295,7 @@ class MegatronOffload:
         return region
 
     def end_region(self, tag: str, *, may_wait: bool = False) -> None:
-        """End the region of `tag` that was opened last, if one is open. See `end`."""
+        """End the most recently opened region of `tag`, if one is open. See `end`."""
         for index in range(len(self._open) - 1, -1, -1):
             if self._open[index][0] == tag:
                 _, region = self._open.pop(index)
@@ -307,7 +307,7 @@ class MegatronOffload:
 
         Args:
             region: Region that has saved all its tensors.
-            may_wait: Delay the offload after a layer's CUDA graph until the next graph is launched, regardless of the flag.
+            may_wait: Whether to delay the offload after a layer's CUDA graph until the next graph launch, whatever the flag.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
         region.end(is_held=self._holding.is_on or is_delayed)

@@ -1,4 +1,4 @@
-"""Adds sites of our own around methods and linears of single modules, where Megatron-Core has no call site."""
+"""Adds sites around methods and linears of single modules that have no call site in Megatron-Core."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ SiteRegion = Region | CapturedRegion
 
 
 def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
-    """Make one site from `methods` of `target`, which run in this order, each once per forward.
+    """Add one site around `methods` of `target`, which run in this order, each once per forward.
 
     The region opens before the first method, saves only inside the methods, and ends after the last.
     """
@@ -32,7 +32,7 @@ def _wrap_part(
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             offload = get_offload()
             if is_first:
-                opened.clear()  # regions of a forward that raised
+                opened.clear()  # drops regions of a forward that raised
                 region = offload.find_region(tag)
                 if region is not None:
                     opened.append(region)
@@ -58,21 +58,20 @@ class LinearTags(NamedTuple):
     fc2: str | None = None
 
     def select(self, tags: Sequence[str]) -> "LinearTags":
-        """Return a copy with only those of `tags`."""
+        """Return a copy that has only the tags in `tags`."""
         return LinearTags(*(tag if tag in tags else None for tag in self))
 
 
 def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
-    """Make sites of pairs of linears, and of the activation between them.
+    """Add sites around pairs of linears and around the activation between them.
 
     Args:
-        patches: Remove them later.
-        get_offload: Returns the integration.
+        patches: Patches that remove the sites later.
+        get_offload: Function that returns the integration.
         owner: Module whose forward runs all of `pairs`: a dense MLP itself, or the container of several experts.
         pairs: Modules with `linear_fc1` and `linear_fc2`.
         tags: Tags of the sites. All first linears share one group, since experts' tokens are views of one storage. The other
-            two
-            tags have a group for each pair.
+            two tags have one group per pair.
     """
     if not any(tags):
         return
@@ -84,7 +83,7 @@ def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pair
 
 
 class _Passes:
-    """Wrappers for the linears of one module, which find the pass that forward is in. Such modules do not nest."""
+    """Wrappers for the linears of one module. They find the current pass, since such modules do not nest."""
 
     def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
         self._get_offload = get_offload
@@ -156,30 +155,30 @@ class _Pass:
         self._end(self._fc1)
 
     def start_fc1(self) -> None:
-        """Save for the first linear that runs next."""
+        """Direct saves to the region of the first linears, before one of them runs."""
         self._save_for(self._fc1)
 
     def start_activation(self, output: torch.Tensor) -> None:
-        """Save for the activation, once a first linear has run."""
+        """Open a region for the activation once a first linear has run, and direct saves to it."""
         self.stop_saving()
         self._act = self._open(self._tags.act, output)
         self._save_for(self._act)
 
     def start_fc2(self, hidden: torch.Tensor) -> None:
-        """Save for the second linear that runs next, once the activation has run."""
+        """Open a region for the second linear once the activation has run, and direct saves to it."""
         self.stop_saving()
         self._fc2 = self._open(self._tags.fc2, hidden)
         self._save_for(self._fc2)
 
     def end_pair(self) -> None:
-        """End the regions of a pair once its second linear has run, since nothing needs its saves any more."""
+        """End the regions of a pair once its second linear has run, since forward no longer needs its saves."""
         self.stop_saving()
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
 
     def stop_saving(self) -> None:
-        """Leave the region that forward is in, if any. Also called after an exception."""
+        """Stop saving to the current region, if any. Also called after an exception."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.__exit__(None, None, None)
@@ -204,10 +203,10 @@ def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor,
     """Return the result of `run`, and offload its saves if the site of `tag` is offloaded.
 
     Args:
-        offload: Decides whether the site is offloaded in the current layer.
-        tag: Tag of the site. None saves without a site.
+        offload: Integration that decides whether the site is offloaded in the current layer.
+        tag: Tag of the site; None for no site.
         tensor: Input of the site.
-        run: Saves for backward. Needs none of its saves after it returns.
+        run: Function that saves tensors for backward, and needs none of them after it returns.
     """
     region = None if tag is None else offload.find_region(tag)
     if region is None:
@@ -220,7 +219,7 @@ def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor,
 
 
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the first tensor argument of a call: the hidden states, however they are passed."""
+    """Return the first tensor argument of a call: the hidden states, whether passed by position or by name."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

@@ -10,13 +10,13 @@ class ScheduleCall:
     """Size of one step, from its schedule's arguments. All ranks pass the same."""
 
     microbatches: int
-    """Microbatches of the step, on each data-parallel rank."""
+    """Microbatches per step on each data-parallel rank."""
     tokens: int
-    """Most tokens of a microbatch: sequence length times sequences."""
+    """Maximum tokens per microbatch: sequence length times sequences."""
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> "ScheduleCall":
-        """Return the call from a schedule's keyword arguments. Megatron-Core's schedules take no others.
+        """Return the call from a schedule's keyword arguments. Megatron-Core's schedules take no positional ones.
 
         Source: `forward_backward_no_pipelining` and the other schedules, megatron-core 0.16.1.
         """
@@ -26,9 +26,9 @@ class ScheduleCall:
         )
 
     def is_within(self, other: "ScheduleCall") -> bool:
-        """Return whether the step has at most as many microbatches as another step, and none larger."""
+        """Return whether the step has no more and no larger microbatches than `other`."""
         return self.microbatches <= other.microbatches and self.tokens <= other.tokens
 
     def __str__(self) -> str:
-        """Return both numbers, for a log."""
+        """Return both numbers as text for logs."""
         return f"{self.microbatches} microbatches of {self.tokens} tokens"

@@ -1,4 +1,4 @@
-"""Decides which tags may be offloaded, the action of each site of a rank, and which part of a layer is watched."""
+"""Chooses the tags that may be offloaded, the action of each site of a rank, and the part of a layer to watch."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags of modules whose results no run has compared with the baseline."""
+"""Tags that `auto` excludes, since no run has compared the results of their modules with the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SiteActions:
 
     Args:
         plan: The user's plan; None if the user selected tags.
-        fraction: Part of a chunk's sites that is offloaded without a plan.
+        fraction: Fraction of a chunk's sites to offload without a plan.
         selected: Tags whose tensors may be offloaded.
     """
 
@@ -54,10 +54,10 @@ class SiteActions:
         self._sharing_layers: set[tuple[int, int]] = set()
         """Layers in which another module saves the router's input too."""
         self._watched: dict[tuple[int, int], Watched] = {}
-        """Watched part of a layer, by chunk and number, derived from the actions."""
+        """Watched part of each layer, by chunk and number. Derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """Offloaded site, or None if it stays on the GPU, by chunk, number of the layer and tag. Derived from the actions.
-        Every call site of Megatron's looks one up in forward, and creating and hashing a `Site` takes several times as long."""
+        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions. Every call
+        site in Megatron looks one up in forward, and creating and hashing a `Site` takes several times as long."""
 
     @property
     def by_site(self) -> Mapping[Site, Action]:
@@ -113,9 +113,9 @@ class SiteActions:
         self._offloaded.clear()
 
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
-        """Return the site of `tag` in a layer if it is offloaded, or None if it stays on the GPU.
+        """Return the site of `tag` in a layer if it is offloaded, or None if its tensors stay on the GPU.
 
-        A site that no block listed is the user's own, or in a layer outside of the blocks. It is added to the list.
+        An unregistered site is the user's own, or belongs to a layer outside of the blocks. This registers it.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -134,7 +134,7 @@ class SiteActions:
         return action
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
-        """Return which part of a layer has to be watched: all of it if the layer is not registered, to be safe."""
+        """Return which part of a layer must be watched. To be safe, this is the whole layer if it is not registered."""
         if (chunk, layer) not in self.layers:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
@@ -166,7 +166,7 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
     """Reject planned actions that a layer does not support.
 
     Raises:
-        PlanError: An action is not supported. Names the site and the alternatives.
+        PlanError: An action is not supported. The error names the site and the alternatives.
     """
     for name, action in planned.items():
         if not action.recomputes:
@@ -201,11 +201,11 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
     """Return the tags whose tensors may be offloaded: the plan's, or else the user's.
 
-    A plan overrides tags, since files of flags name some for trainings without a plan. `auto` selects all tags that may have a
-    site of their own in any layer.
+    A plan overrides tags, since flag files name some for runs without a plan. `auto` selects all tags that may have their own
+    site in any layer.
 
     Raises:
-        ConfigError: The plan offloads an unknown tag, or one without what it requires.
+        ConfigError: The plan offloads an unknown tag, or a tag without the one that it requires.
     """
     if plan is not None:
         return _list_planned_tags(config, plan)

@@ -28,7 +28,7 @@ COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
 def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     """Return the `selected` tags that have a site in a Megatron layer, in the order of forward.
 
-    Megatron's layers have attributes that tell which of their own sites are on. Ours depend on the modules of the layer.
+    Attributes of Megatron's layers show which of Megatron's own sites are on. Our sites depend on the layer's modules.
     `layer_input` is not included, since it depends on recompute.
     """
     attention, mlp = layer.self_attention, layer.mlp
@@ -61,7 +61,7 @@ def shares_router_input(layer: Any) -> bool:
 
 
 def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return the `selected` tags of norms without a module of their own: the next linear does the norm."""
+    """Return the `selected` tags of norms that have no module of their own, since they are fused into the next linear."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     return tuple(tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity))
@@ -71,10 +71,10 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
     """Add our own sites to one layer.
 
     Args:
-        patches: Remove the sites later.
-        get_offload: Returns the integration.
+        patches: Patches that remove the sites later.
+        get_offload: Function that returns the integration.
         layer: A Megatron layer.
-        offloaded: Tags of this layer that are offloaded. If none of ours is among them, the layer does not change.
+        offloaded: Offloaded tags of this layer. If none of them is ours, the layer does not change.
     """
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -105,7 +105,7 @@ _MEGATRON_FLAGS = (
 
 
 def switch_off_later(patches: Patches, layer: Any) -> None:
-    """Switch Megatron's call sites in `layer` off when `patches` are removed. Otherwise its own engine would serve them."""
+    """Switch off Megatron's call sites in `layer` when `patches` are removed. Otherwise Megatron's engine would serve them."""
     modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
     references = [weakref.ref(module) for module in modules if module is not None]
 
@@ -119,17 +119,17 @@ def switch_off_later(patches: Patches, layer: Any) -> None:
 
 
 def is_sequential(experts: Any) -> bool:
-    """Return whether `experts` are Megatron's sequential ones."""
+    """Return whether `experts` are Megatron's `SequentialMLP`."""
     return isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
 
 
 def _is_pair(module: Any) -> bool:
-    """Return whether `module` calls two linears of its own, one after the other."""
+    """Return whether `module` calls two linears of its own in sequence."""
     return not has_op_fuser(module) and all(callable(getattr(module, name, None)) for name in ("linear_fc1", "linear_fc2"))
 
 
 def has_op_fuser(module: Any) -> bool:
-    """Return whether `module` runs ops of Transformer Engine's op fuser, and its linears only hold their weights.
+    """Return whether `module` runs ops of Transformer Engine's op fuser, so that its linears only hold weights.
 
     A dense MLP built for the op fuser has `_make_fused_impl`. Experts that can use it (0.20) have `_fused_forward`.
     """
