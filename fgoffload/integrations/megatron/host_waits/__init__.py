@@ -1,1 +1,1 @@
-"""Finds where Megatron's host waits for the device, and keeps copies from delaying it."""
+"""Finds where Megatron makes the host wait for the device, and keeps copies from delaying these waits."""

@@ -1,11 +1,11 @@
-"""Holds back copies of groups until the host has waited for something else."""
+"""Delays copies of groups until the host has finished another wait."""
 
 from collections.abc import Callable
 from types import TracebackType
 
 
 class Holding:
-    """Context in which ended groups are held. One for all layers, which do not nest."""
+    """Context manager that holds ended groups. One object serves all layers, since they do not nest."""
 
     __slots__ = ("_submit", "is_on")
 

@@ -1,4 +1,4 @@
-"""Writes bytes that the host waits for by a kernel, to bypass the copy engine, which offload keeps busy."""
+"""Uses kernels to write bytes that the host waits for, to bypass the copy engine, which offload keeps busy."""
 
 import collections
 
@@ -9,10 +9,10 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of `tensor` on the host, written by a kernel instead of the copy engine.
 
     Streams:
-        Queued on the current stream. The host does not block. It may read the copy once the stream has reached this point.
+        The write is queued on the current stream. The host does not block. It may read the copy once the stream gets there.
 
     Lifetime:
-        The caller holds the copy until then.
+        The caller must hold the copy until then.
 
     Returns:
         Pinned memory of the same shape and type; None on a CPU, or if the device maps the memory to another address.
@@ -29,24 +29,24 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class HostPages:
-    """Pages of pinned memory. Each small tensor that a kernel writes to the host gets the next piece of a page.
+    """Pages of pinned memory for small tensors that kernels write to the host. Each tensor gets the next piece of a page.
 
     Meant for tensors that every layer writes while the device waits for the host. Pinning memory for each tensor, mapping it
-    and recording an event after it takes the host several times as long as launching the kernel.
+    and recording an event would take the host several times as long as launching the kernel.
     """
 
     def __init__(self) -> None:
         self._pages: dict[tuple[torch.dtype, torch.device], _Page] = {}
         """Current page, by type and device."""
         self._turned: collections.deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = collections.deque()
-        """Full pages, with events that show that kernels have written them. The allocator of pinned memory does not know these
-        kernels, and would hand the pages out again."""
+        """Full pages, with events that show when kernels have written them. The allocator of pinned memory does not know these
+        kernels, and would reuse the pages too early."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of `tensor` on the host, as `write_to_host` does.
 
         Lifetime:
-            Memory that kernels still write to is held here. The caller holds the copy for as long as it reads it.
+            This object holds memory that kernels still write to. The caller must hold the copy while it reads it.
         """
         if not tensor.is_cuda:
             return None
@@ -68,7 +68,7 @@ class HostPages:
         return host
 
     def _turn(self, key: tuple[torch.dtype, torch.device], count: int) -> "_Page | None":
-        """Begin a page with room for `count` elements; None if the device maps it to another address."""
+        """Begin a page with room for `count` elements. Return it, or None if the device maps it to another address."""
         while self._turned and all(event.query() for event in self._turned[0][1]):  # type: ignore[no-untyped-call]
             self._turned.popleft()
         full = self._pages.pop(key, None)
@@ -97,23 +97,23 @@ def read_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _PAGE_NUMEL = 8192
-"""Elements of a page: 64 KiB of integers are the token counts of 16 experts for a few hundred layers."""
+"""Elements per page: 64 KiB of integers hold the token counts of 16 experts for a few hundred layers."""
 
 _PIECE_NUMEL = 16
-"""Elements. Pieces begin at multiples of this, so the host reads no cache line that the device still writes to."""
+"""Alignment of pieces, in elements, so that the host reads no cache line that the device still writes to."""
 
 
 class _Page:
-    """Page that is being written."""
+    """Page whose pieces are being assigned."""
 
     __slots__ = ("begin", "host", "mapped", "streams")
 
     def __init__(self, host: torch.Tensor, mapped: torch.Tensor) -> None:
         self.host = host
         self.mapped = mapped
-        """The same memory, as mapped to the device."""
+        """Same memory as `host`, as mapped to the device."""
         self.begin = 0
-        """Elements already handed out."""
+        """First element that is not assigned yet."""
         self.streams: set[torch.cuda.Stream] = set()
         """Streams whose kernels write to the page."""
 
@@ -131,7 +131,7 @@ def _write(tensor: torch.Tensor, mapped: torch.Tensor) -> None:
 
 
 class _MappedMemory:
-    """Pinned host memory under the address at which the device sees it: the same one, by unified addressing."""
+    """Pinned host memory at the address at which the device sees it, which is the same with unified addressing."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host

@@ -2,17 +2,17 @@
 
 A token dispatcher synchronizes on the token counts, since the sizes of the experts' inputs are only on the device. Forward
 cannot avoid that. A checkpoint that recomputes the forward in backward sends the same tokens to the same experts, and the host
-already has the counts. But Megatron requests them again, and the host, which is ahead of the device in backward, falls back to
-the device's position. Kernels after that wait are launched while the device has little work left.
+already has the counts. But Megatron requests them again, and the host, which is ahead of the device in backward, loses its
+lead. Kernels after that wait are launched while the device has little work left.
 
 [Note: Known counts]
 So the counts of a forward in a checkpoint are stored with it, and its recompute gets them at once. The recompute still requests
-its own counts, without waiting. They are compared once they arrive, and a difference raises an error. The router then chose
-differently in the recompute, and gradients are those of another forward, with or without this.
+its own counts, without waiting. They are compared once they arrive, and a difference raises an error. It means that the router
+chose differently in the recompute, so gradients belong to another forward, with or without this reuse.
 
 This covers only the first dispatcher of a checkpoint. Tensors after it have passed the combine of the experts. Without fused
-permutation and deterministic algorithms, the combine adds with atomics. A recompute may then differ in the last bit, and so may
-the next router. So if a checkpoint contains several layers, later dispatchers synchronize as in Megatron.
+permutation and deterministic algorithms, the combine adds with atomics. A recompute may then differ in the last bit, and with
+it the choice of the next router. So if a checkpoint contains several layers, later dispatchers synchronize as in Megatron.
 """
 
 import collections
@@ -48,7 +48,7 @@ class _Asked(NamedTuple):
 
 
 class _Run:
-    """Counts of the first dispatcher in one forward in a checkpoint, in order."""
+    """Token counts of the first dispatcher in one checkpointed forward, in order."""
 
     def __init__(self) -> None:
         self.counts: list[Any] = []
@@ -61,7 +61,7 @@ class _Run:
         """Whether this pass is past its first dispatcher."""
 
     def pass_on(self, count: Any) -> Any:
-        """Return the count for the dispatcher: the known one instead of `count`, which may still be in flight."""
+        """Return the count for the dispatcher: in a recompute, the known one, since `count` may still be in flight."""
         if self.is_past_first:
             return count
         if self.position is None:
@@ -76,7 +76,7 @@ class _Run:
 
 
 class KnownCounts:
-    """Gives recomputes the counts of their forward, and checks that both are equal. See [Note: Known counts]."""
+    """Passes the counts of a forward to its recompute, and checks that both are equal. See [Note: Known counts]."""
 
     def __init__(self) -> None:
         self._local = threading.local()  # forward and recompute run on different threads
@@ -86,8 +86,8 @@ class KnownCounts:
         """Wrap checkpoints, and the methods with which dispatchers request counts in them.
 
         Streams:
-            Counts that a recompute requests are copied as in forward, without blocking the host. They are checked for arrival
-            when a function in a checkpoint begins the next time.
+            Counts that a recompute requests are copied as in forward, without blocking the host. Once arrived, they are
+            compared when the next function in a checkpoint begins.
 
         Raises:
             IntegrationError: Megatron-Core lacks one of the symbols.
@@ -112,7 +112,7 @@ class KnownCounts:
 
     def _wrap_checkpoint(self, original: Any) -> Any:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module, such as the shared experts, dispatches nothing. Transformer Engine inspects modules that it gets.
+            # A module, such as the shared experts, dispatches nothing. It is not wrapped, since Transformer Engine inspects it.
             if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
                 return original(function, *args, **kwargs)
             return original(self._remember(function), *args, **kwargs)
@@ -158,7 +158,7 @@ class KnownCounts:
         def wait(dispatcher: Any, point: str, *args: Any, **kwargs: Any) -> Any:
             result, run = original(dispatcher, point, *args, **kwargs), self._find_run()
             if run is not None and run.asked:
-                # The host waits for this event later, where the known counts suffice.
+                # The host would wait for this event later, although the known counts suffice.
                 self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
                 run.asked.clear()
                 dispatcher.d2h_event = _PASSED

@@ -1,14 +1,14 @@
-"""Exchanges between pipeline stages, without host waits for concurrent copies, and with experts without any host wait.
+"""Exchanges tensors between pipeline stages without host waits for concurrent copies, and with experts without any host wait.
 
 [Note: Waits behind an exchange]
 Megatron's host waits for the whole device after each exchange, since requests of `batch_isend_irecv` once did not wait for it.
-That is fixed since PyTorch 1.13 (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the exchange, and
-work queued or memory freed later comes after it. So the host need not wait, and Megatron has removed one of its two waits
-(https://github.com/NVIDIA/Megatron-LM/pull/6919). Without them, the host begins each pass ahead of the device.
+PyTorch 1.13 fixed that (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the exchange, and work
+queued or memory freed later comes after it. So the host need not wait, and Megatron has removed one of its two waits
+(https://github.com/NVIDIA/Megatron-LM/pull/6919). Without these waits, the host begins each pass ahead of the device.
 
-The host must not get too far ahead. It releases tensors once it sees that their copies to the host are done, and sees none of a
-pass that the device has not begun. If layers wait for their routing, that limits the lead. Otherwise the host still waits
-for the current stream, but not for copies on other streams.
+The host must not get too far ahead. It releases tensors once it sees that their copies to the host are done, and it cannot see
+that for a pass that the device has not begun. If layers wait for their routing, that limits the lead. Otherwise the host still
+waits for the current stream, but not for copies on other streams.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.host_waits.host_writes import write_to_host
 
 NO_SHAPE = (0, 0, 0)
-"""Shape that Megatron uses for no tensor."""
+"""Shape that stands for no tensor in Megatron."""
 
 
 def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
-    """Return a replacement of `original`, `P2PCommunicator._communicate`, with fewer host waits.
+    """Return a replacement for `original`, `P2PCommunicator._communicate`, with fewer host waits.
 
     Args:
-        get_offload: Returns the integration, which knows whether layers of this stage make the host wait.
+        get_offload: Function that returns the integration, which knows whether layers of this stage make the host wait.
         original: Megatron's method.
     """
 
@@ -49,7 +49,7 @@ def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
 
 
 def wrap_shapes(original: Any) -> Any:
-    """Return a replacement of `original`, `P2PCommunicator._communicate_shapes`, that does not use a copy engine."""
+    """Return a replacement for `original`, `P2PCommunicator._communicate_shapes`, that does not use a copy engine."""
 
     def communicate_shapes(
         self: Any,
@@ -78,10 +78,10 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Send the shapes of the next tensors to neighbours, and return the shapes of theirs.
+    """Send the shapes of the next tensors to the neighbouring stages, and return the shapes that these stages send.
 
-    The messages are Megatron's, in the same order, so a neighbour may run Megatron's own method. Numbers never use a copy
-    engine: kernels write them on the device, and to the host too.
+    The messages and their order are Megatron's, so a neighbour may run Megatron's own method. The numbers bypass the copy
+    engines: kernels write them on the device, and to the host too.
 
     Returns:
         Shapes from the previous and from the next stage, three numbers each; `NO_SHAPE` if there is none.

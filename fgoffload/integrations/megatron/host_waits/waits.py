@@ -1,8 +1,8 @@
-"""Finds where Megatron's host waits for the device, and keeps copies to the host from delaying these waits.
+"""Finds where Megatron makes the host wait for the device, and keeps copies to the host from delaying these waits.
 
-The host waits for a few bytes, the token counts of the experts, while the device is idle. Those bytes share one first-in
-first-out copy engine per direction with offloaded tensors, and wait for milliseconds behind a group of attention. Traced with
-Megatron's own engine and with ours; see docs/reference/tags.md.
+The host waits for a few bytes, the token counts of the experts, while the device is idle. Each direction has one copy engine,
+which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Traced
+with Megatron's own engine and with ours; see docs/reference/tags.md.
 """
 
 import enum
@@ -46,7 +46,7 @@ class WaitRow(NamedTuple):
     """First version of megatron-core that has the place."""
 
     is_needed: Callable[[Any], bool] = lambda config: True
-    """Returns whether a model with this config has the wait."""
+    """Function that returns whether a model with this config has the wait."""
 
 
 _COUNTS = "the number of tokens of each expert"
@@ -120,11 +120,11 @@ WAITS = (
 
 
 def step_aside(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap the waits of `WAITS`.
+    """Wrap the methods in `WAITS`, to apply the remedy of each.
 
     Args:
-        patches: Restore them later.
-        get_offload: Returns the integration, which holds and submits groups. It exists only after everything is wrapped.
+        patches: Patches that restore them later.
+        get_offload: Function that returns the integration, which holds and submits groups. It exists only after wrapping.
 
     Raises:
         IntegrationError: Megatron-Core lacks one of these methods.
@@ -158,7 +158,7 @@ def has_held_wait(layer: Any) -> bool:
 
 
 def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
-    """Return the last wait in a forward of `dispatcher` until which groups are held."""
+    """Return the last wait in a forward of `dispatcher` that groups are held for."""
     return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
 
 
@@ -199,11 +199,11 @@ def _read_flag(flag: Any) -> Any:
 
 def _wrap_packed_rotary(original: Any) -> Any:
     if "max_seqlen" in inspect.signature(original).parameters:
-        # The development branch computes with lengths on the device, and waits only if its caller does not know the longest.
+        # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
         return original
 
     def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Lengths are used only on the host, for splits and look-ups, so they may be there.
+        # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
         return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
     return apply_rotary

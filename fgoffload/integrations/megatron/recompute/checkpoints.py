@@ -1,19 +1,19 @@
-"""Offloads inputs of Megatron's checkpoints without output, keeps their outputs, and reruns planned ones for one graph.
+"""Offloads the inputs of Megatron's checkpoints without output, keeps their outputs, and reruns planned ones in one graph.
 
-`CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of their outputs, and
-fills them in backward. If a plan recomputes them, `reruns.py` does it, and results are bitwise identical to a training without
-recompute. If Megatron's own flags recompute them, Megatron does it, and results are bitwise identical to the same flags without
-offload. In FP8, Megatron always does it, since its checkpoint restores the scaling.
+`CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
+refills them in backward. If a plan asks for the recompute, `reruns.py` does it, and results are bitwise identical to training
+without recompute. If Megatron's own flags ask for it, Megatron does it, and results are bitwise identical to the same flags
+without offload. In FP8, Megatron always does it, since its checkpoint restores the scaling.
 
 [Note: Inputs of a checkpoint without output]
-The checkpoint saves detached copies of its inputs. Such a copy needs a gradient and no node has computed it, so it is a leaf.
-With a saved leaf, torch keeps the node that would accumulate its gradient, whatever hooks have returned for the tensor. The
-node holds the leaf, and the leaf its storage. So an offloaded input stayed on the GPU anyway until backward reached it. With a
-saved tensor that is not detached, torch keeps the node that computed it, which the graph has anyway. So we save these.
+The checkpoint saves detached copies of its inputs. Such a copy requires a gradient and no node computed it, so it is a leaf.
+For a saved leaf, torch keeps the node that accumulates its gradient, whatever hooks return for the tensor. The node holds the
+leaf, and the leaf holds its storage. So an offloaded input would stay on the GPU until backward reached it. For a saved tensor
+that is not detached, torch keeps the node that computed it, which the graph holds anyway. So we save the inputs undetached.
 
-Results stay bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
-the recompute. Changes in place are still detected, since a detached copy shares its original's version counter. An input that
-is a leaf itself, such as one received by a pipeline stage, is held by its creator.
+Results are bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
+the recompute. In-place changes are still detected, since a detached copy shares its original's version counter. An input that
+is itself a leaf, such as one received by a pipeline stage, is held by its creator.
 
 Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
 `CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) saves the inputs since
@@ -42,8 +42,8 @@ def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
     """Offload inputs of checkpoints without output, and keep their outputs on the GPU.
 
     Args:
-        patches: Restore everything later.
-        get_offload: Returns the integration, whose engine keeps the outputs. It exists only after everything is wrapped.
+        patches: Patches that restore everything later.
+        get_offload: Function that returns the integration, whose engine keeps the outputs. It exists only after wrapping.
 
     Raises:
         IntegrationError: Megatron-Core has no such checkpoints.
@@ -68,10 +68,10 @@ def _run(get_offload: GetOffload, original: Any) -> Any:
             setattr(self, _RERUN, rerun)
         else:
             outputs = original(self, run_function, *args)
-            # Outputs that are inputs too are not emptied, in versions that have such (since 0.19).
+            # Outputs that are also inputs are not emptied. Such outputs exist since 0.19.
             kept = {get_key(one) for one in args if isinstance(one, torch.Tensor)} if _retains_inputs(self) else set()
             emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-        # Before anything can save them, since their storages are emptied after their last use in forward.
+        # Called before anything can save them, since their storages are emptied after their last use in forward.
         offload.keep_recomputed(emptied)
         return outputs
 
@@ -125,7 +125,7 @@ def save_inputs(original: Any) -> Any:
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
         saved = ctx.to_save or ()  # may be replaced until forward is over, when torch reads it
         # Matches by position: all tensors in order, in some versions with None in between. A version that saves other tensors
-        # is left alone. That costs memory, which `StepStats` then counts as still referenced elsewhere.
+        # is not changed. That costs memory, which `StepStats` counts as still referenced elsewhere.
         if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
             remaining = iter(inputs)
             ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))

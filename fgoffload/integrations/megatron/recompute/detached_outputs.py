@@ -1,17 +1,17 @@
-"""Detached outputs of recomputed functions: users of an output do not save it, and get the recomputed tensor in backward.
+"""Detaches outputs of recomputed functions: users do not save an output, and get the recomputed tensor in backward.
 
-    forward     recomputed function  ->  output  ->  user, below these hooks: a stand-in is saved instead
+    forward     recomputed function  ->  output  ->  user, inside these hooks: saves a stand-in instead
     backward    recomputed function  ->  bitwise identical tensor, which the stand-in views
 
 So nothing references the output after its last use, and backward copies nothing into it.
 
 [Note: Outputs that are still referenced]
 Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
-or the checkpoint of a whole MLP, keep the output alive, and `reruns.py` fills it with a copy. Regions of the engine that begin
-inside the hooks are inert, so the hooks are around single linears, a router's product, and attention.
+or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` fills it with a copy. Engine regions that begin
+inside the hooks are inert, so the hooks surround only single linears, a router's product, and attention.
 
 [Note: Changes in place]
-A hook may change the output in place before it is used, and a recompute would not repeat that. Such an output is saved.
+A hook may change an output in place before its use. A recompute would not repeat the change, so such an output is saved.
 """
 
 import functools
@@ -30,7 +30,7 @@ from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hoo
 
 
 class StandIn:
-    """Stand-in in the graph for a tensor of a recomputed storage, with its place in the storage."""
+    """Stand-in in the graph for a view of a recomputed storage, with the view's size, stride and offset."""
 
     __slots__ = ("__weakref__", "_offset", "_size", "_stride")
 
@@ -47,7 +47,7 @@ class StandIn:
 
 
 class Made:
-    """Storage of a recomputed tensor, with the version and type that the tensor had in forward."""
+    """Storage of a recomputed tensor, with the tensor's version and type in forward."""
 
     __slots__ = ("__weakref__", "_dtype", "_version", "key")
 
@@ -56,7 +56,7 @@ class Made:
         self._version, self._dtype = get_version(tensor), tensor.dtype
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return a stand-in for `tensor`, a view of the storage; None if it has to be saved."""
+        """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
         # See [Note: Changes in place].
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         return self.make_stand_in(tensor) if is_same else None
@@ -67,11 +67,11 @@ class Made:
 
 
 class DetachedOutputs:
-    """Context around users of recomputed tensors. All other saves inside go to the hooks around it.
+    """Context manager around users of recomputed tensors. All other saves inside go to the enclosing hooks.
 
     Args:
         made: Recomputed tensors, by the key of their storage.
-        place: Place for errors if no hooks are around.
+        place: Place that errors name if there are no enclosing hooks.
     """
 
     __slots__ = ("_made", "_pack", "_place", "_unpack")
@@ -94,8 +94,8 @@ class DetachedOutputs:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that is saved for `tensor`."""
-        # Most are weights of experts and their empty biases, at a point where the device waits for the host. So their storage
-        # is not looked up. Without hooks around, they are saved with their version, to detect changes in place later.
+        # Most are weights of experts and their empty biases, saved while the device waits for the host. So their storage is
+        # not looked up. Without enclosing hooks, they are saved with their version, to detect in-place changes later.
         pack = self._pack
         if type(tensor) is torch.nn.Parameter:
             if pack is None and tensor.is_leaf:
@@ -111,7 +111,7 @@ class DetachedOutputs:
         return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor that `packed` stands for."""
         if self._unpack is None:
             if type(packed) is not tuple:
                 return _take(packed)
@@ -131,9 +131,9 @@ class Maker(Protocol):
 
 
 class OpenReruns:
-    """Recomputes whose outputs are in use, for their users to find. Holds only weak references.
+    """Registry of recomputes whose outputs are in use. Holds only weak references.
 
-    Within one layer these are its norm, and inside that the recomputes of its attention or its experts.
+    In one layer, these are its norm, and nested in that the recomputes of its attention or its experts.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class OpenReruns:
         self._found = [reference for reference in self._found if reference() is not maker]
 
     def find_made(self) -> Mapping[int, Made]:
-        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with others' hooks."""
+        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with other hooks."""
         if not self._found or is_inert():
             return {}
         makers = [maker for maker in (reference() for reference in self._found) if maker is not None]
@@ -171,7 +171,7 @@ class Input(NamedTuple):
 
 
 def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Made]) -> Input:
-    """Save `tensor` as autograd would, or a stand-in if it is itself in `made`."""
+    """Save `tensor` as autograd would, or as a stand-in if it is in `made`."""
     known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
     stand_in = None if known is None else known.pack(tensor)
     pack, unpack = find_hooks(place)
@@ -182,13 +182,13 @@ def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Made]) -> 
 
 
 def _count(pack: Any) -> None:
-    """Make a surrounding region count what it would have saved. It is then not empty, though nothing in it is offloaded."""
+    """Count one save in the enclosing region, so that it is not treated as empty although it offloads nothing."""
     if isinstance(pack, Saving) and pack.group is not None:
         pack.group.passed_tensors += 1
 
 
 def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return functions that pack and unpack saved tensors now: the innermost hooks, or without any, ones that keep tensors."""
+    """Return the current pack and unpack functions: the innermost hooks, or functions that keep tensors if there are none."""
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     return (functools.partial(keep_tensor, place=place), _take) if hooks is None else hooks
 

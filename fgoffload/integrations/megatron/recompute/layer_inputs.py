@@ -1,7 +1,7 @@
-"""Sites of `layer_input`: the tensors that a checkpoint around whole layers keeps, Megatron's or a plan's.
+"""Adds sites for `layer_input`: the tensors that a whole-layer checkpoint keeps, whether Megatron's or a plan's.
 
-The first layer's input of a pipeline stage came from the previous stage, and Megatron's schedule holds it until backward. So
-its offload frees nothing. It is counted as still referenced elsewhere, and stays on the GPU from the next step on.
+The input of a pipeline stage's first layer comes from the previous stage, and Megatron's schedule holds it until backward. So
+offloading it frees nothing. It is counted as still referenced elsewhere, and stays on the GPU from the next step on.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ _PLACE = Place(None, "a checkpoint of a part of a layer")
 
 
 class LayerInputs:
-    """Opens regions around checkpoints of layers only. Megatron uses the same function for other checkpoints too."""
+    """Opens regions around layer checkpoints only, although Megatron uses the same function for other checkpoints."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
         """Wrap the checkpoints, and the methods that call them for layers.
 
         Args:
-            patches: Restore them later.
-            get_offload: Returns the integration. It exists only after everything is wrapped.
+            patches: Patches that restore them later.
+            get_offload: Function that returns the integration, which exists only after everything is wrapped.
 
         Raises:
             IntegrationError: Megatron-Core lacks one of these symbols.
         """
         self.get_offload = get_offload
         self._depth = 0
-        # Since 0.18 this is one function, which blocks of transformer layers and hybrid blocks import by name.
+        # Since 0.18 this is one function, which transformer blocks and hybrid blocks import by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
         if is_function:
             wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
@@ -57,7 +57,7 @@ class LayerInputs:
 
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
-        """Treat checkpoints inside as those of layers, beginning with layer `number`."""
+        """Treat checkpoints inside as layer checkpoints, beginning with layer `number`."""
         self.get_offload().pass_layer(number - 1)
         self._depth += 1
         try:
@@ -85,8 +85,8 @@ class LayerInputs:
                 return original(run_function, *args, **kwargs)
             offload = self.get_offload()
             if self._depth == 0:
-                # A checkpoint of a part of a layer. Its input may be the output of a norm that is recomputed too, which it
-                # saves after its forward.
+                # This checkpoint is around a part of a layer. It saves its input after its forward, and that input may be the
+                # output of a recomputed norm.
                 made = offload.open_reruns.find_made()
                 with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
                     return original(run_function, *args, **kwargs)

@@ -1,9 +1,9 @@
-"""Recomputes parts of a layer in backward, layer by layer, as planned.
+"""Recomputes the planned parts of each layer in backward.
 
-If Megatron's modules have an attribute for that, it is set in the planned layers; Megatron's flags set it in all layers alike.
-If the module then has a checkpoint without output, `reruns.py` replaces it (see `checkpoints.py`). A whole layer uses a
-checkpoint: Megatron's, which restores the random states of all its generators, or in FP8 Transformer Engine's, which
-restores the scaling too. First linears, with the code before and after them, are partial recomputes of their modules' forward.
+If a Megatron module has an attribute for recompute, it is set in the planned layers. Megatron's flags set it in all layers.
+If the module then uses a checkpoint without output, `reruns.py` replaces that (see `checkpoints.py`). A whole layer uses
+Megatron's checkpoint, which restores the states of all its random generators, or in FP8 Transformer Engine's, which also
+restores the scaling. First linears, with the code before and after them, are partial recomputes of their modules' forward.
 `permutations.py` recomputes token permutations.
 
 | unit | implementation | since |
@@ -46,20 +46,20 @@ from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Switch:
-    """Attribute that switches the recompute of one unit of a layer on."""
+    """Attribute that enables the recompute of one unit of a layer."""
 
     target: Any
     """Module with the attribute."""
     attribute: str
     prepare_fp8: Callable[[], object] | None = None
-    """Makes quantized modules keep their original input, since its quantized copy would outlive the recompute."""
+    """Function that makes quantized modules save their original input, since a quantized copy would outlive the recompute."""
 
 
 def find_units(layer: Any) -> tuple[str, ...]:
     """Return the units of a Megatron layer that can be recomputed, by the names of `RECOMPUTE_UNITS`."""
     switches = _find_switches(layer)
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
-        # They need linears that save their original input, which Transformer Engine rejects with delayed scaling.
+        # The other units need linears that save their original input, which Transformer Engine rejects with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
     permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
     return ("layer", *switches, *partial_recompute.find_partial_recomputes(layer), *permutation)
@@ -91,8 +91,8 @@ def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Ite
     """Detach the outputs of Megatron's checkpoints without output from their users, until `patches` are removed.
 
     Args:
-        patches: Undo it. Must be applied before any other wrapper of the layer, so that the hooks are inside regions.
-        get_offload: Returns the integration, which knows the recomputed units in use.
+        patches: Patches that undo it. Must be applied before any other wrapper of the layer, so the hooks are inside regions.
+        get_offload: Function that returns the integration, which knows the recomputed units in use.
         layer: A Megatron layer.
         units: Units of the layer that may be recomputed.
     """
@@ -123,7 +123,7 @@ def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
 
 
 _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
-"""First linears of Megatron's attentions."""
+"""Attributes that hold the first linears of Megatron's attention modules."""
 
 
 def _detach_outputs(get_offload: GetOffload, place: Place, original: Any) -> Any:
@@ -149,7 +149,7 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        # Some attentions are not Megatron's `Attention`. Only FP8 needs to prepare them.
+        # Some attention modules are not Megatron's `Attention`. They need preparation only in FP8.
         prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
         if prepare_attention is not None or not is_quantized(layer.config):
             add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
@@ -159,8 +159,8 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
     if not isinstance(layer.pre_mlp_layernorm, identity):
         add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
     if experts is None:
-        # The checkpointed MLP returns its bias, a parameter, and autograd takes the checkpoint for the function that computed
-        # it. The recompute in backward then calls itself until memory is full. Seen with megatron-core 0.16.1.
+        # The checkpointed MLP returns its bias, a parameter, and autograd treats the checkpoint as the function that computed
+        # it. The recompute in backward then calls itself until memory runs out. Seen with megatron-core 0.16.1.
         if not layer.config.add_bias_linear:
             add("mlp", layer, "recompute_mlp")
         return switches
@@ -185,8 +185,8 @@ def _save_original(linear: Any) -> None:
 def _run_once_without_grad(original: Any) -> Any:
     """Return a forward that recomputes nothing if the layer's input needs no gradient, as after frozen layers.
 
-    Megatron's checkpoints are reentrant: they reach the parameters through their input. If it has no gradient, the parameters
-    silently get none.
+    Megatron's checkpoints are reentrant: they reach the parameters through their input. If the input needs no gradient, the
+    parameters silently get none.
     """
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,13 +211,13 @@ def _switched_off(switch: _Switch) -> Iterator[None]:
 
 
 def _run_again(inputs: LayerInputs, original: Any) -> Any:
-    """Return a forward of a layer that keeps only its input."""
+    """Return a forward of a layer that saves only its input."""
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         count = len(args)
         names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-        # Reentrant checkpoints reach the parameters through their input: without its gradient they would get none.
+        # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
         if is_inert() or not any(given[name].requires_grad for name in names):
             return original(layer, *args, **kwargs)
 
@@ -226,7 +226,7 @@ def _run_again(inputs: LayerInputs, original: Any) -> Any:
             return original(layer, *(values.pop(index) for index in range(count)), **values)
 
         tensors = [given[name] for name in names]
-        # The closure lives as long as the checkpoint, and must not hold the input, which is to be offloaded.
+        # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
         given.update(dict.fromkeys(names))
         with inputs.layers_from(get_number(layer)):
             return _checkpoint(layer, run, tensors)
@@ -238,7 +238,7 @@ def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]
     parallel = load_module("megatron.core.tensor_parallel")
     if not is_quantized(layer.config):
         return parallel.checkpoint(run, False, *tensors)  # noqa: FBT003 - Megatron's signature
-    # The module that imports it by name: a block until 0.17, a module of its own since then.
+    # Module that imports it by name: the block's until 0.17, a separate module since then.
     block = load_module("megatron.core.transformer.transformer_block")
     user = load_module("megatron.core.recompute") if hasattr(block, "checkpointed_forward") else block
     return user.te_checkpoint(

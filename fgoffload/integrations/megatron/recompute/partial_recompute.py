@@ -1,7 +1,7 @@
 """Recomputes the first part of a module's forward, up to the submodule that saves its result.
 
     forward     first part, which saves only its input  ->  submodule  ->  rest
-    backward    rest  ->  first part again  ->  submodule  ->  first part
+    backward    rest  ->  recompute of the first part  ->  submodule  ->  first part
 
 The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
 recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
@@ -14,9 +14,9 @@ recomputed before the submodule's backward (`reruns.py`). So only the first part
 
 [Note: Other uses of the first part]
 The tensors that the first part passes to the submodule are emptied and recomputed. Any other result that the rest of forward
-uses would stay on the GPU, and no plan would count it. So a unit exists if the module's forward is Megatron's own and uses no
-other result. That excludes an output gate, which is computed together with query and key, and biases of the experts' second
-linear, which are multiplied by probabilities that the first part has reshaped.
+uses would stay on the GPU, and no plan would count it. So a unit exists only if the module's forward is Megatron's own and
+uses no other result. That excludes an output gate, which is computed together with query and key, and biases of the experts'
+second linear, which are multiplied by probabilities that the first part has reshaped.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class PartialRecompute:
     """Unit in `fgoffload.tags.RECOMPUTE_UNITS`, and tag of the first part's input."""
     module: Any
     until: str
-    """Name of the attribute with the submodule whose call ends the part."""
+    """Attribute name of the submodule whose call ends the part."""
     until_tag: str | None = None
     """Tag of that submodule if Megatron opens its site before the call, where grad mode is off."""
 
@@ -61,7 +61,7 @@ class PartialRecompute:
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
     """Return the first parts of a Megatron layer that can be recomputed, by unit."""
     if is_quantized(layer.config):
-        # A recompute would quantize again, and advance the scaling that it was quantized with.
+        # A recompute would quantize a second time, and advance the scaling used in forward.
         return {}
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -76,7 +76,7 @@ def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
 
 
 def _runs_forward_of(module: Any, path: str) -> bool:
-    """Return whether `module` runs the forward of a class of `megatron.core.transformer`, and calls its submodules in it."""
+    """Return whether `module` runs the forward of a class in `megatron.core.transformer`, which calls its submodules."""
     module_name, _, class_name = path.partition(":")
     base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
     return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
@@ -89,7 +89,7 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
         save_whole_input(patches, part.submodule)  # one stand-in instead of one per expert
     wrap_method(patches, part.module, "forward", runs.wrap_module)
     wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
-    reference = weakref.ref(runs)  # a patched model must not be kept alive
+    reference = weakref.ref(runs)  # must not keep a patched model alive
 
     def note_removal() -> None:
         runs = reference()
@@ -117,11 +117,11 @@ class _Arguments:
         return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
 
     def replace(self, values: Mapping[Any, Any]) -> "_Arguments":
-        """Return the same arguments with `values` in place of those of the same keys."""
+        """Return a copy with the arguments in `values` replaced by key."""
         return _Arguments({**self.values, **values}, count=self._count)
 
     def call(self, method: Callable[..., Any], owner: Any) -> Any:
-        """Return the result of `method` of `owner` with these arguments."""
+        """Call `method` of `owner` with these arguments, and return its result."""
         named = dict(self.values)
         return method(owner, *[named.pop(place) for place in range(self._count)], **named)
 
@@ -130,7 +130,7 @@ class _Arguments:
         return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
     def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
-        """Return the tensors that were computed from `given`: those that could have a gradient and are not in `given`.
+        """Return the tensors that were computed from `given`: those that may have a gradient and are not in `given`.
 
         Parameters were not computed, and must not be emptied.
         """
@@ -140,7 +140,7 @@ class _Arguments:
 
 
 class _Reached(BaseException):
-    """A recompute has reached the submodule and ends there. Not an `Exception`, so that no handler catches it as an error."""
+    """Raised when a recompute reaches the submodule, to end it. Not an `Exception`, so that no handler catches it."""
 
     def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -155,9 +155,9 @@ class _Runs:
         self._get_offload = get_offload
         self._random_use = RandomUse()
         self.is_removed = False
-        """Whether the modules have their own forward again. Earlier forwards may still run their backward."""
+        """Whether the modules' own forward is restored. Backward of earlier forwards may still run."""
         self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
-        """Replaces the forward in the next call of the submodule. Gets that forward, the submodule and its arguments."""
+        """Replacement for the next forward of the submodule. Gets that forward, the submodule and its arguments."""
 
     def wrap_module(self, original: Any) -> Any:
         """Wrap the forward of the module."""
@@ -165,10 +165,10 @@ class _Runs:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             given = _Arguments.of(args, kwargs)
             inputs = given.find_inputs()
-            # If no input needs a gradient, as after frozen layers, a plan's units run once.
+            # If no input needs a gradient, as after frozen layers, nothing is recomputed.
             if is_inert() or not inputs:
                 return original(module, *args, **kwargs)
-            # Lives as long as the graph, and must not hold the input, which may be offloaded.
+            # These live as long as the graph, and must not hold the input, which may be offloaded.
             kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
 
             def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -236,9 +236,9 @@ class _Runs:
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
-        # Before the backward of the node that computed the submodule's output, and after all hooks of that output. The norm
-        # before a dense MLP may be recomputed too, by a hook of the MLP's output, which is that of `linear_fc2`. That hook is
-        # added later, and has to restore the input of the MLP's first part before that part is recomputed.
+        # Runs after all hooks of the submodule's output, and before the backward of the node that computed it. The norm before
+        # a dense MLP may be recomputed too, by a hook of the MLP's output, which is the output of `linear_fc2`. That hook is
+        # added later, and must restore the input of the MLP's first part before that part is recomputed.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result
@@ -261,7 +261,7 @@ class _Runs:
         raise AssertionError  # `stop` has raised
 
     def _wrapped(self, module: Any) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the submodule of `module` can be replaced, also after the patches are removed."""
+        """Return a context in which the submodule of `module` can be replaced, even after the patches are removed."""
         if not self.is_removed:
             return contextlib.nullcontext()
         patches = Patches()
@@ -272,7 +272,7 @@ class _Runs:
         """Reject a forward that has not called the submodule, since its result has no gradient.
 
         Raises:
-            StateError: The submodule was not called. Names the module and the fix.
+            StateError: The submodule was not called. The error names the module and the fix.
         """
         if self._take_over is not None:
             raise StateError(
@@ -281,7 +281,7 @@ class _Runs:
             )
 
     def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return `made`, with copies of those views that the submodule would copy itself.
+        """Return `made`, with copies in place of views that the submodule would copy itself.
 
         The submodule would save its own copies, which cannot be emptied. Transformer Engine's attention copies query, key and
         value if they are not parts of one storage in a known order. Source: `get_qkv_layout`, Transformer Engine 2.20.
@@ -299,7 +299,7 @@ def _has_own_storage(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _closed_ranges() -> Iterator[None]:
-    """Close the profiler ranges that Megatron opens inside and leaves open when it exits early."""
+    """Close the profiler ranges that Megatron opens inside and does not close on an early exit."""
     utils = load_module("megatron.core.utils")
     open_ranges = getattr(utils, "_nvtx_range_messages", [])
     before = len(open_ranges)

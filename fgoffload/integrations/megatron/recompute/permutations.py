@@ -1,19 +1,19 @@
-"""Recomputes the token permutation for experts in backward, so that the experts' first linear saves nothing of its own.
+"""Recomputes the token permutation for experts in backward, so that the experts' first linear saves no extra tensor.
 
     forward     router  ->  permutation, which copies each token for each of its experts  ->  first linear
-    backward    permutation again, from the router's input  ->  first linear
+    backward    recomputed permutation of the router's input  ->  first linear
 
-Without it, the first linear saves its input: one copy of the router's input for each expert of a token. The router saves that
-input anyway. The recompute is cheap, since it only copies, and results are bitwise identical.
+Without the recompute, the first linear saves its input: one copy of the router's input for each expert of a token. The router
+saves its own input anyway. The recompute is cheap, since it only copies, and results are bitwise identical.
 
 [Note: Supported layers]
-Tokens from other ranks would have to be sent again. So the unit exists if a rank has all experts, each of them whole. Then
-nothing is exchanged, and the sort by expert after the exchange does not change the order. The dispatcher returns the result of
-the permutation in another storage. The counts are known from forward, so the host does not wait.
+A recompute would have to send tokens from other ranks again. So the unit exists only if a rank has all experts, unsharded.
+Then ranks exchange nothing, and the sort by expert after the exchange does not change the order. The dispatcher returns the
+result of the permutation in another storage. The counts are known from forward, so the host does not wait.
 
 [Note: Nothing is emptied]
-Outputs of other units are emptied after their last use (`reruns.py`). Here the first linear saves nothing of the output,
-because of `detached_outputs.py`, and the output is freed with the frames of forward, such as Megatron's `MoELayer`.
+Outputs of other units are emptied after their last use (`reruns.py`). Here, `detached_outputs.py` keeps the first linear from
+saving the output, which is freed when the frames of forward return, such as that of Megatron's `MoELayer`.
 """
 
 import functools
@@ -40,7 +40,7 @@ UNIT = "dispatch"
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
 """Config fields that change the hidden states before the router or the dispatcher gets them, or the tokens before the first
-linear gets them. Then the router saves other bytes than are permuted, or the linear gets other bytes than result from that."""
+linear gets them. Then the router does not save the permuted bytes, or the linear does not get the permutation's result."""
 
 
 def can_permute_again(layer: Any) -> bool:
@@ -60,9 +60,9 @@ def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], Op
     """Recompute the token permutation of `layer` in backward, until `patches` are removed.
 
     Args:
-        patches: Undo it.
+        patches: Patches that undo it.
         layer: A Megatron layer.
-        get_open_reruns: Returns the recomputes in use, which may include the norm whose output is permuted.
+        get_open_reruns: Function that returns the recomputes in use, which may include the norm whose output is permuted.
     """
     runs = _Runs(Place(None, f"the permutation of layer {get_number(layer)}"), get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
@@ -88,7 +88,7 @@ class _Runs:
 
         def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             outputs = original(dispatcher, hidden_states, *args, **kwargs)
-            # Also after frozen layers, since the first linear saves its input for its own weights.
+            # Begins after frozen layers too, since the first linear saves its input for its own weights.
             self._permutation = None if is_inert() else self._begin(hidden_states, dispatcher)
             return outputs
 
@@ -125,7 +125,7 @@ class _Runs:
 def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that permutes tokens `[tokens, hidden]` for the experts, as in the latest forward."""
     if not dispatcher.config.moe_permute_fusion:
-        # The mapping has the source of each row. Computing it again would make the host wait for the number of tokens.
+        # The mapping has the source of each row. Recomputing it would make the host wait for the number of tokens.
         indices = dispatcher.reversed_local_input_permutation_mapping
         return lambda tokens: tokens.index_select(0, indices)
     permute = functools.partial(
@@ -142,8 +142,8 @@ class _Permutation:
 
     Args:
         hidden: Input of the permutation, saved here as autograd would save it.
-        permute: Permutes it, as `[tokens, hidden]`, for the experts.
-        place: Place for errors.
+        permute: Function that permutes it, as `[tokens, hidden]`, for the experts.
+        place: Place that errors name.
         found: Outputs of other recomputes. The input is not saved if it is one of them.
     """
 
@@ -188,7 +188,7 @@ class _Part(StandIn):
         self._permutation = permutation
 
     def take(self) -> torch.Tensor:
-        """Return the tensor from the recomputed result."""
+        """Return the view of the recomputed result."""
         return self.look_at(self._permutation.take())
 
 

@@ -1,9 +1,9 @@
-"""Random states of recomputed functions, so that they draw the same numbers again.
+"""Saves and restores random states, so that a recompute draws the same numbers as forward.
 
-A function that draws random numbers must draw the same in its recompute, so the random states of its forward are kept and
+A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
 restored. Norms, activations and linears draw none. Reading and setting three states costs the host as much as the rest of a
-rerun does in forward. So the states before and after a function are compared in its first run. If they are equal, the function
-is assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
+rerun in forward. So the states before and after a function are compared in its first run. If they are equal, the function is
+assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 class RandomUse:
-    """Remembers which functions draw random numbers, once they have run."""
+    """Record of which functions draw random numbers, from their first run."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
@@ -36,7 +36,7 @@ class RandomUse:
 
 
 def _find_anchor(function: Any) -> Any:
-    """Return an object that all calls share: a module itself, or the code of a function that each call creates anew."""
+    """Return an object that all calls share: the module itself, or the code of a function that is created for each call."""
     return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
 
 
@@ -48,7 +48,7 @@ def get_states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Repeat the draws after `states` inside, and leave draws outside unaffected. With None, do nothing."""
+    """Draw from `states` inside the context, without affecting draws outside. With None, do nothing."""
     if states is None:
         yield
         return
@@ -59,7 +59,7 @@ def as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether no number was drawn between two random states. States without values, as for CUDA graphs, never equal."""
+    """Return whether no number was drawn between two random states. States without values (CUDA graphs) are never equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,27 +1,27 @@
-"""Recomputes a function in backward, for the graph that its forward has built.
+"""Recomputes a function in backward, for the graph that its forward built.
 
     forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
-    backward    the function runs again; dropped tensors and outputs are restored; then the graph of forward runs
+    backward    the function is recomputed; dropped tensors and outputs are restored; then the graph of forward runs
 
 [Note: One graph]
 Megatron's checkpoint without output runs the function without a graph, builds one in the recompute, and runs a nested backward
-through it. Here the graph is the one of forward, and only its saved tensors come from the recompute. So gradients are summed in
-the order of a training without recompute, and results are bitwise identical for any function. The host has no second graph and
-no nested backward to run. Instead, each saved tensor costs it three calls, so a function that saves dozens costs more. Both
-keep the function's inputs and nothing else, unless a custom function inside keeps tensors without `save_for_backward`.
+through it. Here, backward uses the graph of forward, and only its saved tensors come from the recompute. So gradients are
+summed in the same order as without recompute, and results are bitwise identical for any function. The host builds no second
+graph and runs no nested backward. In exchange, each saved tensor costs the host three calls, so a function that saves dozens
+costs more. Both keep only the function's inputs, unless a custom function inside keeps tensors without `save_for_backward`.
 
-Non-reentrant `torch.utils.checkpoint` does this for tensors that a function saves. Here its outputs, which other functions
-save, are dropped too, and its inputs may be offloaded. Autocast is not restored, as in Megatron's checkpoints.
+Non-reentrant `torch.utils.checkpoint` does this for tensors that a function saves. Here, the function's outputs, which other
+functions save, are dropped too, and its inputs may be offloaded. As in Megatron's checkpoints, autocast is not restored.
 
 [Note: Outputs]
-After its last use in forward, the storage of an output is emptied. A user below the hooks of `detached_outputs.py` has not
-saved it, and gets the recomputed tensor. Then nothing references the storage in backward, and nothing is copied. If something
-still does, the storage is filled with a copy, which all users share. An output that was changed in place before its last use is
-not emptied, since the recompute would not repeat the change.
+The storage of an output is emptied after its last use in forward. A user inside the hooks of `detached_outputs.py` has not
+saved the output, and gets the recomputed tensor. Then nothing references the storage in backward, and nothing is copied. If
+something still does, the storage is filled with a copy, which all users share. An output that was changed in place before its
+last use is not emptied, since the recompute would not repeat the change.
 
 [Note: Ownership]
-The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds the stand-ins weakly,
-its inputs packed, and its outputs without a graph until they are emptied. There is no cycle, so dropping the graph frees all.
+The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs, its
+detached outputs until they are emptied, and weak references to the stand-ins. Without a cycle, dropping the graph frees all.
 """
 
 import functools
@@ -42,15 +42,15 @@ from fgoffload.integrations.megatron.recompute.random_states import RandomUse, a
 
 
 class Rerun:
-    """One run of a function in forward, and its recompute in backward. As a context, it drops tensors saved inside.
+    """One run of a function in forward, and its recompute in backward. As a context manager, it drops tensors saved inside.
 
-    Inputs of the function are saved at once, as autograd would save them here. A surrounding region may offload them.
+    The function's inputs are saved on construction, as autograd would save them here. An enclosing region may offload them.
 
     Args:
-        function: Computes tensors from tensors. The same inputs and random states must give the same results.
+        function: Function of tensors. The same inputs and random states must give the same results.
         args: Arguments of the function.
         name: Name of the recomputed unit, for errors.
-        random_use: Remembers which functions draw random numbers; None always keeps the random states.
+        random_use: Record of which functions draw random numbers. With None, the random states are always saved.
         found: Outputs of other recomputes in use. An input that is one of them is not saved.
     """
 
@@ -72,7 +72,7 @@ class Rerun:
         self._place = place = Place(None, f"a recompute of {name}")
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
-        """Records whether forward drew random numbers; None if that is known."""
+        """Function that records whether forward drew random numbers; None if that is known."""
         self._states = None if draws is False else get_states()
         """Random states before forward; None if it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
@@ -117,13 +117,13 @@ class Rerun:
         return emptied
 
     def detached_outputs(self) -> DetachedOutputs:
-        """Return a context for users of the outputs, in which they do not save them."""
+        """Return a context in which users of the outputs do not save them."""
         return DetachedOutputs(self.made, self._place)
 
     def empty_outputs(self) -> None:
         """Free the memory of the outputs, which forward no longer needs. See [Note: Outputs].
 
-        As in Megatron's checkpoints, storages that others saved are emptied, and filled before they are needed.
+        As in Megatron's checkpoints, storages that other functions saved are emptied, and refilled before they are needed.
         """
         self.made = {}
         for output in self._outputs:
@@ -131,8 +131,8 @@ class Rerun:
                 output.empty()
 
     def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
-        # Linears of many experts save dozens of weights and empty biases, while the device waits for the host. So these come
-        # first and skip the checks below.
+        # Linears of many experts save dozens of weights and empty biases while the device waits for the host. So these are
+        # handled first, without the checks below.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
             return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
@@ -146,7 +146,7 @@ class Rerun:
     # Backward.
 
     def run(self) -> None:
-        """Run the function again, once. Fill emptied outputs, and pass dropped tensors to the graph.
+        """Recompute the function, but only once. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
             StateError: The function saved or returned other tensors than in forward, or an input or saved tensor was changed in
@@ -165,13 +165,13 @@ class Rerun:
         for dropped, saved in zip(self._dropped, found, strict=True):
             if dropped is not None and saved is not None:
                 dropped.give_back(saved.tensor)
-        # Last, so that another backward may try again after an error. Hooks of the graph keep this object alive as long as the
-        # graph, and it must not hold the inputs.
+        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive as long as
+        # the graph, and it must not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
 
     def _run(self, function: Callable[..., Any]) -> "tuple[tuple[Any, ...], list[_Found | None]]":
-        """Return the outputs and the saved tensors of the recompute of `function`, as many of each as in forward."""
+        """Recompute `function`, and return its outputs and saved tensors, as many of each as in forward."""
         inputs = [arg.take() if isinstance(arg, Input) else arg for arg in self._inputs]
         found: list[_Found | None] = []
 
@@ -224,7 +224,7 @@ class _Dropped(NamedTuple):
         """Check that the recompute saved a tensor of the same shape and type.
 
         Raises:
-            StateError: It did not. Names both.
+            StateError: The shapes or types differ. The error names both.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise StateError(
@@ -233,7 +233,7 @@ class _Dropped(NamedTuple):
             )
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Pass `tensor` to the graph, which keeps it as long as it needs it."""
+        """Pass `tensor` to the graph, which keeps it as long as needed."""
         packed = self.packed()
         if packed is not None:
             packed.tensor = tensor
@@ -244,7 +244,7 @@ class _Found(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    """Version when the tensor was saved. The function may have changed it since, alike in both runs."""
+    """Version of the tensor when it was saved. The function may change the tensor later, the same way in both runs."""
 
     def check(self, place: Place) -> None:
         """Check that the tensor was not changed in place after it was saved, as autograd would.
@@ -268,10 +268,10 @@ class _Output(Made):
         super().__init__(tensor, key)
         self._rerun = rerun
         self._tensor: torch.Tensor | None = tensor.detach()
-        """Output while forward uses it. It shares the output's version counter, so changes in place are detected."""
+        """Detached output while forward uses it. It shares the output's version counter, so in-place changes are detected."""
         self._nbytes = tensor.untyped_storage().nbytes()
         self._emptied: StorageRef | None = None
-        """Emptied storage."""
+        """Reference to the emptied storage; None if it is not emptied."""
         self._stand_ins: list[weakref.ref[_HandedOn]] = []
 
     def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
@@ -284,7 +284,7 @@ class _Output(Made):
         return stand_in
 
     def empty(self) -> None:
-        """Free its memory, which forward no longer needs. An output that was changed in place since is kept."""
+        """Free the output's memory, which forward no longer needs. An output that was changed in place since is kept."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None and get_version(tensor) == self._version:
             self._emptied = StorageRef(tensor)
@@ -294,7 +294,7 @@ class _Output(Made):
         """Check that the recompute returned an output of the same size and type.
 
         Raises:
-            StateError: It did not. Names both.
+            StateError: The sizes or types differ. The error names both.
         """
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
@@ -304,7 +304,7 @@ class _Output(Made):
             )
 
     def give_back(self, again: torch.Tensor) -> None:
-        """Pass the recomputed output to the graph, and fill a copy into the emptied storage if something references it."""
+        """Pass the recomputed output to the graph, and copy it into the emptied storage if something still references that."""
         made = again.detach()
         storage = None if self._emptied is None else self._emptied.find_storage()
         if storage is not None:
