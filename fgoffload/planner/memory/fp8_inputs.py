@@ -1,6 +1,6 @@
-"""The bytes that a linear layer keeps of its input, which is in fp8 where the linear works in fp8.
+"""Bytes of the input that a linear layer saves, in fp8 if the linear computes in fp8.
 
-Under every recipe the linear keeps one fp8 copy, the one that its weight's gradient is computed from, and what scales it:
+Under every recipe the linear saves one fp8 copy, from which its weight's gradient is computed, and the scales of the copy:
 
 | recipe | data | scales |
 |---|---|---|
@@ -9,13 +9,13 @@ Under every recipe the linear keeps one fp8 copy, the one that its weight's grad
 | `blockwise` | 1 byte | one in fp32 for 128 rows of a channel |
 | `mxfp8` | 1 byte | one byte for 32 rows of a channel, up to multiples of 4 and 128 |
 
-The copy for forward goes as soon as forward is over. The `delayed` and `tensorwise` linears that gather their input again in
-backward keep the row-wise copy instead, which is as large.
+The copy for forward is freed when forward ends. `delayed` and `tensorwise` linears that gather their input again in backward
+save the row-wise copy instead, which has the same size.
 
-The channels of scales in blocks are padded to a multiple of 4, which channels of a linear in fp8 are anyway.
+Block scales pad channels to a multiple of 4; the channels of an fp8 linear are multiples of 4 anyway.
 
-Source: the code of Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinear`, which discard the row-wise data,
-and `get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` compares.
+Source: Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinear`, which discard the row-wise data, and
+`get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` compares the bytes.
 """
 
 from fgoffload.planner.model.layer_shape import Fp8Recipe
@@ -31,12 +31,12 @@ _MXFP8_BLOCK_ROWS = 32
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:
-    """Return what a linear keeps of an input `[rows, channels]` until its backward.
+    """Return the bytes that a linear saves of an input `[rows, channels]` for its backward.
 
     Args:
         recipe: As in `--fp8-recipe`, or None for bf16.
         rows: Tokens, or rows of one expert.
-        channels: Of each.
+        channels: Channels of each row.
     """
     elements = rows * channels
     if recipe is None:
@@ -49,12 +49,12 @@ def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> 
 
 
 def get_input_element_bytes(recipe: Fp8Recipe | None) -> int:
-    """Return the bytes of an element of what a linear keeps of its input."""
+    """Return the bytes per element of the input that a linear saves."""
     return _BF16 if recipe is None else _FP8
 
 
 def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:
-    """Return the rows that one expert computes with: products in fp8 want a multiple of 16, in mxfp8 of 32.
+    """Return the padded rows of one expert: fp8 products need a multiple of 16, mxfp8 products one of 32.
 
     Source: `get_align_size_for_quantization` of Transformer Engine; `TEGroupedMLP` of megatron-core 0.16.1 pads each expert.
     """

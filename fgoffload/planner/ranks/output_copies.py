@@ -1,7 +1,7 @@
-"""What runs again by Megatron's own flags: its checkpoints copy what that returns to where forward had it.
+"""Cost of recompute under Megatron's own flags: its checkpoints copy recomputed outputs to where forward had them.
 
-By a plan it is handed on, and nobody copies. Source: `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py,
-megatron-core 0.16.1.
+Under a plan, recomputed outputs are passed on without a copy. Source: `CheckpointWithoutOutput` of
+megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 
 
 def copy_outputs(rank: RankModel) -> RankModel:
-    """Return `rank` as it runs where Megatron's own flags say what runs again."""
+    """Return `rank` as it runs if Megatron's own flags choose what is recomputed."""
     chunks = tuple(
         dataclasses.replace(
             chunk, layers=tuple(dataclasses.replace(layer, model=_copy_outputs(layer.model)) for layer in chunk.layers)
@@ -24,7 +24,7 @@ def copy_outputs(rank: RankModel) -> RankModel:
 
 @functools.lru_cache(maxsize=256)
 def _copy_outputs(layer: LayerModel) -> LayerModel:
-    # One object for all who ask: simulations remember what they made of a layer, and look first whether it is the same object.
+    # Returns one object to all callers: simulations cache their results per layer, and compare layers by identity first.
     units = tuple(
         dataclasses.replace(
             unit,

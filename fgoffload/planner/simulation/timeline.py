@@ -19,7 +19,7 @@ from fgoffload.planner.simulation.simulation_result import RankResult, Span, Ste
 _MICROSECONDS = 1e6
 
 _THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}
-"""The thread that shows a stream, from above."""
+"""Trace thread of each stream, from top to bottom."""
 
 
 MOST_MICROBATCHES = 2
@@ -29,11 +29,11 @@ _BACKWARD = re.compile(r"B(\d+)")
 
 
 def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
-    """Write the streams and the memory of a rank to `path`, until the first microbatches are through.
+    """Write the streams and the memory of a rank to `path`, until the first microbatches end.
 
     Args:
         result: A step that was simulated with `Detail.TIMELINE`.
-        path: A JSON file; one that is there is written over.
+        path: A JSON file; an existing file is overwritten.
         rank: The pipeline rank.
 
     Raises:
@@ -54,7 +54,7 @@ def _find_end(spans: Sequence[Span]) -> float:
 
 
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
-    """Yield the events of one rank, which is a process of the trace.
+    """Yield the trace events of one rank, which the trace shows as a process.
 
     Raises:
         ConfigError: The rank has no timeline.
@@ -74,7 +74,7 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
         times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
         more = {"args": {"bytes": size_bytes}} if size_bytes else {}
         yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
-    # The memory each time that it changes. The last of several values at one moment comes last, and is shown.
+    # One counter event per change of memory. Of several values at the same time, viewers show the last.
     shown: dict[str, int] = {}
     for at_s, device_bytes, host_bytes in rank.timeline.memory:
         if at_s > until_s:

@@ -1,1 +1,1 @@
-"""Seconds, and what else a device says: from the peaks of its kind, or from a profile that was measured."""
+"""Times and other properties of a device: from the peak rates of its kind, or from a measured profile."""

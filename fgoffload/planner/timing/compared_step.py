@@ -9,29 +9,29 @@ from fgoffload.plan import Action, OffloadPlan, Site
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAction:
-    """A row of a plan."""
+    """Site and action: one row of a plan."""
 
     site: Site
-    """Where."""
+    """Site of the action."""
     action: Action
-    """The action."""
+    """Treatment of the site."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """Steps under a plan, measured in turn with steps of the same training that keep all."""
+    """Step times under a plan and of the baseline, measured alternately in the same training."""
 
     sites: tuple[SiteAction, ...]
-    """The plan: what it does not name is kept."""
+    """Rows of the plan. Sites that it does not name stay on the GPU."""
     loss_window_bytes: int | None = None
-    """As `OffloadPlan` has it."""
+    """Same field of `OffloadPlan`."""
     step_s: float
-    """Seconds under the plan: the median, of the slowest process."""
+    """Seconds of a step under the plan: median of the slowest process."""
     keeping_step_s: float
-    """Seconds of those that keep all, measured in the same way in between."""
+    """Seconds of a baseline step that offloads nothing, measured the same way in between."""
 
     def __post_init__(self) -> None:
-        """Refuse steps that take no time, and a plan by which nothing leaves.
+        """Refuse step times of 0, and plans that offload nothing.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -52,17 +52,17 @@ class ComparedStep:
 
     @property
     def added_s(self) -> float:
-        """Return what a step takes longer under the plan."""
+        """Seconds that the plan adds to a step."""
         return self.step_s - self.keeping_step_s
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":
-        """Return what steps under `plan` took.
+        """Return the measured steps under `plan`.
 
         Args:
-            plan: For all ranks.
-            step_s: Seconds of a step under it.
-            keeping_step_s: Seconds of a step that keeps all.
+            plan: Plan for all ranks.
+            step_s: Seconds of a step under the plan.
+            keeping_step_s: Seconds of a baseline step.
         """
         return cls(
             sites=tuple(SiteAction(site=site, action=plan.actions[site]) for site in sorted(plan.actions)),

@@ -1,4 +1,4 @@
-"""The link between a device and its host, measured: copies by size, and what a matrix product takes longer beside them."""
+"""Measured link between a device and its host: copy rates by size, and how much copies slow a matrix product."""
 
 import dataclasses
 import statistics
@@ -11,19 +11,19 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRate:
-    """Copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
+    """Rates of copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
 
     size_bytes: int
-    """Of each copy."""
+    """Bytes of each copy."""
     d2h_bytes_per_s: float
-    """To the host, with nothing the other way."""
+    """Rate to the host, with no copies the other way."""
     h2d_bytes_per_s: float
-    """To the device, with nothing the other way."""
+    """Rate to the device, with no copies the other way."""
     duplex_bytes_per_s: float
-    """Each way while both run: the slower of the two."""
+    """Rate of each direction while both run: the slower of the two."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no size or no rate.
+        """Refuse invalid sizes and rates.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -37,12 +37,12 @@ class CopyRate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """The link between a device and its host, measured."""
+    """Measured link between a device and its host."""
 
     copies: tuple[CopyRate, ...]
-    """From the smallest size to the largest."""
+    """Copy rates, from the smallest size to the largest."""
     compute_slowdown: float
-    """How much copies both ways slow a matrix product: 0.06 for 6%."""
+    """Fraction by which copies in both directions slow a matrix product: 0.06 for 6%."""
 
     def __post_init__(self) -> None:
         """Refuse a link without copies, and sizes out of order.
@@ -57,9 +57,9 @@ class LinkProfile:
             raise ConfigError(f"copies are of {sizes} bytes. Give each size once, from the smallest to the largest.")
 
     def to_model(self) -> LinkModel:
-        """Return the link as the simulator has it: the rates of the largest copies, and what the smallest take longer.
+        """Return the simulator's model of the link: rates of the largest copies, and latency from the smallest.
 
-        A copy of n bytes takes latency + n / rate. Large copies hide the latency, and small ones are little else.
+        A copy of n bytes takes latency + n / rate. Latency is negligible for large copies, and most of the time of small ones.
         """
         largest, smallest = self.copies[-1], self.copies[0]
         size_bytes = smallest.size_bytes
@@ -75,6 +75,6 @@ class LinkProfile:
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
             copy_latency_s=max(0.0, latency_s),
-            # Measured on a device that a matrix product fills for long, which the kernels of a step do not.
+            # The measured matrix product fills the device for long, unlike the kernels of a step.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )

@@ -1,6 +1,6 @@
-"""How fast ranks send to each other: what the makers name, in the part that collectives reach, or what somebody measured.
+"""Transfer rates between ranks: the part of nominal rates that collectives reach, or measured rates.
 
-A device of which the table does not say it is taken as others are; `describe_assumed_rates` tells what was taken.
+If the table of hardware lacks a rate, that of other devices is assumed; `describe_assumed_rates` reports the assumptions.
 """
 
 import dataclasses
@@ -9,24 +9,24 @@ from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware
 
 ASSUMED_NETWORK_BYTES_PER_S = 50e9
-"""Of each device, where the hardware does not say: a card of 400 Gbit/s for each, as in the makers' systems since the H100."""
+"""Network rate of each device if the hardware has none: one 400 Gbit/s card each, as in vendors' systems since the H100."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRates:
-    """Bytes a second that a rank reaches, each way."""
+    """Bytes per second that a rank reaches, in each direction."""
 
     domain_ranks: int
-    """Ranks that reach each other without the network."""
+    """Ranks of a domain, which reach each other without the network."""
     nvlink_bytes_per_s: float
-    """To all others of its domain together."""
+    """Rate to all other ranks of the domain together."""
     peer_bytes_per_s: float | None
-    """To one other of its domain. None is all of `nvlink_bytes_per_s`."""
+    """Rate to one other rank of the domain. None allows all of `nvlink_bytes_per_s`."""
     network_bytes_per_s: float
-    """To ranks of other domains."""
+    """Rate to ranks of other domains."""
 
     def get_nvlink_rate(self, ranks: int) -> float:
-        """Return what a rank of a group of `ranks` within the domain reaches: without a switch, the links to those alone."""
+        """Return the rate of a rank in a group of `ranks` within the domain. Without a switch, only the links to them count."""
         if self.peer_bytes_per_s is None:
             return self.nvlink_bytes_per_s
         return min(self.nvlink_bytes_per_s, self.peer_bytes_per_s * max(1, ranks - 1))
@@ -36,9 +36,9 @@ def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficie
     """Return the rates between ranks.
 
     Args:
-        hardware: With what its maker names.
-        network: What was measured, which counts as it is; what it leaves out is the hardware's.
-        efficiency: The part of the hardware's rates that collectives reach.
+        hardware: The hardware, with its nominal rates.
+        network: Measured rates, which count in full. Rates that it lacks come from the hardware.
+        efficiency: Fractions of the hardware's rates that collectives reach.
     """
     far = network.network_bytes_per_s
     if far is None:
@@ -54,12 +54,12 @@ def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficie
 
 
 def describe_assumed_rates(hardware: Hardware, *, ranks: int, is_network_measured: bool) -> str | None:
-    """Return one line with the rates of `hardware` that nobody measured or named and what was taken; None without any.
+    """Return one line with the rates that `hardware` lacks and the assumed values, or None if it lacks none.
 
     Args:
-        hardware: What each rank runs on.
-        ranks: Of the training. One sends nothing, and those of one domain need no network.
-        is_network_measured: The rates between ranks were measured, so that those of the hardware do not count.
+        hardware: The hardware of each rank.
+        ranks: Ranks of the training. One rank sends nothing, and ranks of one domain need no network.
+        is_network_measured: Whether the rates between ranks were measured, so the hardware's do not count.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     taken = []
