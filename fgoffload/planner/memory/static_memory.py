@@ -1,14 +1,14 @@
-"""Static memory of a rank: weights, gradients, optimizer, buffers and a reserve. And the memory of the loss.
+"""Static memory of a rank (weights, gradients, optimizer, buffers and a reserve) and memory of the loss.
 
-Of each parameter, with Adam, gradients in fp32 and the distributed optimizer over d ranks:
+Each parameter takes, with Adam, gradients in fp32 and the distributed optimizer over d ranks:
 
     2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
 
-where d is data times context parallel size, or for experts the copies that there are of each. Without the distributed optimizer
-d is 1.
+where d is data times context parallel size, or for experts the number of copies of each expert. Without the distributed
+optimizer, d is 1.
 
 Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py and its page on the
-distributed optimizer, for the bytes of a parameter; the code of megatron-core 0.16.1 for the rest. What is measured is on
+distributed optimizer, for the bytes of a parameter; the code of megatron-core 0.16.1 for the rest. Measurements are in
 docs/reference/static_memory.md.
 """
 
@@ -40,17 +40,17 @@ __all__ = [
 ]
 
 DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
-"""Of matrix products, which stay allocated: torch has one, Transformer Engine one and for grouped products four.
+"""Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.
 
 Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper. A model with experts on
-one H100 had 11.7 GiB allocated between steps, and its weights and gradients are 11.48.
+one H100 had 11.7 GiB allocated between steps; its weights and gradients take 11.48 GiB.
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
 """Device memory outside the training's allocations: an estimate, not measured.
 
-CUDA's context and loaded kernels are up to 1 GiB; NCCL's buffers, 4 MiB a channel, are as much again where a rank is in many
-groups. The rest is for what the caching allocator reserves and cannot use.
+CUDA's context and loaded kernels take up to 1 GiB. NCCL's buffers, 4 MiB per channel, take as much again if a rank is in many
+groups. The rest is memory that the caching allocator reserves and cannot use.
 
 Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
 """
@@ -71,25 +71,25 @@ def _check_bytes(name: str, size_bytes: object) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Bytes that each number of a parameter has beside its weight."""
+    """Bytes per parameter element beside its weight."""
 
     gradient_bytes: int = _FP32
-    """Of the buffer that gradients are summed in, on every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
+    """Bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
     main_parameter_bytes: int = _FP32
-    """Of the parameter that the optimizer updates. 2 where the precision-aware optimizer keeps what bf16 lacks of fp32."""
+    """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only what bf16 lacks of fp32."""
     has_fp8_weights: bool = False
-    """With `--fp8-param-gather`, where linears work in fp8: there are no weights of them in the type of the activations."""
+    """Whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`."""
     shards_gradients: bool = False
-    """Data-parallel ranks share gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
+    """Whether data-parallel ranks shard gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
     shards_weights: bool = False
-    """And weights: `optim_grads_params`, or FSDP2. Those of two layers are there at once, as their gradients are."""
+    """Whether they shard weights too: `optim_grads_params`, or FSDP2. Two layers have full weights and gradients at once."""
     offloaded_part: float = 0.0
-    """Of the optimizer, what is on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
+    """Fraction of the optimizer on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
     moment_bytes: int = 2 * _FP32
-    """Of both moments of Adam together. Less with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and its like."""
+    """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
-        """Refuse bytes that are none.
+        """Refuse invalid byte counts and fractions.
 
         Raises:
             ConfigError: With the field, the value and the fix.
@@ -106,7 +106,7 @@ class ParameterState:
 
 
 ADAM = ParameterState()
-"""Adam with parameters, moments and gradients in fp32: what Megatron does with --bf16 and no other flag."""
+"""Adam with parameters, moments and gradients in fp32: Megatron with --bf16 and no other flag."""
 
 NO_OPTIMIZER = ParameterState(main_parameter_bytes=0, moment_bytes=0)
 """Gradients are summed in fp32 and nothing is updated."""
@@ -117,19 +117,19 @@ class StaticMemory:
     """Device bytes of one rank that no plan changes."""
 
     weight_bytes: int
-    """In the type of the activations."""
+    """Bytes of weights in the type of the activations."""
     fp8_weight_bytes: int = 0
-    """Of copies of linear layers' weights in fp8, row-wise and column-wise, which are kept over the microbatches of a step."""
+    """Bytes of fp8 copies of linear weights, row-wise and column-wise, which last over all microbatches of a step."""
     gradient_bytes: int
-    """Of the buffers that gradients are summed in."""
+    """Bytes of the buffers that sum gradients."""
     optimizer_bytes: int
-    """Of main parameters and moments."""
+    """Bytes of main parameters and moments."""
     gather_buffer_bytes: int = 0
-    """Of the hidden states of whole sequences that the output layer gathers, in a buffer that stays."""
+    """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
     dispatch_buffer_bytes: int = 0
-    """Of a token dispatcher that has buffers, like DeepEP's; the all-to-all one has none."""
+    """Bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none."""
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
-    """Of matrix products."""
+    """Bytes of matrix products' workspaces."""
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
     """Memory for the CUDA context, NCCL and fragmentation."""
 
@@ -144,12 +144,12 @@ class StaticMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """Without the reserve: what `torch.cuda.memory_allocated` is to say between steps."""
+        """Bytes without the reserve: the expected `torch.cuda.memory_allocated` between steps."""
         return self.total_bytes - self.reserve_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all fields."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -158,11 +158,11 @@ class OutputBytes:
     """Memory of the last norm, the output layer and the loss for one microbatch."""
 
     saved_bytes: int
-    """Until their backward, which comes right after their forward."""
+    """Bytes saved until their backward, which follows right after their forward."""
     forward_extra_bytes: int
-    """More while forward runs: the logits."""
+    """Additional bytes during forward: the logits."""
     backward_extra_bytes: int
-    """More while backward runs: gradients of the logits and of hidden states."""
+    """Additional bytes during backward: gradients of the logits and of hidden states."""
 
 
 def list_static_memory(
@@ -175,16 +175,16 @@ def list_static_memory(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
-    """Return what a rank's device holds all the time.
+    """Return the memory that a rank's device holds throughout training.
 
     Args:
-        model: All of it.
-        parallelism: How ranks share it.
-        rank: Of the pipeline, from 0.
-        state: What a parameter has beside its weight.
-        dispatch_buffer_bytes: Of a token dispatcher with buffers of its own.
-        workspace_bytes: Of matrix products.
-        reserve_bytes: What the training does not allocate.
+        model: The whole model.
+        parallelism: Split of the model over ranks.
+        rank: Pipeline rank, from 0.
+        state: Bytes per parameter element beside its weight.
+        dispatch_buffer_bytes: Bytes of a token dispatcher's own buffers.
+        workspace_bytes: Bytes of matrix products' workspaces.
+        reserve_bytes: Bytes outside the training's allocations.
 
     Raises:
         ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
@@ -193,7 +193,7 @@ def list_static_memory(
     chunks = list_chunks(model, parallelism)[rank]
     has_output = any(chunk.has_output for chunk in chunks)
     shared = _share(parallelism, parameters)
-    # Of what ranks share, two layers are whole at once: the one that computes, and the one that is gathered or reduced.
+    # Two sharded layers are whole at once: the one that computes, and the one that is gathered or reduced.
     whole = min(parameters.count, shared + 2 * parameters.count // max(1, sum(len(chunk.layers) for chunk in chunks)))
     weight_bytes = model.activation_dtype_bytes * (whole if state.shards_weights else parameters.count)
     if state.has_fp8_weights and model.fp8_recipe is not None:
@@ -216,15 +216,15 @@ def list_static_memory(
 
 
 def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputBytes:
-    """Return what the last norm, the output layer and the loss take of one microbatch.
+    """Return the memory of the last norm, the output layer and the loss for one microbatch.
 
-    The logits, 2sbV/t, become fp32, in which the softmax is computed in place and saved: 4sbV/t. In backward the gradient takes
-    the softmax's place, and a copy in bf16 goes to the output layer. `--cross-entropy-loss-fusion` changes nothing of it. Each
-    layer of multi-token prediction has a loss of its own; they all run forward before any runs backward.
+    The logits, 2sbV/t, are converted to fp32. The softmax is computed in place there and saved: 4sbV/t. In backward the
+    gradient overwrites the softmax, and the output layer gets a copy in bf16. `--cross-entropy-loss-fusion` changes none of
+    this. Each layer of multi-token prediction has its own loss; all losses run forward before any runs backward.
 
     Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
-    0.16.1; triton/cross_entropy.py of Transformer Engine 2.18, which before that overwrote the logits instead. Not measured on
-    a GPU.
+    0.16.1; triton/cross_entropy.py of Transformer Engine 2.18; earlier versions overwrote the logits instead. Not measured on a
+    GPU.
 
     Raises:
         ConfigError: The ranks cannot share the model.
@@ -235,9 +235,9 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
     hidden = _BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
-    # The last norm's input and statistics. Of the others, those of multi-token prediction keep theirs in their layers.
+    # Input and statistics of the last norm. Norms of multi-token prediction count in their layers.
     norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * _FP32 * part
-    # What the output layer was given; the softmax; the place of each token's own logit, and whether it is of another rank.
+    # Input of the output layer; the softmax; index of each token's own logit, and whether another rank has it.
     loss_bytes = hidden + _FP32 * logits + (_INT64 + _BOOL) * tokens
     gradient_bytes = _BF16 * tokens * model.hidden_size
     return OutputBytes(
@@ -248,30 +248,30 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
 
 
 def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
-    """Return the numbers of a rank's parameters that are its own where data-parallel ranks share them."""
+    """Return how many parameter elements a rank has if data-parallel ranks shard them."""
     dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
     experts_ranks = parallelism.expert_data_parallel_size
     return -(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks)
 
 
 def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> int:
-    """Return the bytes of two copies of all linear weights, and of their scales.
+    """Return the bytes of two fp8 copies of all linear weights, and of their scales.
 
-    The copies are made in the first microbatch of a step. Where products take any layout (Blackwell, with one scale a tensor),
-    one of them is enough: this is the most.
+    The copies are made in the first microbatch of a step. If products take any layout (Blackwell, with one scale per tensor),
+    one copy is enough: this is an upper bound.
 
-    Source: `Linear.get_weight_workspace` of Transformer Engine, with `is_first_microbatch` as Megatron gives it.
+    Source: `Linear.get_weight_workspace` of Transformer Engine, with `is_first_microbatch` as Megatron sets it.
     """
     if model.fp8_recipe is None:
         return 0
     count = parameters.linear_count
-    # A scale in fp32 for 128 x 128 weights, or in one byte for 32 of them.
+    # One fp32 scale per 128 x 128 weights, or one byte per 32 weights.
     scales = {"blockwise": _FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
     return 2 * (count + scales)
 
 
 def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
-    """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h]: only the output layer takes it."""
+    """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h]: only the output layer uses it."""
     if parallelism.tensor_parallel_size == 1 or not parallelism.has_sequence_parallel:
         return 0
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size

@@ -1,1 +1,1 @@
-"""Shapes of a model and their split over ranks: parallel sizes, and the layers and parameters of each pipeline rank."""
+"""Model shapes and their split over ranks: parallel sizes, and the layers and parameters of each pipeline rank."""

@@ -1,4 +1,4 @@
-"""Fields of a `config.json` with the checks that all kinds of models share."""
+"""Checked access to `config.json` fields, shared by the readers of all kinds of models."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,21 +9,21 @@ from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape,
 from fgoffload.planner.model.model_shape import MOST_LAYERS
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
-"""Fields that count layers, of which lists are made."""
+"""Fields that count layers. Readers make a list from each count."""
 
 _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", "linear_attention")
 """Kinds of attention that `layer_types` may name."""
 
 
 def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
-    """Return the experts of models that have no dense MLP, and name theirs as one."""
+    """Return the experts of models without a dense MLP, whose `intermediate_size` is that of an expert."""
     return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
 
 
 def make_experts(
     document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
 ) -> ExpertsShape:
-    """Return as many experts as the field called `experts` says."""
+    """Return the experts of a layer. The field called `experts` has their number."""
     topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
     if topk > most:
         raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Give {most} or less.")
@@ -38,12 +38,12 @@ def make_experts(
 
 
 def make_router(document: Mapping[str, Any]) -> RouterShape:
-    """Return a router with a softmax over all experts, or over the chosen ones: that is what dividing by their sum comes to."""
+    """Return a router with a softmax over all experts, or over the chosen ones, which equals normalizing by their sum."""
     return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob", default=False))
 
 
 def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
-    """Return for each layer whether it has a window, or None where the file does not say it layer by layer."""
+    """Return for each layer whether it has a window, or None if the file has no `layer_types`."""
     kinds = document.get("layer_types")
     if kinds is None:
         return None
@@ -60,15 +60,15 @@ def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
 
 
 def make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
-    """Return the window of `sliding_window` tokens in those of `layers`, if there is one."""
-    # A token alone is no window that Megatron has.
+    """Return the ModelShape fields of a window of `sliding_window` tokens, or none without a window."""
+    # Megatron has no window of one token.
     tokens = find_count(document, "sliding_window", least=2)
-    # A query is one of the tokens that its window counts, and not one of those before it.
+    # `sliding_window` counts the query itself; `window_tokens` counts only the tokens before it.
     return {} if tokens is None else {"window_tokens": tokens - 1, "window_layers": tuple(layers)}
 
 
 def get_count(document: Mapping[str, Any], name: str) -> int:
-    """Return the number called `name`, which has to be there."""
+    """Return the number in the required field `name`."""
     count = find_count(document, name, least=1)
     if count is None:
         raise ConfigError(f"{name} is missing. Add it, as the maker of the model has it.")
@@ -76,20 +76,20 @@ def get_count(document: Mapping[str, Any], name: str) -> int:
 
 
 def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | None:
-    """Return the number called `name`, or None where there is none or it is null."""
+    """Return the number in the field `name`, or None if the field is missing or null."""
     count = document.get(name)
     if count is None:
         return None
-    # By type: JSON's true is an int in Python.
+    # The type is compared because JSON's true is an int in Python.
     if type(count) is not int:
         raise ConfigError(f"{name} {count!r} is no whole number. Give one from {least} on.")
-    # Here too, by the name in the file: several sizes of experts have one name in a ModelShape.
+    # Checked here too, so that errors have the name in the file: several expert sizes share one name in a ModelShape.
     check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
 
 
 def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozenset[int]:
-    """Return the layers that the list called `name` has; none where it is null."""
+    """Return the layers in the list `name`, or no layers if it is missing or null."""
     numbers = document.get(name)
     if numbers is None:
         return frozenset()
@@ -102,7 +102,7 @@ def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozen
 
 
 def find_flag(document: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Return what `name` says, which is true or false."""
+    """Return the boolean in the field `name`, or `default` if the field is missing."""
     flag = document.get(name, default)
     if not isinstance(flag, bool):
         raise ConfigError(f"{name} {flag!r} is neither true nor false. Give one of them.")

@@ -21,8 +21,7 @@ from fgoffload.planner.model.layer_shape import RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention
 
 _LINEAR_CHUNK_TOKENS = 64
-"""Tokens before a query that a layer with linear attention works with at once. Source: chunk_gated_delta_rule of
-flash-linear-attention."""
+"""Tokens before a query that linear attention processes at once. Source: chunk_gated_delta_rule of flash-linear-attention."""
 
 
 def _read_gemma3(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,14 +40,14 @@ def _read_llama4(document: Mapping[str, Any]) -> dict[str, Any]:
     full = [number % every == 0 for number in range(1, len(layers) + 1)]
     return {
         "ffn_hidden_size": get_count(document, "intermediate_size_mlp"),
-        # Their norms of queries and keys have no weights, and save what others save.
+        # Norms of queries and keys have no weights here, and save the same tensors as other norms.
         "has_qk_norm": find_flag(document, "use_qk_norm", default=True),
         "has_qkv_bias": find_flag(document, "attention_bias", default=False),
         "experts": make_experts(
             document, "num_local_experts", channels=channels, shared=channels, router=RouterShape(score_function="sigmoid")
         ),
         "moe_layers": tuple(number in named if named is not None else (number + 1) % step == 0 for number in layers),
-        # A chunk holds on average half as many tokens before a query as a window of its size.
+        # On average, a query sees half as many earlier tokens in a chunk as in a window of the same size.
         **({} if chunk is None else {"window_tokens": chunk // 2, "window_layers": tuple(not one for one in full)}),
     }
 
@@ -102,7 +101,7 @@ def _read_deepseek_v4(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
-    # Biases of attention alone are rare, and counted as those of query, key and value.
+    # Models with biases in attention alone are rare. Their biases count as those of query, key and value.
     has_bias, has_mlp_bias = (find_flag(document, name, default=False) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
         raise ConfigError(
@@ -191,7 +190,7 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window of Qwen's models: in the layers from `max_window_layers` on, where they use it at all."""
+    """Return the window of Qwen models, which layers from `max_window_layers` on have if the model uses windows."""
     if not find_flag(document, "use_sliding_window", default=False):
         return {}
     layers, first = get_count(document, "num_hidden_layers"), find_count(document, "max_window_layers", least=0) or 0
@@ -210,7 +209,7 @@ NOT_MODELLED: Mapping[str, str] = MappingProxyType(
         "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
     }
 )
-"""By `model_type`, what of its layers is not modelled, and in which direction that errs."""
+"""Unmodelled parts of layers by `model_type`, with the direction of the error."""
 
 _ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None, "hidden_act": "silu"}
 
@@ -218,7 +217,7 @@ _QWEN: Mapping[str, Any] = {**_ANY, "use_sliding_window": False, "sliding_window
 
 _DEEPSEEK: Mapping[str, Any] = {
     **_ANY,
-    "head_dim": 64,  # of its rotary part, which counts for nothing: latent attention names its own sizes
+    "head_dim": 64,  # rotary channels; unused, because latent attention has its own sizes
     "num_key_value_heads": None,
     "q_lora_rank": 1536,
     "moe_layer_freq": 1,
@@ -230,7 +229,7 @@ _DEEPSEEK_V3: Mapping[str, Any] = {**_DEEPSEEK, "n_shared_experts": 1, "first_k_
 _QWEN_MOE: Mapping[str, Any] = {
     **_QWEN,
     "num_key_value_heads": 4,
-    "max_window_layers": 0,  # its class has none: where a window is used, all layers have it
+    "max_window_layers": 0,  # the class has no such field: if a window is used, all layers have it
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
@@ -257,7 +256,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "deepseek_v32": _DEEPSEEK_V3,
         "deepseek_v4": {
             **_ANY,
-            "intermediate_size": 1,  # it has no dense MLP
+            "intermediate_size": 1,  # the model has no dense MLP
             "num_key_value_heads": 1,
             "head_dim": 512,
             "n_shared_experts": 1,
@@ -298,9 +297,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt_oss": {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     }
 )
-"""By `model_type`, what a field is that a file leaves out. Of None, as of null in a file: `num_key_value_heads` are as many as
+"""Defaults of missing fields, by `model_type`. None means the same as null in a file: `num_key_value_heads` is the number of
 heads, `head_dim` is `hidden_size` over heads, `sliding_window` and `q_lora_rank` are not used, and `layer_types` and
-`mlp_only_layers` say nothing."""
+`mlp_only_layers` have no effect."""
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
     {
@@ -311,7 +310,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingPr
         "mixtral": _read_mixtral,
         "deepseek_v2": _read_deepseek_v2,
         "deepseek_v3": _read_deepseek_v3,
-        "kimi_k2": _read_deepseek_v3,  # the same layers, and the same names for their sizes
+        "kimi_k2": _read_deepseek_v3,  # same layers, and same names of their sizes
         "deepseek_v32": _read_deepseek_v3,
         "deepseek_v4": _read_deepseek_v4,
         "glm4_moe": _read_glm4_moe,
@@ -322,4 +321,4 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingPr
         "gpt_oss": _read_gpt_oss,
     }
 )
-"""By `model_type`, what reads the fields of such a model that not all kinds have."""
+"""Readers by `model_type`, for fields that not all kinds of models have."""

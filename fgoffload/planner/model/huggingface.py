@@ -1,17 +1,16 @@
-"""Models as Hugging Face describes them: the `config.json` beside their weights.
+"""Reads Hugging Face models: the `config.json` beside their weights.
 
     model = read_huggingface_config(Path("Qwen3-30B-A3B/config.json"))
 
-A `config.json` says what a model is, not how it is trained: sequences are of `seq_length` tokens, activations in bf16, without
-dropout, and no loss balances the experts. How a checkpoint is quantized does not matter. Of a model with images the language
-model is read.
+A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, activations in bf16, no
+dropout and no load-balancing loss of experts. The quantization of a checkpoint does not matter. For a model with images, we
+read the language model.
 
-The sizes of a model have to be there. Where a file leaves another field out, the default of the transformers library stands
-(`_DEFAULTS`). Where layers have parts that are not modelled, one warning says which and in which direction that errs
-(`_NOT_MODELLED`).
+The sizes of a model are required. Other missing fields get the default of the transformers library (`_DEFAULTS`). If layers
+have parts that are not modelled, one warning names them and the direction of the error (`_NOT_MODELLED`).
 
-Source: the configuration classes of transformers 5.24; for Kimi K2, which it does not have, and for `moe_layer_freq` and
-`num_nextn_predict_layers`, which its classes do not have, configuration_deepseek.py beside the models.
+Source: the configuration classes of transformers 5.24; configuration_deepseek.py beside the models for Kimi K2, which
+transformers lacks, and for `moe_layer_freq` and `num_nextn_predict_layers`, which its classes lack.
 """
 
 import difflib
@@ -31,7 +30,7 @@ from fgoffload.text_files import parse_json, read_text_file
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LENGTH = 4096
-"""Tokens. What most pre-training uses; `max_position_embeddings`, which is for inference, is often far more."""
+"""Tokens of a sequence in most pre-training. `max_position_embeddings`, which is for inference, is often far larger."""
 
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -42,14 +41,14 @@ _FIELD_NAMES: Mapping[str, str] = MappingProxyType(
         "mtp_num_layers": "num_nextn_predict_layers",
     }
 )
-"""By field of a ModelShape, what a `config.json` calls it, where that is another name and the same in all kinds of models."""
+"""ModelShape fields to their `config.json` names, if these differ and all kinds of models share them."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
-"""Values of `hidden_act`. All these models multiply it with a half of the first linear's output. One kernel computes either
-gate, and both save the same."""
+"""Supported `hidden_act` values. All these models multiply the activation with half of the first linear's output. Either gate
+is one kernel, and both save the same tensors."""
 
 _KINDS_WITHOUT_WINDOWS = frozenset({"llama", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"})
-"""Models whose `layer_types` has full attention alone."""
+"""Models whose `layer_types` may only have full attention."""
 
 _FLAGS: Mapping[str, str] = MappingProxyType(
     {
@@ -72,7 +71,7 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "moe_intermediate_size": "--moe-ffn-hidden-size",
     }
 )
-"""By field that many kinds of models have, Megatron's flag for it."""
+"""Megatron's flags for fields that many kinds of models have."""
 
 _NEEDED_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size")
 
@@ -81,16 +80,16 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     """Return the model that the file at `path` describes.
 
     Args:
-        path: A `config.json`, or the folder that it is in.
+        path: A `config.json`, or its folder.
         seq_length: Tokens of a sequence in training.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a field, or is of a kind of model that is not known here.
+        ConfigError: The file cannot be read, lacks a field, or has an unknown kind of model.
     """
     if path.is_dir():
         path /= "config.json"
     document = _load(path)
-    if isinstance(text := document.get("text_config"), dict):  # of a model with images, the language model
+    if isinstance(text := document.get("text_config"), dict):  # the language model of a model with images
         document = {"model_type": f"{document.get('model_type')}_text", **text}
     kind = str(document.get("model_type", "")).removesuffix("_text")
     if kind not in READERS:
@@ -111,7 +110,7 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
 
 
 def name_config_fields(message: str) -> str:
-    """Return `message` with the name that a `config.json` has in place of each field of a ModelShape."""
+    """Return `message` with ModelShape fields replaced by their `config.json` names."""
     return re.sub(rf"\b({'|'.join(_FIELD_NAMES)})\b", lambda match: _FIELD_NAMES[match[0]], message)
 
 
@@ -124,7 +123,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _describe_kind(document: Mapping[str, Any]) -> str:
-    """Return why a file is of no known kind, and the argument file that says what it does."""
+    """Return why the kind of model is unknown, and an equivalent argument file."""
     kind = document.get("model_type")
     problem = "model_type is missing" if kind is None else f"model_type {kind!r} is not known here"
     nearest = difflib.get_close_matches(kind, READERS, n=1, cutoff=0.75) if isinstance(kind, str) else []
@@ -143,7 +142,7 @@ def _describe_kind(document: Mapping[str, Any]) -> str:
 
 
 def _read_common(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all kinds of models write in the same way."""
+    """Return the ModelShape fields that all kinds of models share."""
     heads = get_count(document, "num_attention_heads")
     return {
         "num_layers": get_count(document, "num_hidden_layers"),
@@ -167,7 +166,7 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
 
 
 def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
-    """Refuse windows in layers of a kind of model that is not read as having any."""
+    """Refuse windows in `layer_types` of kinds of models that have none."""
     if kind in _KINDS_WITHOUT_WINDOWS and any(find_window_layers(document) or ()):
         raise ConfigError(f"layer_types has more than full_attention, which is not known of {kind}. Give full_attention alone.")
 

@@ -1,11 +1,11 @@
-"""How ranks share a model and a step: the parallel sizes, and which layers each pipeline rank has.
+"""Parallel sizes of a training, and the layers of each pipeline rank.
 
     >>> parallelism = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=2, microbatches=8)
     >>> parallelism.pipeline.chunks
     2
 
-`list_chunks` says which layers are where, as Megatron-Core splits a model: chunk c of rank r, of p ranks, is virtual stage
-c p + r, and the layers go through the virtual stages in order.
+`list_chunks` returns the layers of each rank, as Megatron-Core splits a model: chunk c of rank r of p ranks is virtual stage
+c p + r, and the virtual stages have the layers in order.
 
 Source: `get_num_layers_to_build`, `get_transformer_layer_offset` and `PipelineParallelLayerLayout` of megatron-core 0.16.1.
 `tests/unit/planner/model/test_parallelism.py` compares.
@@ -30,11 +30,11 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
     "chunks": "virtual_pipeline_size",
     "group_size": "microbatch_group_size",
 }
-"""By field of a `Pipeline`, the one that it comes from here."""
+"""Fields of a `Pipeline` to their source fields in `Parallelism`."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Fields that say how layers are shared out, beside a layout."""
+"""Fields that change how layers are split over stages, without a layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,40 +46,40 @@ class Parallelism:
     pipeline_parallel_size: int = 1
     """Pipeline ranks."""
     virtual_pipeline_size: int | None = None
-    """Model chunks of each pipeline rank. None is what `pipeline_layout` says, or 1 without one; `chunks` is the number."""
+    """Model chunks of each pipeline rank. None takes them from `pipeline_layout`, or 1 without one; `chunks` has the result."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
     expert_parallel_size: int = 1
-    """Ranks that the experts of a layer are spread over."""
+    """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: int = 1
-    """Ranks that share each expert. Megatron's default is the tensor parallel size, which readers of its flags put here."""
+    """Ranks that share each expert. Readers of Megatron's flags set its default here, which is the tensor parallel size."""
     data_parallel_size: int = 1
-    """Copies of the model, over which its experts may be spread."""
+    """Copies of the model. Experts may be spread over them."""
     micro_batch_size: int = 1
     """Sequences of a microbatch."""
     microbatches: int = 1
-    """Of a step, on each data-parallel rank."""
+    """Microbatches of a step on each data-parallel rank."""
     microbatch_group_size: int | None = None
-    """As in `--microbatch-group-size-per-virtual-pipeline-stage`. None is as many as pipeline ranks."""
+    """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of pipeline ranks."""
     has_sequence_parallel: bool = True
-    """With `--sequence-parallel`, which has no effect where the tensor parallel size is 1."""
+    """Whether tensor-parallel ranks shard the sequence: `--sequence-parallel`. No effect if the tensor parallel size is 1."""
     has_distributed_optimizer: bool = True
-    """With `--use-distributed-optimizer`: data-parallel ranks share the optimizer's state."""
+    """Whether data-parallel ranks shard the optimizer's state: `--use-distributed-optimizer`."""
     has_expert_overlap: bool = False
-    """With `--overlap-moe-expert-parallel-comm`."""
+    """Whether `--overlap-moe-expert-parallel-comm` is set."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """As in `--decoder-first-pipeline-num-layers`: layers of pipeline rank 0, over all its chunks. None is like the others."""
+    """Layers of pipeline rank 0, over all its chunks: `--decoder-first-pipeline-num-layers`. None splits like other ranks."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """As in `--decoder-last-pipeline-num-layers`."""
+    """Layers of the last pipeline rank: `--decoder-last-pipeline-num-layers`."""
     account_for_embedding_in_pipeline_split: bool = False
-    """The embedding counts as a layer where layers are shared out."""
+    """Whether the embedding counts as a layer in the split."""
     account_for_loss_in_pipeline_split: bool = False
-    """The loss does."""
+    """Whether the loss counts as a layer in the split."""
     pipeline_layout: str | None = None
-    """As in `--pipeline-model-parallel-layout`: which layers are in each virtual stage. See `pipeline_layout.parse_layout`."""
+    """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
     def __post_init__(self) -> None:
-        """Check the sizes.
+        """Refuse invalid sizes.
 
         Raises:
             ConfigError: A size is below 1, sizes contradict each other, or Megatron has no such schedule.
@@ -100,7 +100,7 @@ class Parallelism:
         self._check_experts()
         self._check_split()
         try:
-            _ = self.pipeline  # which checks chunks, microbatches and groups
+            _ = self.pipeline  # checks chunks, microbatches and groups
         except ConfigError as error:
             message = re.sub(r"\b(stages|chunks|group_size)(?= \d)", lambda match: _PIPELINE_FIELDS[match[1]], str(error))
             raise ConfigError(message) from error
@@ -125,7 +125,7 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
     @property
@@ -159,7 +159,7 @@ class Parallelism:
                 has_latent_attention=model.latent is not None,
                 has_mtp=model.mtp_num_layers > 0,
             )
-        # Megatron gives each context-parallel rank two pieces of the sequence, one from either end.
+        # Megatron gives each context-parallel rank two pieces of the sequence, one from each end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (
             ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),
@@ -182,7 +182,7 @@ class Parallelism:
             )
 
     def _check_split(self) -> None:
-        """Refuse two ways at once of sharing out the layers."""
+        """Refuse conflicting settings of the split of layers."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         ways = (
             [] if self.pipeline_layout is None else ["pipeline_layout"],
@@ -193,7 +193,7 @@ class Parallelism:
             given = " and ".join(name for way in ways for name in way)
             raise ConfigError(f"{given} are different ways to say how many layers a stage has. Give one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
-            # megatron-core 0.16.1 divides by the number of stages between the two, where a rank has several chunks.
+            # If a rank has several chunks, megatron-core 0.16.1 divides by the number of stages between the first and the last.
             raise ConfigError(
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
                 f"{self.chunks} chunks, which Megatron-Core cannot build. Give one of the two: the other stage has the rest."
@@ -211,12 +211,12 @@ class Parallelism:
 def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
-    """Refuse sizes that do not divide what the layers of a model are made of: no number of ranks mends that.
+    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that.
 
     Args:
         model: The model.
         tensor_parallel_size: Ranks that share each layer.
-        expert_parallel_size: Ranks that the experts of a layer are spread over.
+        expert_parallel_size: Ranks that share the experts of a layer.
         expert_tensor_parallel_size: Ranks that share each expert.
 
     Raises:
@@ -254,7 +254,7 @@ def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> N
             f"Megatron-Core copies groups to several ranks then, which is not planned for. Give {groups} or less."
         )
     if groups % tensor_parallel_size:
-        # Who has no groups has as many as heads, and has not named them.
+        # A model without groups has as many groups as heads, and its user did not set them.
         what = "num_attention_heads" if groups == heads else "num_query_groups"
         raise ConfigError(
             f"tensor_parallel_size {tensor_parallel_size} does not divide {what} {groups} of {model.name}. "
@@ -267,19 +267,19 @@ class StageChunk:
     """Layers, embedding and output of one model chunk."""
 
     layers: tuple[int, ...]
-    """Numbers of its layers in the whole model, in the order of forward. Those from `num_layers` on are of multi-token
-    prediction, and a chunk with them and without the embedding holds a copy of its weights."""
+    """Numbers of the chunk's layers in the whole model, in forward order. Layers from `num_layers` on are of multi-token
+    prediction; a chunk with them but without the embedding holds a copy of the embedding's weights."""
     has_embedding: bool
-    """It begins with the embedding of the model."""
+    """Whether the chunk begins with the embedding of the model."""
     has_output: bool
-    """It ends with the final norm, the output layer and the loss."""
+    """Whether the chunk ends with the final norm, the output layer and the loss."""
 
 
 def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return what each pipeline rank has: by rank, and by model chunk of the rank.
+    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank.
 
     Raises:
-        ConfigError: The layers cannot be shared out, or the ranks cannot share a layer.
+        ConfigError: The layers cannot be split over stages, or the ranks cannot share a layer.
     """
     parallelism.check_model(model)
     ranks, chunks = parallelism.pipeline_parallel_size, parallelism.chunks
@@ -299,7 +299,7 @@ def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[St
 
 
 def _find_prediction_stage(parallelism: Parallelism) -> int:
-    """Return the virtual stage of the layers of multi-token prediction: the last, unless a layout says another."""
+    """Return the virtual stage of multi-token prediction: the last one, unless a layout sets another."""
     if parallelism.pipeline_layout is not None:
         letters = parse_layout(parallelism.pipeline_layout)
         return next((stage for stage, names in enumerate(letters) if "m" in names), len(letters) - 1)
@@ -307,7 +307,7 @@ def _find_prediction_stage(parallelism: Parallelism) -> int:
 
 
 def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
-    """Return how many layers of the decoder each virtual stage has."""
+    """Return the number of decoder layers of each virtual stage."""
     if parallelism.pipeline_layout is not None:
         check_layout(
             parallelism.pipeline_layout,
@@ -325,14 +325,14 @@ def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
                 f"{chunks}. Give a size that divides them, or a pipeline_layout."
             )
     counts = [count // chunks for _ in range(chunks) for count in of_ranks]
-    # Embedding and loss took the place of a layer where they count as one.
+    # If embedding and loss count as layers, each took the place of one.
     counts[0] -= parallelism.account_for_embedding_in_pipeline_split
     counts[-1] -= parallelism.account_for_loss_in_pipeline_split
     return counts
 
 
 def _count_layers_of_ranks(model: "ModelShape", parallelism: Parallelism) -> list[int]:
-    """Return the layers of each pipeline rank, over all its chunks; embedding and loss among them where they count."""
+    """Return the number of layers of each pipeline rank over all its chunks, with embedding and loss if they count."""
     ranks = parallelism.pipeline_parallel_size
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     between = ranks - (first is not None) - (last is not None)

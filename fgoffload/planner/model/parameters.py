@@ -1,10 +1,10 @@
-"""The parameters of a model, and which of them a pipeline rank has.
+"""Counts the parameters of a model and of each pipeline rank.
 
-A layer is a list of parameters with their counts in the whole model, and with what shares them: tensor-parallel ranks, the
-ranks of the experts, or nobody. Biases and norms count; buffers, like the bias that balances experts, do not.
+A layer is a list of parameters with their sizes in the whole model and their split: over tensor-parallel ranks, over expert
+ranks, or none. Biases and norms count; buffers, like the bias that balances experts, do not.
 
 Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
-builds models of its local layers and compares.
+builds models with Megatron's local layers and compares.
 """
 
 import dataclasses
@@ -20,63 +20,63 @@ from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_ch
 class Split(enum.Enum):
     """Which ranks share a parameter."""
 
-    NONE = "none"  # each tensor-parallel rank has all of it: norms, the router, what follows a sum over ranks
-    TENSOR = "tensor"  # tensor-parallel ranks have a part each
+    NONE = "none"  # each tensor-parallel rank has all of it: norms, the router, parameters after a sum over ranks
+    TENSOR = "tensor"  # each tensor-parallel rank has a part
     EXPERT = "expert"  # expert-parallel ranks have some of the experts, and expert-tensor-parallel ranks parts of each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter, or several that are shared alike."""
+    """A parameter, or several with the same split."""
 
     name: str
-    """For people."""
+    """Name for messages."""
     count: int
-    """Numbers in it, over all ranks."""
+    """Elements of the parameter, over all ranks."""
     split: Split = Split.NONE
     """Which ranks share it."""
     active_count: int | None = None
-    """Those that one token meets; None is all of them."""
+    """Elements that one token uses. None for all."""
     is_linear: bool = False
-    """It is the weight of a linear layer that works in fp8 where there is a recipe for it."""
+    """Whether this is the weight of a linear layer that computes in fp8 if there is a recipe."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """Parameters of one rank."""
+    """Numbers of parameter elements of one rank."""
 
     dense_count: int
-    """Numbers that all data-parallel ranks have alike."""
+    """Elements that all data-parallel ranks replicate."""
     expert_count: int
-    """Numbers of experts, of which there are fewer copies."""
+    """Elements of experts, which have fewer copies."""
     linear_count: int
-    """Those among both that are weights of linear layers, which have copies in fp8."""
+    """Elements of both kinds that are weights of linear layers, which have fp8 copies."""
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Number of all elements."""
         return self.dense_count + self.expert_count
 
 
 def count_parameters(model: ModelShape) -> int:
-    """Return the parameters of the whole model, those of multi-token prediction with them."""
+    """Return the parameter count of the whole model, multi-token prediction included."""
     return sum(parameter.count for parameter in _list_model(model))
 
 
 def count_active_parameters(model: ModelShape) -> int:
-    """Return those that one token meets: of the experts only the chosen ones and the shared. Embeddings count as a whole."""
+    """Return the parameter count that one token uses: only chosen and shared experts, but whole embeddings."""
     return sum(
         parameter.count if parameter.active_count is None else parameter.active_count for parameter in _list_model(model)
     )
 
 
 def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
-    """Return what each rank of a pipeline stage has.
+    """Return the parameter counts of each rank of a pipeline stage.
 
     Args:
-        model: All of it.
-        parallelism: How ranks share it.
-        rank: Of the pipeline, from 0.
+        model: The whole model.
+        parallelism: Split of the model over ranks.
+        rank: Pipeline rank, from 0.
 
     Raises:
         ConfigError: There is no such rank, or the ranks cannot share the model.
@@ -94,7 +94,7 @@ def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int
 
 
 def list_layer_parameters(model: ModelShape, number: int) -> tuple[Parameter, ...]:
-    """Return the parameters of layer `number`, with the projection before it where it is of multi-token prediction.
+    """Return the parameters of layer `number`, including the projection before a layer of multi-token prediction.
 
     Raises:
         ConfigError: There is no such layer.
@@ -123,18 +123,18 @@ def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
         yield from list_layer_parameters(model, number)
     has_prediction = any(number >= model.num_layers for number in chunk.layers)
     if chunk.has_embedding or has_prediction:
-        # Layers of multi-token prediction embed tokens too, with a copy of the first stage's weights.
+        # Multi-token prediction embeds tokens too, with a copy of the first stage's weights.
         yield from _list_embedding(model)
-    # Where further tokens are predicted, the last norm is behind the decoder's last layer, wherever that is.
+    # With multi-token prediction, the last norm follows the decoder's last layer, in any stage.
     if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
         yield Parameter(name="last norm", count=_count_norm(model, model.hidden_size))
     if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):
-        # Tied weights are one where both are in a chunk. Else each has a copy, even beside that of multi-token prediction.
+        # Tied weights exist once if both are in one chunk. Else each has a copy, even beside that of multi-token prediction.
         yield _make_word_embedding(model, "output layer")
 
 
 def _count_part(parameter: Parameter, parallelism: Parallelism) -> int:
-    """Return how many numbers of a parameter one rank has."""
+    """Return how many elements of a parameter one rank has."""
     parts = {
         Split.NONE: 1,
         Split.TENSOR: parallelism.tensor_parallel_size,
@@ -159,8 +159,8 @@ def _make_word_embedding(model: ModelShape, name: str) -> Parameter:
 
 
 def _list_projection(model: ModelShape) -> Iterator[Parameter]:
-    """Yield what a layer of multi-token prediction has beside its transformer layer."""
-    # Of the next tokens' embeddings, of the hidden states, and behind the layer.
+    """Yield the parameters of multi-token prediction beside its transformer layer."""
+    # Norms of the next tokens' embeddings, of the hidden states, and of the layer's output.
     yield Parameter(name="norms of multi-token prediction", count=3 * _count_norm(model, model.hidden_size))
     count = 2 * model.hidden_size * model.hidden_size
     yield Parameter(name="projection of multi-token prediction", count=count, split=Split.TENSOR, is_linear=True)
@@ -189,7 +189,7 @@ def _list_latent(model: ModelShape, latent: LatentAttention) -> Iterator[Paramet
     yield _make_linear("key-value, down", hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim), Split.NONE)
     yield _make_linear("key-value, up", latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim))
     if model.has_qk_norm:
-        # Of what the linears that widen both are given: without a compressed query, of the hidden states.
+        # Norms of the up projections' inputs. Without a compressed query, the query's input is the hidden states.
         channels = latent.kv_lora_rank + (latent.q_lora_rank or hidden)
         yield Parameter(name="norms of query and key-value", count=_count_norm(model, channels))
     yield from _list_attention_output(model, heads * latent.v_head_dim)
@@ -216,10 +216,10 @@ def _list_mixture(model: ModelShape, experts: ExpertsShape) -> Iterator[Paramete
     yield Parameter(name="router", count=hidden * experts.num_experts + biases)
     yield _make_expert(experts, "experts", hidden * (width + channels), is_linear=True)
     if model.has_linear_bias:
-        # Megatron has them only where each expert is whole on a rank.
+        # Megatron has these biases only if each expert is whole on a rank.
         yield _make_expert(experts, "biases of the experts", width + hidden)
     if experts.shared_ffn_hidden_size:
-        # Megatron refuses biases in them.
+        # Megatron refuses biases in shared experts.
         yield _make_linear("shared experts", hidden * (_count_gates(model) + 1) * experts.shared_ffn_hidden_size)
 
 
@@ -242,5 +242,5 @@ def _count_gates(model: ModelShape) -> int:
 
 
 def _count_norm(model: ModelShape, channels: int) -> int:
-    # RMSNorm has weights, LayerNorm biases too.
+    # RMSNorm has weights; LayerNorm has biases too.
     return channels * (2 if model.normalization == "LayerNorm" else 1)

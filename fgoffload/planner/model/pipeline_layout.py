@@ -1,12 +1,12 @@
-"""Megatron's `--pipeline-model-parallel-layout`: which layers each virtual pipeline stage has, as a string.
+"""Parses Megatron's `--pipeline-model-parallel-layout`: the layers of each virtual pipeline stage, as a string.
 
-`E` is the embedding, `t` a layer of the decoder, `m` one of multi-token prediction, `L` the loss, and `|` stands between two
-stages. `t*3` is `ttt`, `(tt|)*2` is `tt|tt|`, and commas are for the eye:
+`E` is the embedding, `t` a decoder layer, `m` a layer of multi-token prediction, `L` the loss, and `|` separates stages. `t*3`
+is `ttt`, `(tt|)*2` is `tt|tt|`, and commas are ignored:
 
     >>> parse_layout("Et|(tt|)*2,tmL")
     ('Et', 'tt', 'tt', 'tmL')
 
-Source: `PipelineParallelLayerLayout` of megatron-core 0.16.1, which a test compares.
+Source: `PipelineParallelLayerLayout` of megatron-core 0.16.1; a test compares with it.
 """
 
 import re
@@ -14,7 +14,7 @@ import re
 from fgoffload.errors import ConfigError
 
 LONGEST_LAYOUT = 10_000
-"""Letters. The deepest models have a few hundred layers, and a repetition of millions would fill memory."""
+"""Most letters of a layout. The deepest models have a few hundred layers; millions of repetitions would fill memory."""
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[EtmL|])(?:\*(?P<one_count>\d{1,4}))?")
 
@@ -23,22 +23,22 @@ def parse_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each virtual stage, in the order of forward.
 
     Args:
-        layout: As the flag has it.
+        layout: Value of the flag.
 
     Raises:
-        ConfigError: The layout has what no layout has, with the place of it.
+        ConfigError: The layout has a syntax error; the message has its position.
     """
     text = _repeat(layout.replace(",", ""), layout)
     return tuple(text.split("|"))
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
-    """Refuse a layout that is not of this model, or that Megatron does not build.
+    """Refuse a layout that does not match the model, or that Megatron cannot build.
 
     Args:
-        layout: As the flag has it, with a multiple of `pipeline_parallel_size` stages.
-        num_layers: Of the decoder.
-        mtp_num_layers: Of multi-token prediction.
+        layout: Value of the flag, with a multiple of `pipeline_parallel_size` stages.
+        num_layers: Decoder layers.
+        mtp_num_layers: Layers of multi-token prediction.
         pipeline_parallel_size: Pipeline ranks.
 
     Raises:
@@ -58,7 +58,7 @@ def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_
 
 
 def _repeat(text: str, layout: str) -> str:
-    """Return `text` with its repetitions written out."""
+    """Return `text` with its repetitions expanded."""
     pieces, position = [], 0
     while position < len(text):
         match = _PIECE.match(text, position)
@@ -94,7 +94,7 @@ def _check_counts(layout: str, letters: str, num_layers: int, mtp_num_layers: in
 
 
 def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_size: int) -> None:
-    """Refuse layers of multi-token prediction where Megatron has none: in several stages, or in another than a rank's last."""
+    """Refuse multi-token prediction in several stages, or in a stage that is not a rank's last. Megatron has neither."""
     with_prediction = [number for number, letters in enumerate(stages) if "m" in letters]
     last = len(stages) - pipeline_parallel_size
     if with_prediction and (len(with_prediction) > 1 or with_prediction[0] < last):

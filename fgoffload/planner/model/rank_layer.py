@@ -11,10 +11,10 @@ from fgoffload.planner.model.parallelism import Parallelism
 def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -> LayerShape:
     """Return layer `number` of `model` as a rank under `parallelism` runs it.
 
-    One of multi-token prediction is the transformer layer in it, with `has_mtp_projection`.
+    For a layer of multi-token prediction, this is its transformer layer, with `has_mtp_projection`.
 
     Raises:
-        ConfigError: There is no such layer, ranks cannot share it, or nobody knows what such a layer saves.
+        ConfigError: There is no such layer, ranks cannot share it, or its saved bytes are not known.
     """
     has_experts = model.has_experts(number)
     parallelism.check_model(model)

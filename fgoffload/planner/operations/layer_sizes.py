@@ -1,4 +1,4 @@
-"""Sizes of the activations of a layer that times, temporaries and saved tensors have in common."""
+"""Activation sizes of a layer, shared by the models of times, temporaries and saved tensors."""
 
 import dataclasses
 
@@ -14,17 +14,17 @@ class LayerSizes:
 
     @property
     def rows(self) -> int:
-        """Tokens of the whole microbatch, which linears that ranks share are applied to: sb."""
+        """Tokens of the whole microbatch, which are the input rows of sharded linears: sb."""
         return self.shape.shared_tokens * self.shape.tensor_parallel_size
 
     @property
     def hidden(self) -> int:
-        """Bytes of a tensor between layers: 2sbh/t, or 2sbh where ranks do not share the sequence."""
+        """Bytes of a tensor between layers: 2sbh/t, or 2sbh if ranks do not shard the sequence."""
         return BF16 * self.shape.tokens * self.shape.hidden_size
 
     @property
     def gathered(self) -> int:
-        """Bytes of the same, of all ranks together, where each has a part: 2sbh, or 0 where each has all."""
+        """Bytes of the gathered tensor between layers: 2sbh, or 0 if ranks do not shard the sequence."""
         return self.hidden * self.shape.tensor_parallel_size if self.shape.splits_sequence else 0
 
     @property
@@ -44,38 +44,38 @@ class LayerSizes:
 
     @property
     def query_key_value(self) -> int:
-        """Bytes of all three."""
+        """Bytes of query, key and value."""
         return self.query + self.key + self.value
 
     @property
     def attention_output(self) -> int:
-        """Bytes of what attention returns: 2sbn dv/t."""
+        """Bytes of the attention output: 2sbn dv/t."""
         return BF16 * self.shape.shared_tokens * self.shape.num_attention_heads * self.shape.v_channels
 
     @property
     def dense_inner(self) -> int:
-        """Bytes behind the activation of a dense MLP: 2sbf/t."""
+        """Output bytes of a dense MLP's activation: 2sbf/t."""
         return BF16 * self.shape.shared_tokens * self.shape.ffn_hidden_size
 
     @property
     def gates(self) -> int:
-        """Parts that an activation reads, each as large as what it returns: gate and up, or one."""
+        """Number of inputs of an activation, each as large as its output: gate and up, or one."""
         return 2 if self.shape.is_gated else 1
 
     @property
     def shared_inner(self) -> int:
-        """Bytes behind the activation of the shared experts: 2sbfs/t, or 0 without any."""
+        """Output bytes of the shared experts' activation: 2sbfs/t, or 0 without shared experts."""
         experts = self.shape.experts
         return 0 if experts is None else BF16 * self.shape.shared_tokens * experts.shared_ffn_hidden_size
 
     @property
     def expert_rows(self) -> int:
-        """Rows of a rank's experts: sbke/t where routing is balanced, or 0 in a dense layer."""
+        """Rows of a rank's experts: sbke/t if routing is balanced, or 0 in a dense layer."""
         return 0 if self.shape.experts is None else self.shape.experts.count_rows(self.shape.tokens)
 
     @property
     def expert_inner(self) -> int:
-        """Bytes behind the activation of the experts: 2sbkf/t, or 0 in a dense layer."""
+        """Output bytes of the experts' activation: 2sbkf/t, or 0 in a dense layer."""
         experts = self.shape.experts
         if experts is None:
             return 0
@@ -83,20 +83,20 @@ class LayerSizes:
 
     @property
     def permuted(self) -> int:
-        """Bytes of this rank's tokens, one for each expert that they go to: 2sbkh/t, or 0 in a dense layer."""
+        """Bytes of this rank's tokens, with one copy per chosen expert: 2sbkh/t, or 0 in a dense layer."""
         return 0 if self.shape.experts is None else self.hidden * self.shape.experts.topk
 
     @property
     def arrived(self) -> int:
-        """Bytes of the tokens of this rank's experts: 2sbkhe/t where routing is balanced, or 0 in a dense layer."""
+        """Bytes of the tokens of this rank's experts: 2sbkhe/t if routing is balanced, or 0 in a dense layer."""
         return BF16 * self.expert_rows * self.shape.hidden_size
 
     @property
     def way_to_experts(self) -> tuple[int, ...]:
-        """Bytes of the tokens after each step on their way to the experts: permuted, exchanged, gathered and sorted.
+        """Bytes of the tokens after each dispatch step: permute, exchange, gather and sort.
 
-        They are exchanged among several expert-parallel ranks, gathered by those that share an expert, and sorted by expert
-        where a rank has several, with one rank too.
+        Tokens are exchanged if there are several expert-parallel ranks, and gathered by ranks that shard an expert. They are
+        sorted by expert if a rank has several experts, with one expert-parallel rank too.
         """
         experts = self.shape.experts
         if experts is None:
@@ -112,19 +112,19 @@ class LayerSizes:
 
 
 def count_compressed_bytes(shape: LayerShape, latent: LatentShape) -> int:
-    """Return the bytes of the compressed query and key-value, and of the key's channels that rotary embeddings turn."""
+    """Return the bytes of the compressed query and key-value, and of the key's rotary channels."""
     return BF16 * shape.tokens * ((latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
 
 
 def count_normed_bytes(shape: LayerShape, latent: LatentShape) -> int:
-    """Return the bytes of what the norms of query and key-value return; 0 without them."""
+    """Return the output bytes of the norms of query and key-value, or 0 without them."""
     if not latent.has_qk_norm:
         return 0
     return count_compressed_bytes(shape, latent) + (LayerSizes(shape).hidden if latent.has_whole_query_norm else 0)
 
 
 def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, Linear]:
-    """Return both linears of an MLP that ranks share, with gate and up in the first where it is gated."""
+    """Return both linears of a sharded MLP. In a gated MLP the first one has gate and up."""
     sizes, width = LayerSizes(shape), ffn_hidden_size // shape.tensor_parallel_size
     return (
         make_linear(shape, sizes.rows, shape.hidden_size, sizes.gates * width),
@@ -133,7 +133,7 @@ def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, L
 
 
 def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
-    """Return a linear of the layer, in fp8 where its linears are."""
-    # With one scale a tensor, taken of the tensor itself, its largest number is found first.
+    """Return a linear of the layer, in fp8 if the layer has a recipe."""
+    # With one scale per tensor, computed from the tensor itself, a first kernel finds its maximum.
     kernels = 0 if shape.fp8_recipe is None else 2 if shape.fp8_recipe == "tensorwise" else 1
     return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, quantizing_kernels=kernels)

@@ -1,6 +1,6 @@
 """Operations of a segment: floating-point operations, memory traffic, and bytes to other ranks.
 
-`attention_ops` and `mlp_ops` list it from the shape of a layer, and `op_times` says how long it takes.
+`attention_ops` and `mlp_ops` list them from the shape of a layer, and `op_times` computes their times.
 """
 
 import dataclasses
@@ -15,58 +15,58 @@ FP32 = 4
 """Bytes of an element."""
 
 _MAIN_GRADIENT_BYTES = 2 * FP32
-"""Of each weight, where its gradient is added in the matrix product: the sum in fp32 is read and written."""
+"""Bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written."""
 
 _LATE_GRADIENT_BYTES = BF16 + 2 * FP32
-"""Of each weight, where a kernel of its own adds its gradient: that is read, and the sum is read and written."""
+"""Bytes per weight if a separate kernel adds its gradient: the gradient is read, and the sum is read and written."""
 
 _QUANTIZED_BYTES = BF16 + 2 * FP8
-"""Of each element that a linear in fp8 is given: it is read in bf16, and written in fp8 by rows and by columns. Weights are so
-once a step, for all microbatches."""
+"""Bytes per input element of an fp8 linear: it is read in bf16, and written in fp8 row-wise and column-wise. Weights are
+quantized the same way once a step, for all microbatches."""
 
 
 FULL_HEAD_CHANNELS = 128
-"""Channels of a head with which attention reaches what `Efficiency` has."""
+"""Channels of a head at which attention reaches the shares of `Efficiency`."""
 
 
 class Limit(enum.Enum):
     """Kind of kernel: the field of `Efficiency` with its share of the device's peak."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
-    GROUPED_MATMUL = "grouped_matmul"  # one for each expert
-    FP8_MATMUL = "fp8_matmul"  # one, in fp8
-    GROUPED_FP8_MATMUL = "grouped_fp8_matmul"  # one for each expert, in fp8
+    GROUPED_MATMUL = "grouped_matmul"  # one matrix product per expert, in bf16
+    FP8_MATMUL = "fp8_matmul"  # one matrix product, in fp8
+    GROUPED_FP8_MATMUL = "grouped_fp8_matmul"  # one matrix product per expert, in fp8
     ATTENTION_FORWARD = "attention_forward"  # fused attention
-    ATTENTION_BACKWARD = "attention_backward"  # its backward, which reaches less
-    MEMORY = "memory"  # hardly computes: as fast as memory
+    ATTENTION_BACKWARD = "attention_backward"  # backward of fused attention, which reaches less
+    MEMORY = "memory"  # memory-bound kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One kernel, or several alike."""
+    """One kernel, or several of the same kind."""
 
     limit: Limit
-    """Its kind."""
+    """Kind of the kernels."""
     flop: float = 0.0
-    """Floating-point operations, of all its kernels together."""
+    """Floating-point operations of all kernels together."""
     moved_bytes: float = 0.0
-    """Read from and written to device memory, of all its kernels together."""
+    """Bytes that all kernels together read from and write to device memory."""
     strided_bytes: float = 0.0
-    """Of these, what element-wise kernels move that cannot read or write whole vectors, as on half of a tensor's columns."""
+    """Part of `moved_bytes` that element-wise kernels move without whole vectors, as on half of a tensor's columns."""
     kernels: int = 1
-    """How many are launched."""
+    """Number of launched kernels."""
     expert_rows: int | None = None
-    """Of each of several matrix products, where each expert has its own rows."""
+    """Rows of each expert's matrix product, or None for one product of all rows."""
     head_channels: int = FULL_HEAD_CHANNELS
-    """Of a head of attention."""
+    """Channels of an attention head."""
 
 
 class Pattern(enum.Enum):
-    """Ranks that exchange."""
+    """Pattern of an exchange between ranks."""
 
-    RING = "ring"  # each to its neighbour: the slowest hop counts
-    ALL_TO_ALL = "all_to_all"  # each to all others, as much to each
-    NODES = "nodes"  # the same, but what goes to several ranks of a node crosses the network once
+    RING = "ring"  # each rank sends to its neighbour: the slowest hop counts
+    ALL_TO_ALL = "all_to_all"  # each rank sends equal amounts to all others
+    NODES = "nodes"  # all-to-all in which data for several ranks of a node crosses the network once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,22 +74,22 @@ class Traffic:
     """Bytes that a rank sends to others of its group."""
 
     pattern: Pattern
-    """Ranks that exchange."""
+    """Pattern of the exchange."""
     sent_bytes: float
-    """By this rank, to all others together."""
+    """Bytes that this rank sends to all others together."""
     ranks: int
-    """Of the group. An all-to-all is among neighbours of the node, as long as it has so many."""
+    """Ranks of the group. An all-to-all runs among neighbours of a node, if the node has that many."""
     span: int
-    """Ranks from the first of the group to its last: the group is in one node where the node has so many."""
+    """Ranks from the first of the group to its last. The group is in one node if the node has that many."""
     calls: int = 1
-    """Collectives."""
+    """Number of collectives."""
     copies: int = 1
-    """Of each token in `sent_bytes`: the experts that it goes to."""
+    """Copies of each token in `sent_bytes`: one per expert that it is sent to."""
     limited_groups: tuple[int, int] | None = None
-    """Of how many groups of experts they come, and how many there are. None without limit."""
+    """Number of expert groups that a token may be sent to, and number of all groups. None without limit."""
 
     def count_nodes(self, nodes: int) -> float:
-        """Return to how many of `nodes` nodes a token goes on average, its own among them, where experts are drawn alike."""
+        """Return how many of `nodes` nodes a token reaches on average, its own included, if experts are drawn uniformly."""
         most = float(nodes)
         if self.limited_groups is not None:
             chosen, groups = self.limited_groups
@@ -102,13 +102,13 @@ class PassWork:
     """Operations of a segment in one direction."""
 
     works: tuple[Work, ...]
-    """Kernels, one after the other."""
+    """Kernels, in order."""
     traffic: tuple[Traffic, ...] = ()
     """Exchanges before the kernels."""
     beside: tuple[Traffic, ...] = ()
-    """Exchanges beside the kernels."""
+    """Exchanges that run beside the kernels."""
     host_launches: int = 0
-    """Launches that the host could make in the time of what else it does."""
+    """Other host work, as the number of launches that take as long."""
 
     @property
     def kernels(self) -> int:
@@ -122,27 +122,27 @@ class SegmentWork:
     """Operations of a segment in forward and backward."""
 
     name: str
-    """As in `Segment`."""
+    """Name of the segment, as in `Segment`."""
     forward: PassWork
-    """Through the layer."""
+    """Operations of forward."""
     backward: PassWork
-    """Back, with nothing run again."""
+    """Operations of backward, without recompute."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a layer is run, beside its shape. The defaults are those of Megatron's training script."""
+    """Execution options of a layer, beside its shape. Defaults are those of Megatron's training script."""
 
     context_parallel_size: int = 1
-    """Ranks that share a sequence, of which the shape has one rank's part."""
+    """Ranks that share a sequence. The shape has one rank's part."""
     window_tokens: int | None = None
-    """Tokens that a query looks back at, with `--window-size`; None for all."""
+    """Tokens before a query that it attends to, with `--window-size`. None for all."""
     has_expert_overlap: bool = False
-    """With `--overlap-moe-expert-parallel-comm`: tokens of one microbatch are on their way while another computes."""
+    """Whether tokens of one microbatch are exchanged while another computes: `--overlap-moe-expert-parallel-comm`."""
     has_fused_dropout_add: bool = True
-    """One kernel adds the residual; two with `--no-bias-dropout-fusion`."""
+    """Whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`."""
     has_fused_gradient_accumulation: bool = True
-    """Matrix products add gradients of weights to their sum. With `--no-gradient-accumulation-fusion` another kernel does."""
+    """Whether matrix products accumulate weight gradients; a separate kernel does with `--no-gradient-accumulation-fusion`."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 1.
@@ -160,18 +160,18 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear layer, or one for each of several experts, as a rank has it."""
+    """A linear layer of one rank, or one per expert of the rank."""
 
     rows: int
-    """That it is applied to, of all experts together."""
+    """Input rows, of all experts together."""
     inputs: int
-    """Channels of a row."""
+    """Channels of an input row."""
     outputs: int
-    """Channels of a row behind it."""
+    """Channels of an output row."""
     experts: int = 0
-    """How many there are, of which each has its own rows; 0 for a linear layer that has all rows."""
+    """Number of experts, each with its own rows; 0 for a single linear layer with all rows."""
     quantizing_kernels: int = 0
-    """Kernels that make fp8 of an input, of each expert where there are several; 0 where it works in bf16."""
+    """Kernels that quantize an input to fp8, per expert if there are several; 0 in bf16."""
 
     @property
     def weights(self) -> int:
@@ -179,12 +179,12 @@ class Linear:
         return self.inputs * self.outputs * max(self.experts, 1)
 
     def list_forward(self) -> tuple[Work, ...]:
-        """Return the matrix product of forward, 2mnk operations, and what it takes to have its input in fp8."""
+        """Return the matrix product of forward, 2mnk operations, and the quantization of its input to fp8."""
         moved_bytes = self._item_bytes * (self.rows * self.inputs + self.weights) + BF16 * self.rows * self.outputs
         return (*self._list_quantizing(self.inputs), self._make_product(moved_bytes))
 
     def list_backward(self, execution: Execution) -> tuple[Work, ...]:
-        """Return the two of backward, for the gradients of input and weights, each of as many operations."""
+        """Return both matrix products of backward, for the gradients of input and weights: 2mnk operations each."""
         is_fused = execution.has_fused_gradient_accumulation
         gradient_bytes = self.weights * (_MAIN_GRADIENT_BYTES if is_fused else BF16)
         works = (
@@ -197,7 +197,7 @@ class Linear:
         return (*works, make_moves(self.weights * _LATE_GRADIENT_BYTES, kernels=max(self.experts, 1)))
 
     def count_gradient_bytes(self, execution: Execution) -> int:
-        """Return the bytes of a gradient of the weights that waits to be added: none where the matrix product adds it."""
+        """Return the bytes of a weight gradient that waits to be accumulated: 0 if the matrix product adds it."""
         return 0 if execution.has_fused_gradient_accumulation else BF16 * self.weights
 
     @property
@@ -224,5 +224,5 @@ class Linear:
 
 
 def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
-    """Return kernels that move bytes and hardly compute."""
+    """Return memory-bound kernels."""
     return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)
