@@ -1,7 +1,7 @@
-"""Facts of the training that a plan is made for: one that differs in any of them is refused.
+"""Facts of the training that a plan is made for. A training that differs in any of them is refused.
 
-Whether parameters are bf16 or fp16 is none of them, nor the format of FP8: activations are as large, and as fast. Nor is
-what gradients and the optimizer take, of which Megatron's model config does not know.
+bf16 or fp16 parameters are not a fact, and neither is the format of FP8: activations have the same size and speed. Memory of
+gradients and the optimizer is not either, because Megatron's model config does not have it.
 """
 
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, NO_FP8, PARAMETER_BYTES, TOKENS
@@ -10,13 +10,13 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
-    """Return what a plan holds for, by the names of Megatron's config: see `OffloadPlan.made_for`.
+    """Return the facts that a plan is valid for, by the names of Megatron's config: see `OffloadPlan.made_for`.
 
-    What a model does not have is left out: what its config says of that changes nothing.
+    Config fields of parts that the model lacks have no effect, and are left out.
 
     Args:
-        model: What was planned.
-        parallelism: Its ranks.
+        model: The planned model.
+        parallelism: Ranks of the model.
     """
     sizes = parallelism
     facts: dict[str, int | str] = {

@@ -1,4 +1,4 @@
-"""Measured peak and time of a few steps under a plan, by which two plans are compared."""
+"""Measured peak and time of a few steps under a plan, to compare two plans."""
 
 import dataclasses
 import math
@@ -11,16 +11,16 @@ class Tried:
     """Measured peak and time of a few steps under a plan."""
 
     peak_bytes: int
-    """Peak device bytes of any rank; 0 where nothing counts them."""
+    """Peak device bytes of any rank; 0 if they are not counted."""
     step_s: float
-    """Median seconds of a step; infinite where the steps did not end."""
+    """Median seconds of a step; infinite if the steps did not finish."""
 
     def score(self, budget_bytes: int) -> tuple[int, float]:
         """Return bytes above the budget, then seconds: a better plan has less."""
         return (max(self.peak_bytes - budget_bytes, 0), self.step_s)
 
     def describe(self) -> str:
-        """Return both, for a log."""
+        """Return time and peak for a log."""
         peak = f" at {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""
         return f"{format_ms(self.step_s)}{peak}" if self.step_s < math.inf else f"more than {format_bytes(self.peak_bytes)}"
 

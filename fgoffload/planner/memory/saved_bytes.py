@@ -1,19 +1,19 @@
-"""The bytes that each tag saves for backward, in one layer and microbatch on one rank.
+"""Bytes that each tag saves for backward, in one layer and microbatch on one rank.
 
-With Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing, nor do biases
-of linear layers: what is kept of the experts' has no tag. Letters as in docs/reference/saved_bytes.md: s sequence, b
-microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E experts, e
-expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism: so is what has h channels then.
+They hold for Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing. Biases
+of linears do not either: tensors saved for the experts' biases have no tag. Letters as in docs/reference/saved_bytes.md: s
+sequence, b microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E
+experts, e expert tensor parallel size. `shape.tokens` is sb/t. Without sequence parallelism, it and rows of h channels are sb.
 
-Tags are not additive: two may save the same storage, which leaves once. So a layer is a list of tensors, each with the tags
-that save it, and what several tags save together is counted over the tensors:
+Tags are not additive: two may save the same storage, which is offloaded once. So a layer is a list of tensors, each with the
+tags that save it, and bytes of several tags are summed over these tensors:
 
     count_bytes(shape, ("core_attn", "attn_proj")) == count_bytes(shape, ("core_attn",))
 
-What no tag saves, and stays on the device whatever a plan says, is in `untagged_bytes.list_untagged_tensors`.
+`untagged_bytes.list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
-`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md says what is from the code of both and not measured.
+`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists numbers from the code of both, not measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,25 +30,25 @@ _INT64 = 8
 """Bytes of an element."""
 
 _RANDOM_STATE_BYTES = 2 * _INT64
-"""Seed and offset of the attention's dropout, saved whether or not there is any. Source: measured."""
+"""Seed and offset of the attention's dropout, which are saved without dropout too. Source: measured."""
 
 
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return what a layer saves, in the order of forward.
+    """Return the saved tensors of a layer, in forward order.
 
-    The tag `layer_input` is for a layer that is recomputed as a whole, where it saves what it has here and no other tag saves
-    anything. What no tag saves in any case is in `untagged_bytes.list_untagged_tensors`.
+    The tag `layer_input` is for a layer that is recomputed as a whole. It then saves the tensors listed here, and no other tag
+    saves anything. `untagged_bytes.list_untagged_tensors` has the tensors that no tag ever saves.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
 
 
 def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
-    """Return the bytes that each tag of the layer saves, each counted alone, in the order of forward.
+    """Return the bytes that each tag of the layer saves, each counted alone, in forward order.
 
     Returns:
-        By tag, for those that save anything in such a layer. A step's `d2h_bytes` and `shared_bytes` of the tag, over its
-        groups, come to this.
+        Bytes by tag, for tags that save anything in such a layer. They equal a step's `d2h_bytes` plus `shared_bytes` of the
+        tag, divided by its number of groups.
     """
     tensors = list_saved_tensors(shape)
     found = {tag for tensor in tensors for tag in tensor.tags}
@@ -56,7 +56,7 @@ def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
 
 
 def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
-    """Return the bytes that `tags` save together: what several of them save counts once.
+    """Return the bytes that `tags` save together. Tensors that several of them save count once.
 
     Raises:
         ConfigError: A tag is not known.
@@ -66,7 +66,7 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
 
 
 def count_norm_statistics(shape: LayerShape) -> int:
-    """Return what a norm saves beside its input, 4sb/t: one over the deviation of each token, in fp32; LayerNorm its mean."""
+    """Return the bytes of a norm's statistics, 4sb/t: inverse deviation of each token, in fp32; LayerNorm saves means too."""
     return _count_statistics(shape, shape.tokens)
 
 
@@ -75,18 +75,18 @@ def _count_statistics(shape: LayerShape, rows: int) -> int:
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
-    """Return the rows of all experts of a rank, and of each one; in fp8 those of each are padded."""
+    """Return the rows of all experts of a rank, and of each expert. In fp8 the rows of each are padded."""
     rows = experts.count_rows(shape.tokens)
     each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
-    # The layer input 2sbh/t is saved by the norm before attention, and that is a part of the linear where it is fused.
+    # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, it is a part of the linear.
     norm = "qkv_linear" if _has_fused_attention_norm(shape) else "attn_norm"
     yield SavedTensor(name="layer input", tags=("layer_input", norm), size_bytes=_BF16 * shape.tokens * shape.hidden_size)
     if shape.rotary_channels and shape.latent is None:
-        # Given to each layer whole, [s, 1, 1, rotary_channels] in fp32, so that a checkpoint of the layer keeps it.
+        # Each layer gets the whole tensor, [s, 1, 1, rotary_channels] in fp32, so a checkpoint of the layer saves it.
         size_bytes = _FP32 * shape.seq_length * shape.rotary_channels
         yield SavedTensor(
             name="rotary embedding",
@@ -98,7 +98,7 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Yield what the norm before attention and the projections to query, key and value save."""
+    """Yield the saved tensors of the norm before attention and of the projections to query, key and value."""
     norm = "qkv_linear" if _has_fused_attention_norm(shape) else "attn_norm"
     yield SavedTensor(
         name="statistics of the norm before attention",
@@ -106,8 +106,8 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
         size_bytes=count_norm_statistics(shape),
         element_bytes=_FP32,
     )
-    # The norm's output 2sbh/t, which all linears behind it save as one, or in fp8 each for itself. A norm within the query's
-    # linear saves it in bf16.
+    # The norm's output, 2sbh/t. All linears after the norm save it once, or in fp8 one copy each. A norm fused into the
+    # query's linear saves it in bf16.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     if shape.latent is not None and shape.fp8_recipe is not None:
         size_bytes += _BF16 * shape.tokens * shape.hidden_size if shape.latent.has_whole_query_norm else size_bytes
@@ -125,7 +125,7 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
     for name, heads in (("query", shape.num_attention_heads), ("key", shape.num_query_groups)):
-        # 2sbn dqk/t and 2sbg dqk/t: the norms' inputs, copies of parts of what the linear returned.
+        # 2sbn dqk/t and 2sbg dqk/t: inputs of the norms, which are copies of parts of the linear's output.
         size_bytes = _BF16 * shape.shared_tokens * heads * shape.qk_channels
         yield SavedTensor(name=f"{name} before its norm", tags=("qkv_linear",), size_bytes=size_bytes)
         # Statistics of each head: 4sbn/t and 4sbg/t.
@@ -139,19 +139,19 @@ def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor
     tags, recipe = ("qkv_linear",), None if latent.has_qk_norm else shape.fp8_recipe
     for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
         if rank is not None:
-            # 2sb rank/t: the input of the linear that widens it, or of the norm that is fused into that linear.
+            # 2sb rank/t: input of the up-projection, or of the norm that is fused into it.
             size_bytes, element_bytes = (
                 count_input_bytes(recipe, rows=shape.tokens, channels=rank),
                 get_input_element_bytes(recipe),
             )
             yield SavedTensor(name=f"compressed {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
         if latent.has_qk_norm:
-            # The fused norm's output, which is the linear's input, and its statistics.
+            # Output of the fused norm, which is the linear's input, and statistics of the norm.
             size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=rank or shape.hidden_size)
             size_bytes, element_bytes = size_bytes + count_norm_statistics(shape), get_input_element_bytes(shape.fp8_recipe)
             yield SavedTensor(name=f"normed input of the {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
-    # Cosine and sine [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
-    # attention has the whole sequence, so t divides nothing.
+    # Cosine and sine, [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
+    # attention has the whole sequence, so no size is divided by t.
     size_bytes = 4 * _BF16 * shape.seq_length * latent.qk_pos_emb_head_dim
     yield SavedTensor(name="rotary tables", tags=("qkv_linear",), size_bytes=size_bytes)
 
@@ -162,7 +162,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     key_value = shape.num_query_groups * (shape.qk_channels + shape.v_channels)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
     yield SavedTensor(name="query, key and value", tags=tags, size_bytes=_BF16 * shape.shared_tokens * (query + key_value))
-    # 2sbn dv/t: the projection behind attention saves it as its input, in fp8 too, but for what delayed scaling cannot do.
+    # 2sbn dv/t: the projection after attention saves it as its input. In fp8 it does too, except under delayed scaling.
     size_bytes = _BF16 * shape.shared_tokens * shape.num_attention_heads * shape.v_channels
     is_shared = shape.fp8_recipe != "delayed"
     yield SavedTensor(name="attention output", tags=("core_attn", "attn_proj") if is_shared else tags, size_bytes=size_bytes)
@@ -174,15 +174,15 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
             size_bytes=size_bytes,
             element_bytes=get_input_element_bytes(shape.fp8_recipe),
         )
-    # 4sbn/t: the log of the sum of exponentials of each row, [b, n / t, s, 1] in fp32.
+    # 4sbn/t: log-sum-exp of each row, [b, n / t, s, 1] in fp32.
     size_bytes = _FP32 * shape.shared_tokens * shape.num_attention_heads
     yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
     yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES, element_bytes=_INT64)
     if shape.has_attention_sinks:
-        # 4n/t: a parameter in bf16, which attention is given as fp32, [1, n / t, 1, 1], and keeps.
+        # 4n/t: a bf16 parameter. Attention gets and saves it in fp32, [1, n / t, 1, 1].
         size_bytes = _FP32 * shape.num_attention_heads // shape.tensor_parallel_size
         yield SavedTensor(name="attention sinks", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
-    # Where each sequence begins and the last one ends, [b + 1]: of query and key the same, and kept from layer to layer.
+    # Start of each sequence and end of the last one, [b + 1]: the same tensor for query and key, and for all layers.
     size_bytes = _INT32 * (shape.micro_batch_size + 1)
     yield SavedTensor(
         name="sequence lengths", tags=tags, size_bytes=size_bytes, is_same_in_all_layers=True, element_bytes=_INT32
@@ -201,7 +201,7 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
         element_bytes=get_input_element_bytes(shape.fp8_recipe),
     )
     rows, channels = shape.shared_tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
-    # 4sbf/t: gate and up, [s, b, 2f / t]; without a gate 2sbf/t.
+    # 4sbf/t: gate and up, [s, b, 2f / t]; 2sbf/t without a gate.
     size_bytes = _count_activation_input(shape, rows, channels)
     yield SavedTensor(name="first linear's output", tags=("mlp_act",), size_bytes=size_bytes)
     for name in _list_factors(shape):
@@ -229,7 +229,7 @@ def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     yield from _list_mlp_norm(shape, "mlp_norm")
     size_bytes = _BF16 * shape.tokens * shape.hidden_size
     shares = experts.shared_ffn_hidden_size and not _has_own_input(shape, experts)
-    # The norm's output 2sbh/t: the router saves it, and shared experts that neither gather nor quantize theirs do too.
+    # The norm's output, 2sbh/t. The router saves it; so do shared experts that neither gather nor quantize their input.
     tags = ("shared_expert", "router") if shares else ("router",)
     yield SavedTensor(name="output of the norm before the MLP", tags=tags, size_bytes=size_bytes)
     if experts.shared_ffn_hidden_size:
@@ -240,20 +240,20 @@ def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 
 
 def _has_own_input(shape: LayerShape, experts: ExpertsShape) -> bool:
-    """Return whether the shared experts save an input of their own, and not the router's."""
+    """Return whether the shared experts save a separate input instead of sharing the router's."""
     return _gathers(shape, experts) or shape.fp8_recipe == "delayed"
 
 
 def _gathers(shape: LayerShape, experts: ExpertsShape) -> bool:
-    # Under overlap the shared experts do what tensor parallelism needs themselves.
+    # Under overlap, the shared experts run the collectives of tensor parallelism themselves.
     return experts.has_shared_overlap and shape.tensor_parallel_size > 1
 
 
 def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     tags = ("shared_expert",)
     if _has_own_input(shape, experts):
-        # 2sbh where they gather: they keep the whole sequence. In fp8 they save what they were given, as the router does, but
-        # for delayed scaling, which cannot.
+        # 2sbh if they gather, because they save the whole sequence. In fp8 they save their input unquantized, as the router
+        # does, except under delayed scaling, which cannot.
         name, rows = "input of the shared experts in fp8", shape.tokens
         if _gathers(shape, experts):
             name, rows = "gathered input of the shared experts", shape.tokens * shape.tensor_parallel_size
@@ -264,7 +264,7 @@ def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[S
         shape.shared_tokens * shape.tensor_parallel_size,
         experts.shared_ffn_hidden_size // shape.tensor_parallel_size,
     )
-    # 4sbf/t gate and up, where nothing is fused 2sbf/t for each of the activation's factors, and 2sbf/t behind it.
+    # 4sbf/t of gate and up; 2sbf/t for each factor of an unfused activation; 2sbf/t of the activation's output.
     size_bytes = _count_activation_input(shape, rows, channels) + len(_list_factors(shape)) * _BF16 * rows * channels
     size_bytes += _count_row_parallel_input(shape, experts.shared_ffn_hidden_size)
     yield SavedTensor(name="inside of the shared experts", tags=tags, size_bytes=size_bytes)
@@ -272,10 +272,10 @@ def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[S
 
 def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> Iterator[SavedTensor]:
     tags, tokens, chosen = ("router",), shape.tokens, shape.tokens * experts.topk
-    # 8sbk/t: the numbers of the chosen experts in int64, saved by what chooses them and by what spreads their probabilities.
+    # 8sbk/t: indices of the chosen experts in int64, saved by the ops that choose them and scatter their probabilities.
     yield SavedTensor(name="chosen experts", tags=tags, size_bytes=_INT64 * chosen, element_bytes=_INT64)
     if shape.is_deterministic:
-        # 8sb/t: probabilities are then spread by index_put, whose row numbers are [sb / t, 1] in int64.
+        # 8sb/t: index_put then scatters the probabilities. Its row numbers are [sb / t, 1] in int64.
         yield SavedTensor(name="row numbers", tags=tags, size_bytes=_INT64 * tokens, element_bytes=_INT64)
     yield SavedTensor(name="scores", tags=tags, size_bytes=_count_score_bytes(tokens, experts, router), element_bytes=_FP32)
     if router.balancing != "none":
@@ -285,29 +285,29 @@ def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) 
 
 def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) -> int:
     if router.score_function == "softmax":
-        # 4sbk/t: softmax keeps what it returns, in fp32 whatever the router's type. 4sbE/t where it comes before the choice.
+        # 4sbk/t: softmax saves its output, in fp32 for any router dtype. 4sbE/t if softmax precedes the choice.
         return _FP32 * tokens * (experts.num_experts if router.has_pre_softmax else experts.topk)
-    # 4sbE/t: so does sigmoid, of all experts. Then the chosen scores, and their sum, by which they are divided.
+    # 4sbE/t: sigmoid saves its output of all experts. The chosen scores and their sum, which divides them, are saved too.
     chosen = experts.topk + 1 if experts.topk > 1 else 0
     return _FP32 * tokens * (experts.num_experts + chosen)
 
 
 def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> int:
-    # Tokens of each expert in int64, in each sequence or in the microbatch.
+    # Token counts of each expert in int64, per sequence or per microbatch.
     counts = experts.num_experts * (shape.micro_batch_size if router.balancing == "seq_aux_loss" else 1)
     size_bytes = _INT64 * counts
     if router.score_function == "softmax":
-        # 4sbE/t: softmax over all experts, and the loss, one number.
+        # 4sbE/t: softmax over all experts. The loss is one number.
         return size_bytes + _FP32 * shape.tokens * experts.num_experts + _FP32
-    # Sigmoid of all experts, their sum, by which they are divided, and the loss.
+    # Sigmoid of all experts, their sum, which divides them, and the loss.
     return size_bytes + _FP32 * (shape.tokens * (experts.num_experts + 1) + 1)
 
 
 def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield what the experts save of their rows, sbke/t of them where routing is balanced over ranks."""
+    """Yield the saved tensors of the experts, with sbke/t rows if routing is balanced over ranks."""
     rows, each = count_expert_rows(shape, experts)
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
-    # 2sbkhe/t: the ranks that share an expert have each other's rows.
+    # 2sbkhe/t: each rank that shares an expert has all of its rows.
     size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=shape.hidden_size)
     yield SavedTensor(
         name="permuted tokens",
@@ -322,8 +322,8 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         # 2sbkf/t.
         yield SavedTensor(name=name, tags=("moe_act",), size_bytes=_BF16 * rows * channels)
     if not (shape.is_gated and shape.has_fused_activation):
-        # 2sbkf/t: the product with the probabilities is then an operator of its own, which keeps what it multiplies. It is in
-        # bf16 where they are in fp32 too: autograd keeps what it was given, and the copies between types keep nothing.
+        # 2sbkf/t: a separate op then multiplies with the probabilities, and saves its input. That is in bf16 even if the
+        # probabilities are in fp32: autograd saves the original tensor, and copies between types save nothing.
         yield SavedTensor(name="output of the bare activation", tags=("moe_act",), size_bytes=_BF16 * rows * channels)
     # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
     yield SavedTensor(
@@ -345,7 +345,7 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 def _count_expert_input(shape: LayerShape, experts: ExpertsShape, *, rows: int, each: int, channels: int) -> int:
     if shape.fp8_recipe is None:
         return count_input_bytes(None, rows=rows, channels=channels)
-    # Each expert has scales of its own.
+    # Each expert has its own scales.
     return experts.local_experts * count_input_bytes(shape.fp8_recipe, rows=each, channels=channels)
 
 
@@ -353,30 +353,30 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     tags, permuted = ("moe_combine",), shape.tokens * experts.topk
     if experts.has_fused_permutation:
         if experts.local_experts > 1:
-            # 4sbke/t: the order of the tokens of several experts on one rank, in int32.
+            # 4sbke/t: order of the tokens if a rank has several experts, in int32.
             size_bytes = _INT32 * experts.count_rows(shape.tokens)
             yield SavedTensor(name="order by expert", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
-        # 4sb(2E + 1)/t: where each token went, the experts that it has, and how many, in int32.
+        # 4sb(2E + 1)/t: destinations of each token, its experts, and their number, in int32.
         size_bytes = _INT32 * shape.tokens * (2 * experts.num_experts + 1)
         yield SavedTensor(name="row map", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
         return
-    # 8sbk/t: the place of each permuted token, in int64; what spreads it over channels reads the same storage.
+    # 8sbk/t: index of each permuted token, in int64. Its expansion over channels is a view of the same storage.
     yield SavedTensor(name="places of the permuted tokens", tags=tags, size_bytes=_INT64 * permuted, element_bytes=_INT64)
     if shape.is_deterministic:
-        # 2sbkh/t: index_add, which is used then, keeps what it adds.
+        # 2sbkh/t: index_add is used then, and saves its source.
         yield SavedTensor(name="experts' output", tags=tags, size_bytes=_BF16 * permuted * shape.hidden_size)
 
 
 def _has_fused_attention_norm(shape: LayerShape) -> bool:
-    # Latent attention has two linears behind the norm, so it is a module of its own.
+    # Latent attention has two linears after the norm, so the norm is a separate module.
     return shape.has_fused_norms and shape.latent is None
 
 
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
-    """Return what an activation saves of the first linear's output, `[rows, 2 channels]`, or without a gate half as wide.
+    """Return the bytes that an activation saves of the first linear's output: `[rows, 2 channels]`, or half without a gate.
 
-    Where nothing is fused it saves the gate alone. That is a view, of more than a byte in two of the segment from its first row
-    to its last, so that the whole segment stays and leaves: all but the up-projection of the last row, 2f/t.
+    An unfused activation saves only the gate. The gate is a view of more than half of the bytes from its first row to its last,
+    so this whole range is kept or offloaded: everything except the up-projection of the last row, 2f/t.
     """
     if not shape.is_gated:
         return _BF16 * rows * channels
@@ -384,9 +384,9 @@ def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
 
 
 def _list_factors(shape: LayerShape) -> tuple[str, ...]:
-    """Return what the product of a gated activation saves where that is an operator of its own, each `[rows, channels]`.
+    """Return the tensors that an unfused gated activation saves for its product, each `[rows, channels]`.
 
-    The up-projection is a tensor of its own there, since Megatron adds `glu_linear_offset` to it, which is 0.
+    The up-projection is a separate tensor there, because Megatron adds `glu_linear_offset` to it, which is 0.
 
     Source: `MLP.forward` of megatron/core/transformer/mlp.py and `TEGroupedMLP.forward` of transformer/moe/experts.py,
     megatron-core 0.16.1. `tests/unit/megatron/test_saved_bytes.py` runs both on the CPU.
@@ -395,6 +395,6 @@ def _list_factors(shape: LayerShape) -> tuple[str, ...]:
 
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
-    """Return what a linear saves of an input that ranks share by channels: 2sb channels/t in bf16."""
+    """Return the bytes that a row-parallel linear saves of its input: 2sb channels/t in bf16."""
     rows = shape.shared_tokens * shape.tensor_parallel_size
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)

@@ -1,7 +1,7 @@
 """Operations of the attention half of a layer, from its norm to the residual add after the projection.
 
-The segments are `attn_norm`, where the norm is a module, `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
-`qkv_down` ahead of `qkv_linear`: what widens the compressed tensors can run again without what compresses them.
+The segments are `attn_norm` (if the norm is a module), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
+`qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
 """
 
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
@@ -21,7 +21,7 @@ from fgoffload.planner.operations.ops import (
 
 
 def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    """Return what each segment of the attention half does, in the order of forward."""
+    """Return the operations of each segment of the attention half, in forward order."""
     norm = make_norm_work("attn_norm", shape)
     projections = (
         _list_projection_work(shape, execution) if shape.latent is None else _list_latent_work(shape, shape.latent, execution)
@@ -34,20 +34,20 @@ def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[Segmen
 
 
 def has_fused_attention_norm(shape: LayerShape) -> bool:
-    """Return whether the norm before attention is a part of the linear behind it: latent attention has two linears there."""
+    """Return whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
     return shape.has_fused_norms and shape.latent is None
 
 
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
-    """Return what a norm does, and in backward the sum of its gradient and the residual's."""
+    """Return the operations of a norm. Backward adds the gradient of the norm to that of the residual."""
     hidden = LayerSizes(shape).hidden
-    # Forward reads and writes. Backward reads input and gradient and writes one; then it adds the residual's: two and one.
+    # Forward reads one tensor and writes one. Backward reads input and gradient, and writes one; the sum reads two, writes one.
     backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
     return SegmentWork(name=name, forward=PassWork(works=(make_moves(2 * hidden),)), backward=PassWork(works=backward))
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
-    """Return the segment of a linear that has the norm before it."""
+    """Return the segment of a linear with the norm before it fused in."""
     return SegmentWork(
         name=linear.name,
         forward=PassWork(
@@ -64,43 +64,43 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
 
 
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return dropout and residual add, forward and backward."""
+    """Return the operations of dropout and residual add, forward and backward."""
     hidden = LayerSizes(shape).hidden
-    # Fused: two are read and one is written. Else dropout reads and writes before that.
+    # Fused, two tensors are read and one is written. Else dropout reads one and writes one before that.
     forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
     return (forward,), (make_moves(2 * hidden),)
 
 
 def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
-    """Return what ranks exchange for linears that share their outputs: in forward, and beside the products of backward.
+    """Return the traffic of column-parallel linears: before forward, and beside the matrix products of backward.
 
-    With sequence parallelism the input is gathered, in backward once more, and its gradient is scattered. Without it all ranks
-    have the input, and sum its gradient.
+    With sequence parallelism the input is gathered, again in backward, and its gradient is reduce-scattered. Without it all
+    ranks have the input, and all-reduce its gradient.
 
     Args:
-        shape: Of the layer.
-        channels: Of a token of the input.
+        shape: Shape of the layer.
+        channels: Channels per token of the input.
     """
     ring = _list_ring_pass(shape, channels)
     return ring if shape.has_sequence_parallel else (), 2 * ring
 
 
 def list_output_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
-    """Return what ranks exchange for linears that share their inputs: in forward, and in backward.
+    """Return the traffic of row-parallel linears, in forward and in backward.
 
-    With sequence parallelism the output is summed and scattered, and its gradient is gathered. Without it the output is summed,
-    and all ranks have its gradient.
+    With sequence parallelism the output is reduce-scattered, and its gradient is gathered. Without it the output is
+    all-reduced, and all ranks have its gradient.
 
     Args:
-        shape: Of the layer.
-        channels: Of a token of the output.
+        shape: Shape of the layer.
+        channels: Channels per token of the output.
     """
     ring = _list_ring_pass(shape, channels)
     return (ring, ring) if shape.has_sequence_parallel else (2 * ring, ())
 
 
 def _list_ring_pass(shape: LayerShape, channels: int) -> tuple[Traffic, ...]:
-    """Return an all-gather or a reduce-scatter; an all-reduce is both, one behind the other. None with one rank."""
+    """Return an all-gather or a reduce-scatter. An all-reduce is one of each. Empty with one rank."""
     ranks = shape.tensor_parallel_size
     if ranks == 1:
         return ()
@@ -122,7 +122,7 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
         SegmentWork(
             name="qkv_linear",
             forward=PassWork(works=(*linear.list_forward(), *norms, *rope), traffic=gather),
-            # The gradients of query, key and value are put side by side.
+            # Backward concatenates the gradients of query, key and value.
             backward=PassWork(
                 works=(
                     *rope,
@@ -165,7 +165,7 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     norms: tuple[Work, ...] = ()
     if latent.has_qk_norm:
         norms = (make_moves(2 * count_normed_bytes(shape, latent), kernels=2),)
-    # Rotary embeddings write query and key whole, and the value is made contiguous.
+    # Rotary embeddings write all of query and key, and the value is made contiguous.
     rope = (*_list_rope(shape, sizes.query + sizes.key), make_moves(2 * sizes.value))
     return SegmentWork(
         name="qkv_linear",
@@ -182,15 +182,15 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
 def _list_rope(shape: LayerShape, turned_bytes: int) -> tuple[Work, ...]:
     if shape.has_fused_rotary:
         return (make_moves(2 * turned_bytes, kernels=2),)
-    # Times the cosine, negated and put together the other way round, times the sine, and added: 2 + 2 + 2 + 3 times.
+    # Product with the cosine, rotation of the halves, product with the sine, and sum: 2 + 2 + 2 + 3 times the bytes.
     return (make_moves(9 * turned_bytes, kernels=10),)
 
 
 def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     sizes = LayerSizes(shape)
     heads = shape.num_attention_heads // shape.tensor_parallel_size
-    # 2 operations for each pair of query and key, head and channel: forward has a product over dqk and one over dv, backward
-    # three and two, one of them forward's again.
+    # 2 operations per pair of query and key, head and channel. Forward has one product over dqk and one over dv. Backward has
+    # three and two; one of them recomputes forward's.
     flop = 2 * _count_pairs(shape, execution) * shape.micro_batch_size * heads
     saved = sizes.query_key_value + sizes.attention_output
     forward = Work(
@@ -207,7 +207,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
         head_channels=shape.v_channels,
     )
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
-    # In backward the gradients of keys and values go round too.
+    # In backward, the gradients of keys and values travel around the ring too.
     return SegmentWork(
         name="core_attn",
         forward=PassWork(works=(forward,), beside=ring),
@@ -216,7 +216,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:
-    """Return the pairs of query and key of one sequence on one rank: of s tokens s²/2, or sw - w²/2 in a window of w."""
+    """Return the pairs of query and key of a sequence on one rank: s²/2 for s tokens, or sw - w²/2 in a window of w."""
     ranks = execution.context_parallel_size
     tokens = shape.seq_length * ranks
     window = tokens if execution.window_tokens is None else min(execution.window_tokens, tokens)

@@ -1,6 +1,6 @@
 """Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
 
-The segments of a dense MLP are `mlp_norm`, where the norm is a module, `mlp_fc1`, `mlp_act` and `mlp_fc2`; those of a mixture
+The segments of a dense MLP are `mlp_norm` (if the norm is a module), `mlp_fc1`, `mlp_act` and `mlp_fc2`. Those of a mixture are
 `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
 """
 
@@ -26,49 +26,49 @@ from fgoffload.planner.operations.ops import (
 )
 
 _ROUTER_TABLES = 6
-"""Tensors of [tokens, experts] in fp32 that the router reads or writes one way: logits, scores, choice, map, probabilities.
-Counted in the code of Megatron-Core 0.16.1, and not measured."""
+"""Tensors of [tokens, experts] in fp32 that the router reads or writes in one direction: logits, scores, choice, map,
+probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3
-"""Kernels one way. Counted in the code of Megatron-Core 0.16.1, and not measured."""
+"""Kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _DISPATCHER_LAUNCHES = 80
-"""Launches that the host makes in the time of Megatron's Python around router, dispatcher and grouped linears, one way.
+"""Host time of Megatron's Python around router, dispatcher and grouped linears, in one direction, as a number of launches.
 
 Source: forward and backward of a layer with 16 experts take the host about 9 ms, on an H200 (`HOST_LAYER_S`) and on B200
-(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02), of which its kernels are half."""
+(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Half of that is for kernel launches."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
-"""Of each number behind the experts, forward and backward, where their second linears have biases: a product with the
-probabilities in fp32, a sum, a concatenation and a copy to bf16, each an operator of its own.
+"""Bytes per output element of the experts, forward and backward, if their second linears have biases: a product with the
+probabilities in fp32, a sum, a concatenation and a copy to bf16, each a separate op.
 
 Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
 _OUTPUT_BIAS_KERNELS = (2, 5)
-"""Of each expert, one way and back."""
+"""Kernels of each expert, forward and backward."""
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Of a gated activation whose operators are not fused: what forward moves, in tensors as large as what it returns, what of that
-is strided, its kernels, and the same of backward. Forward: the activation reads and writes one, so does the sum of the
-up-projection and its offset, and the product reads two. Backward: each gradient of the product reads two and writes one, so
-does that of the activation, and both halves' gradients are read and written side by side. What reads half of the columns is
+"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of those are strided,
+number of kernels, and the same three for backward. Forward: the activation reads one tensor and writes one, so does the sum of
+up-projection and offset, and the product reads two and writes one. Backward: each gradient of the product reads two and writes
+one, so does that of the activation, and the gradients of both halves are concatenated. Reads of half of the columns are
 strided.
 
-Source: the code of Megatron-Core 0.16.1 and of torch's autograd; the kernels of W2 in traces on H100 and H200 are these."""
+Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
-"""The same of the product with the probabilities, of which each is that of a row. Backward: one gradient is that of the rows;
-the other is a product of two tensors, which is written, read and summed up."""
+"""The same costs for the product with the probabilities, one per row. Backward: one gradient is that of the rows; the other is
+a product of two tensors, which is written, read and summed."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
-"""The same with probabilities in fp32: products are twice as large, and are copied to bf16; in backward the gradient is copied
-to fp32 first, and that of the rows back."""
+"""The same costs with probabilities in fp32: products are twice as large, and are copied to bf16. In backward the gradient is
+copied to fp32 first, and the gradient of the rows is copied back."""
 
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    """Return what each segment of the second half does, in the order of forward."""
+    """Return the operations of each segment of the second half, in forward order."""
     norm = make_norm_work("mlp_norm", shape)
     if shape.experts is not None:
         return (norm, *_list_mixture_work(shape, shape.experts, execution))
@@ -77,22 +77,22 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
-    """Return an activation, forward and backward.
+    """Return the operations of an activation, forward and backward.
 
     Args:
-        shape: Of the layer.
-        inner_bytes: Of what it returns.
-        probability_bytes: Of an element of the probabilities that it multiplies by; 0 without any.
+        shape: Shape of the layer.
+        inner_bytes: Bytes of the activation's output.
+        probability_bytes: Bytes per element of the probabilities that it multiplies by; 0 without probabilities.
     """
     if shape.is_gated and not shape.has_fused_activation:
         return _make_unfused_works(inner_bytes, probability_bytes)
-    # One kernel reads one part or two, each as large. Backward reads them and a gradient and writes as many.
+    # One kernel reads one or two tensors and writes one. Backward reads them and a gradient, and writes their gradients.
     gates = LayerSizes(shape).gates
     return make_moves((gates + 1) * inner_bytes), make_moves((2 * gates + 1) * inner_bytes)
 
 
 def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work, Work]:
-    """Return a gated activation of which each operator is a kernel of its own."""
+    """Return the operations of a gated activation with a separate kernel per op."""
     moves = [_UNFUSED_GATE]
     if probability_bytes:
         moves.append(_UNFUSED_FP32_PROBABILITIES if probability_bytes == FP32 else _UNFUSED_PROBABILITIES)
@@ -129,7 +129,7 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
 
 
 def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    # Megatron runs shared experts before the router, but for those that overlap: op_times takes off what that hides.
+    # Megatron runs shared experts before the router, unless they overlap. `op_times` subtracts the time that overlap hides.
     shared = (_make_shared_work(shape, experts, execution),) if experts.shared_ffn_hidden_size else ()
     return (
         *shared,
@@ -160,10 +160,10 @@ def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
     hidden = LayerSizes(shape).hidden
     flop = 2 * shape.tokens * shape.hidden_size * experts.num_experts
     tables = make_moves(_ROUTER_TABLES * FP32 * shape.tokens * experts.num_experts, kernels=_ROUTER_KERNELS)
-    # Where it works in fp32, a copy of its input is written and read.
+    # A router in fp32 writes and reads a copy of its input.
     input_bytes = hidden + (2 * (2 * hidden) if experts.router.dtype_bytes == FP32 else 0)
     product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
-    # Backward reads the input, writes its gradient, and adds that to the gradients of what else had the input.
+    # Backward reads the input, writes its gradient, and adds that to the gradients of the input's other users.
     backward = Work(limit=Limit.MATMUL, flop=2 * flop, moved_bytes=input_bytes + 4 * hidden, kernels=3)
     return SegmentWork(name="router", forward=PassWork(works=(product, tables)), backward=PassWork(works=(tables, backward)))
 
@@ -172,7 +172,7 @@ def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork
     sizes = LayerSizes(shape)
     moved, moved_back, kernels = _count_permutation(sizes, experts)
     sort = _list_sort(sizes, experts)
-    # The tokens, and their probabilities in a call of its own.
+    # One call for the tokens, and one for their probabilities.
     exchange = _list_exchange(sizes, experts, calls=2)
     forward = (*_list_count_exchange(experts), *exchange)
     return SegmentWork(
@@ -216,7 +216,7 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
 
 
 def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return what adds the biases of the experts' second linears, forward and backward."""
+    """Return the operations that add the biases of the experts' second linears, forward and backward."""
     if not shape.has_linear_bias:
         return (), ()
     moves = [
@@ -228,7 +228,7 @@ def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tu
 
 def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
     sizes = LayerSizes(shape)
-    # What dispatch does forward, combine does backward, and the other way round.
+    # Forward of combine is backward of dispatch, and vice versa.
     moved_back, moved, kernels = _count_permutation(sizes, experts)
     sort, exchange = _list_sort(sizes, experts), _list_exchange(sizes, experts)
     add, add_backward = make_residual_works(shape, execution)
@@ -241,19 +241,19 @@ def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
 
 
 def count_permutation_part(shape: LayerShape, experts: ExpertsShape) -> float:
-    """Return which part of the bytes that go through memory in `dispatch` the permutation has, without the sort by expert."""
+    """Return the share of the permutation, without the sort by expert, in the memory traffic of `dispatch`."""
     sizes = LayerSizes(shape)
     moved, _, _ = _count_permutation(sizes, experts)
     return moved / (moved + _count_sorted(sizes, experts))
 
 
 def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
-    """Return the bytes that go through memory to spread tokens and to add them up again, and the kernels of each."""
+    """Return the memory traffic in bytes of permuting tokens and of summing them again, and the kernels of each."""
     if experts.has_fused_permutation:
-        # Each token is read once and written for each of its experts, and the other way round.
+        # Each token is read once and written once per expert; the sum does the reverse.
         moved = sizes.hidden + sizes.permuted
         return moved, moved, _FUSED_PERMUTE_KERNELS
-    # Each is read for each of its experts; and they are added one by one to what is there, zeros at first.
+    # Each token is read once per expert. The sum adds the copies one by one to a tensor of zeros.
     return 2 * sizes.permuted, 3 * sizes.permuted + sizes.hidden, _PERMUTE_KERNELS
 
 
@@ -263,16 +263,16 @@ def _list_sort(sizes: LayerSizes, experts: ExpertsShape) -> tuple[Work, ...]:
 
 
 def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
-    # By expert, where a rank has several: read and written.
+    # If a rank has several experts, the sort by expert reads and writes all rows.
     return 2 * sizes.arrived if experts.local_experts > 1 else 0
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
-    """Return the all-to-all, of which the rank with the most rows has the most, and what ranks that share an expert gather."""
+    """Return the all-to-all, as large as on the rank with the most rows, and the gather of ranks that share an expert."""
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:
-        # As much to each rank, and one part stays.
+        # Each rank gets an equal part, and one part stays on this rank.
         sent_bytes = sizes.arrived / sharing * (ranks - 1) / ranks
         pattern = Pattern.ALL_TO_ALL if experts.dispatcher == "alltoall" else Pattern.NODES
         found.append(
@@ -294,5 +294,5 @@ def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) 
 
 def _list_count_exchange(experts: ExpertsShape) -> tuple[Traffic, ...]:
     ranks = experts.expert_parallel_size
-    # How many tokens each expert has on each rank: too few bytes to count.
+    # Exchange of the token counts of each expert: too few bytes to count.
     return () if ranks == 1 else (Traffic(pattern=Pattern.RING, sent_bytes=0.0, ranks=ranks, span=ranks),)
