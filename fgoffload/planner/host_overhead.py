@@ -3,10 +3,10 @@
 [Note: Cost of copies on a launch-bound host]
 Copies hardly slow a GPU, by 1% ([link_rates]). They do slow a CPU that already launches late: both use its memory, and each
 offloaded group is more work for it. On three machines with an H100 a look-up that misses caches took 1.16 to 1.29 times as
-long beside copies to the host, and 1.36 to 1.85 times as long beside copies both ways. Where each layer waits for the host, as
-token dispatchers do, this delay is on the critical path. It differs by machine, and only a step of the training shows it. So a
-profile has a few steps under plans, measured in turn with baseline steps, and one number is fitted to all of them: the
-part by which compute takes longer beside copies. It sets the time of each group too, `GROUP_S` of it.
+long beside copies to the host, and 1.36 to 1.85 times as long beside copies both ways. If each layer waits for the host, as
+in token dispatchers, this delay is on the critical path. It differs by machine, and only a step of the training shows it. So a
+profile has a few steps under plans, measured alternately with baseline steps, and one number is fitted to all of them:
+the fraction by which copies slow compute. It also sets the time of each group, by `GROUP_S`.
 
 Either alone fits all steps together as well, and is wrong about some. By bytes alone `expert_fc1`, with few large groups, was
 predicted 4% to 5% too slow in each of three runs, and by groups alone a plan with two groups of 640 MiB 3% too fast
@@ -31,11 +31,11 @@ GROUP_S = 3.7e-3
 Source: compared steps of four runs on H100s say 3.6 to 4.0 ms (docs/decisions.md)."""
 
 LAUNCH_BOUND_SLOWDOWN = 0.1
-"""Slowdown of compute beside copies, as a part, of a launch-bound host that nobody measured. Source: compared steps of four
+"""Assumed slowdown of compute beside copies, as a fraction, of an unmeasured launch-bound host. Source: compared steps of four
 runs of W2 on H100s say 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
-"""Largest slowdown of compute beside copies, as a part. Steps that took longer were late for other reasons."""
+"""Largest slowdown of compute beside copies, as a fraction. Steps that took longer were late for other reasons."""
 
 LEAST_EFFECT = 0.025
 """Smallest growth of a step from no slowdown to `MOST_SLOWDOWN`, as a part of the baseline, from which its slowdown is read.
@@ -57,7 +57,7 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
 
     Args:
         ranks: The pipeline, by number.
-        guess: The host. One that is not launch-bound is no slower beside copies than the device.
+        guess: The host. If it is not launch-bound, copies slow it no more than the device.
     """
     if guess is HostGuess.LATE:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
@@ -68,7 +68,7 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
-    """Return `ranks` with at least this slowdown of compute beside copies, as a part, and the time per group it goes with."""
+    """Return `ranks` with at least this slowdown of compute beside copies, as a fraction, and its time per group."""
     return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
 
 
@@ -80,19 +80,19 @@ def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
 
 
 def find_group_s(slowdown: float) -> float:
-    """Return the seconds of host delay per offloaded group that go with a slowdown beside copies, as a part."""
+    """Return the seconds of host delay per offloaded group for a slowdown beside copies, as a fraction."""
     return GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
-    """Return the slowdown of compute beside copies, as a part, with which `steps` are simulated to take what they took.
+    """Return the slowdown of compute beside copies, as a fraction, at which simulated `steps` take the measured time.
 
     Args:
         ranks: The pipeline as it was measured, by number.
         steps: Compared steps of it. Steps that move too little are left out.
 
     Returns:
-        From the slowdown of the link of `ranks`, which it is too if no step tells more, to `MOST_SLOWDOWN`.
+        At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`, which is the result if no step tells more.
 
     Raises:
         PlanError: The plan of a step does not suit a layer.
@@ -110,7 +110,7 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
 
 
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
-    """Return the slowdown of compute beside copies, as a part, where only steps under one plan were measured.
+    """Return the slowdown of compute beside copies, as a fraction, if only steps under one plan were measured.
 
     Other delays of the step count as slowdown too. `fit_slowdown` leaves them out, and needs baseline steps.
 
@@ -120,7 +120,7 @@ def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_
         step_s: Seconds of a step.
 
     Returns:
-        From the slowdown of the link of `ranks`, which it is too if `plan` moves too little, to `MOST_SLOWDOWN`.
+        At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`: the result if `plan` moves too little.
 
     Raises:
         PlanError: `plan` does not suit a layer.

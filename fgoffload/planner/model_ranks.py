@@ -59,7 +59,7 @@ class Assumptions:
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
     """Window and prefetch of the engine."""
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. Storages of which a group saves fewer stay on the device."""
+    """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution of layers. Context parallel size and attention window of each layer come from the model."""
     graphs: Graphs = NO_CAPTURE

@@ -47,13 +47,13 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Return the slowdown of compute beside copies, as a part, from a profile's compared steps; None without those.
+    """Return the slowdown of compute beside copies, as a fraction, from a profile's compared steps; None without any.
 
     Raises:
         ConfigError: The profile has the link alone.
         PlanError: The plan of a step does not suit the layers of the profile.
     """
-    # Measured with the default window and prefetch, whatever is planned with.
+    # Compared steps use the default window and prefetch, whatever settings the plan uses.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 
 

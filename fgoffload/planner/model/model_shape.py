@@ -184,7 +184,7 @@ class ModelShape:
         return "moe" if self.has_experts(number) else "dense"
 
     def has_experts(self, number: int) -> bool:
-        """Return whether layer `number` has experts. One of multi-token prediction has what the decoder's last has.
+        """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does.
 
         Raises:
             ConfigError: There is no such layer.
@@ -267,7 +267,7 @@ class ModelShape:
 
 
 def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
-    """Refuse a number of layers that is none, or of which no list can be made.
+    """Refuse an invalid number of layers, or one too large to make a list of.
 
     Raises:
         ConfigError: With the number and the limit.
@@ -276,10 +276,10 @@ def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Refuse heads that no fused kernel of attention takes: what attention saves without one is not known here.
+    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here.
 
     Raises:
-        ConfigError: With the channels, the limit and what is possible: other channels would be another model.
+        ConfigError: With the channels, the limit and the options: other channels would be another model.
     """
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
@@ -294,11 +294,11 @@ def check_head_channels(model: ModelShape) -> None:
 
 
 def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts, from what `--moe-layer-freq` says.
+    """Return for each layer whether it has experts, from the value of `--moe-layer-freq`.
 
     Args:
         pattern: N for experts in layers 0, N, 2N and so on, or 1 and 0 for each layer.
-        num_layers: Of the decoder.
+        num_layers: Decoder layers.
 
     Raises:
         ConfigError: The pattern is none, or not for so many layers.
@@ -310,11 +310,11 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
 
 
 def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has sliding-window attention, from what `--window-attn-skip-freq` says.
+    """Return for each layer whether it has sliding-window attention, from the value of `--window-attn-skip-freq`.
 
     Args:
         pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
-        num_layers: Of the decoder.
+        num_layers: Decoder layers.
 
     Raises:
         ConfigError: The pattern is none, or not for so many layers.

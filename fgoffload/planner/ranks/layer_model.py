@@ -63,7 +63,7 @@ class SavedTensor:
     element_bytes: int = 2
     """Bytes of an element, for the minimum size in elements: 2 in bf16."""
     stays: bool = False
-    """Whether it stays on the device whatever a plan says."""
+    """Whether the tensor stays on the GPU under any plan."""
 
     def is_below(self, numel: int) -> bool:
         """Return whether it has fewer than `numel` elements."""
@@ -79,16 +79,16 @@ class UnitModel:
     segments: tuple[str, ...]
     """Names of the recomputed segments, in forward order."""
     drops: tuple[str, ...]
-    """Names of the tensors that are not saved then. The recompute makes them again."""
+    """Names of tensors that are not saved if the unit is recomputed. The recompute makes them again."""
     held: tuple[str, ...] = ()
-    """Those of `drops` that the layer's forward references to its end anyway."""
+    """Tensors of `drops` that the layer's forward still references to its end anyway."""
     keeps: tuple[SavedTensor, ...] = ()
     """Inputs that the unit saves instead, to be recomputed from."""
     before: str
     """Segment before whose backward the unit is recomputed: where Megatron asks for the dropped tensors, which may be earlier
     than the first segment that needs them."""
     forward_part: float = 1.0
-    """Recomputed part of its segments' forward seconds: 1 for all of it."""
+    """Recomputed fraction of its segments' forward seconds: 1 for all."""
     extra_s: float = 0.0
     """Seconds of recompute beyond the forward of its segments, with copies of recomputed tensors to where others expect
     them."""
@@ -97,7 +97,7 @@ class UnitModel:
     copy_s: float = 0.0
     """Seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them."""
     copy_bytes: int = 0
-    """Device bytes of those copies."""
+    """Device bytes of the copies of `copy_s`."""
     covers: tuple[str, ...] | None = None
     """Tags and units that are recomputed with it and save nothing then. None takes those of its name in `fgoffload.tags`."""
 

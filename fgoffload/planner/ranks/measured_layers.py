@@ -35,7 +35,7 @@ _ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPart:
-    """A part of a layer, as `attention`. Times and bytes are those of one microbatch with nothing else running."""
+    """A part of a layer, such as `attention`. Times and bytes are those of one microbatch with nothing else running."""
 
     name: str
     """Name in plans; not `layer` or `layer_input`."""
@@ -49,9 +49,9 @@ class LayerPart:
     """Temporary device bytes of backward, without saved tensors."""
     input: SavedTensor | None = None
     """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
-    where the part cannot be recomputed alone."""
+    if the part cannot be recomputed alone."""
     allowed: frozenset[Action] = _ALL
-    """Allowed actions beside keeping it."""
+    """Allowed actions besides keeping the part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

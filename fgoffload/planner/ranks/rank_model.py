@@ -123,7 +123,7 @@ class RankModel:
     policy: TransferPolicy
     """Window and prefetch of the engine."""
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. Storages of which a group saves fewer stay on the device."""
+    """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
     host_budget_bytes: int | None = None

@@ -24,12 +24,12 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""By tag: the segment after which its group ends, if not its own. A norm's input is the residual too, and a checkpoint saves
+"""Segment after which the group of a tag ends, if not its own. A norm's input is the residual too, and a checkpoint saves
 its input at the end of its forward. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
-"""Tags whose groups end last of those that end after the same segment. Source: as above."""
+"""Tags whose groups end last among groups that end after the same segment. Same source."""
 
 
 class Take(NamedTuple):
@@ -47,15 +47,15 @@ class PlacedTensor(NamedTuple):
     tensor: SavedTensor  # the tensor
     saved_after: int  # it exists after the forward of this segment
     freed_after: int  # it is freed after the backward of this segment
-    takes: tuple[Take, ...] = ()  # who needs it, in backward order; empty for a recomputed tensor
+    takes: tuple[Take, ...] = ()  # places that need it, in backward order; empty for a recomputed tensor
     used_until: int = -1  # if offloaded: forward reads it up to this segment, so it is not freed before
     leaves_with: int = -1  # the group that offloads it: the first submitted one that saves it
     returns_for: int = -1
-    """The group that it is reloaded for: the last in forward of those that save it."""
+    """Group that it is reloaded for: the last one in forward that saves it."""
 
 
 class LeavingGroup(NamedTuple):
-    """Storages that are offloaded together: those of one tag that are neither kept nor in an earlier group."""
+    """Storages of one tag that are offloaded together: all that are neither kept nor in an earlier group."""
 
     tag: str
     action: Action  # offload, with or without recompute

@@ -21,7 +21,7 @@ _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
 """Simulated rounds before extrapolation; the first one still shows the warm-up."""
 
 _LEAST_MICROBATCHES = 4
-"""Of a round."""
+"""Fewest microbatches of a round."""
 
 _FORWARD = PassKind.FORWARD
 """Looking up a member of an enumeration takes Python as long as a call."""
@@ -121,7 +121,7 @@ class RankPasses:
             if ready_s is None:
                 return
             if first <= self.over < last:
-                # As long as in the last simulated round.
+                # The pass takes as long as in the last simulated round.
                 waits_s = max(0.0, ready_s - run.clock_s - self._later_s)
                 self._waited_s += waits_s
                 self._later_s += waits_s + self._busy_s[(self.over - first) % length - length]
@@ -135,7 +135,7 @@ class RankPasses:
         if place == self._first - rounds.passes:
             self._numbers.append(run.list_numbers())
         start_s = max(run.clock_s, ready_s - self._later_s)
-        # After the extrapolated rounds, microbatches take the places of those in them.
+        # After the extrapolated rounds, later microbatches take the places of the extrapolated ones.
         left_out = rounds.left_out * rounds.microbatches if place >= self._first else 0
         run.run_pass(one, one.microbatch - left_out, start_s, self._find_following(one, left_out))
         if place < self._first:
@@ -192,7 +192,7 @@ def run_pipeline(
         for rank, (run, passes, place) in enumerate(zip(runs, passes_by_rank, rounds.places, strict=True))
     ]
     before = -1
-    # From the first rank to the last, as forwards run, and back, as backwards run, until no rank advances.
+    # Visits ranks first to last, as forwards run, then last to first, as backwards run, until no rank advances.
     while before < (before := sum(rank.over for rank in ranks)):
         for rank in (*ranks, *reversed(ranks)):
             rank.run_on(p2p_s)

@@ -153,7 +153,7 @@ class RankRun(RankClock):
         self._wait_for_copy(self._link.d2h, self._in_flight[0].copy, cause)
         self._release_oldest()
 
-    # To the host.
+    # Copies to the host.
 
     def submit(self, number: int, lane: SimulatedLane) -> None:
         """Offload a group, and wait while more than the window is in flight."""
@@ -233,7 +233,7 @@ class RankRun(RankClock):
             if lane.states[parcel] is _OFFLOADED:
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
 
-    # And back.
+    # Copies to the device.
 
     def take(self, take: Take, lane: SimulatedLane) -> None:
         """Backward needs parcels: wait for those not reloaded yet. `OffloadEngine.take`, in numbers."""

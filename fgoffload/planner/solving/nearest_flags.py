@@ -1,8 +1,8 @@
 """Searches for the fastest of Megatron's own flags within a memory budget, to compare a plan with.
 
 Each recompute is simulated alone on the fullest rank, fastest first, as long as it is faster than the best that fits. If it
-exceeds the budget, tags are added: those first that free most for the time that each takes alone, and no more than the budget
-needs. The result is checked on all ranks.
+exceeds the budget, tags are added, no more than the budget needs. Tags that free most for the time that each takes alone come
+first. The result is checked on all ranks.
 """
 
 import bisect

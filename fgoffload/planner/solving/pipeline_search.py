@@ -1,7 +1,7 @@
 """The search of all pipeline ranks: each rank alone first, then all together.
 
-Of ranks that have the same layers and differ in microbatches in flight, a few are searched, and the others take the best result
-of those. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together, and a rank
+Some ranks have the same layers and differ in microbatches in flight. A few of these are searched; the others take the best
+result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together, and a rank
 that exceeds the budget there gets a smaller one.
 """
 

@@ -152,7 +152,7 @@ def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
 
 
 def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
-    """Return the smallest budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    """Return the smallest budget that lets a plan use `planned_bytes`: the inverse of `count_planned_bytes`."""
     return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 
@@ -183,7 +183,7 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
 
 def _find_least(ranks: Sequence[RankModel]) -> Candidate:
     """Return the plan with the least peak that was found, however slow."""
-    # By a new search: an error names this budget, and a search for that budget must find the same plan.
+    # A new search, because an error names this budget, and a search for that budget must find the same plan.
     return PipelineSearch(ranks, layer_passes=DEFAULT_LAYER_PASSES).find(0, None)
 
 
