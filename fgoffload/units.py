@@ -38,8 +38,8 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
         raise ConfigError(f"{name} {text!r} is negative. Give 0 or a size like 512MiB.")
-    match = _SIZE.fullmatch(text)
-    if match is None or match["unit"].upper() not in _BYTES_PER_UNIT:
+    match = _match_size(text)
+    if match is None:
         raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
@@ -55,8 +55,14 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
 
 def is_size(text: str) -> bool:
     """Return whether `text` is a number with a unit of bytes, such as `60GiB`."""
+    match = _match_size(text)
+    return match is not None and bool(match["unit"])
+
+
+def _match_size(text: str) -> re.Match[str] | None:
+    """Match a number with a known unit or none."""
     match = _SIZE.fullmatch(text)
-    return match is not None and bool(match["unit"]) and match["unit"].upper() in _BYTES_PER_UNIT
+    return match if match is not None and match["unit"].upper() in _BYTES_PER_UNIT else None
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:

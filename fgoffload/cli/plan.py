@@ -137,7 +137,7 @@ def _show_models() -> None:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_fits import show_fits
+    from fgoffload.cli.plan_fits import show_fits, show_layouts
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
@@ -174,7 +174,8 @@ def _plan(checked: PlanOptions) -> int:
 
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
-            show_fits(console, model, parallelism, hardware, assumptions, _make_reader(checked))
+            show_fits(console, model, parallelism, hardware, assumptions)
+            show_layouts(console, model, parallelism, hardware, assumptions, _make_reader(checked))
 
     with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:

@@ -77,14 +77,9 @@ def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumpti
 
 
 def show_fits(
-    console: Console,
-    model: ModelShape,
-    parallelism: Parallelism,
-    hardware: Hardware,
-    assumptions: Assumptions,
-    read_model: ReadModel,
+    console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
 ) -> None:
-    """Show the memory of each rank, and layouts with more GPUs that would fit."""
+    """Show the memory of each rank."""
     table = Table(title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left")
     for name in ("rank", "static", "activations", "under full recompute", "logits", "device"):
         table.add_column(name, justify="right")
@@ -92,7 +87,6 @@ def show_fits(
         sizes = (fit.static_bytes, fit.activation_bytes, fit.recomputed_bytes, fit.logits_bytes, hardware.device_memory_bytes)
         table.add_row(str(rank), *map(format_bytes, sizes))
     console.print(table)
-    show_layouts(console, model, parallelism, hardware, assumptions, read_model)
 
 
 def show_layouts(

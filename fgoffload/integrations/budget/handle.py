@@ -22,7 +22,7 @@ from fgoffload.engine.identity import get_key
 from fgoffload.engine.torch_internals import queue_after_backward, skip
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.layers import find_parts
-from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, find_budget, find_meter, read_size
+from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, check_memory, find_budget, find_meter, read_size
 from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, describe, make_first_plan, merge_blocks
 from fgoffload.integrations.budget.trial import REST, MeasuredBlock, Trial, note_state
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
@@ -64,8 +64,7 @@ class BudgetOffload(ModelOffload):
     ) -> None:
         self._memory = memory
         self._reserve_bytes = read_size(reserve, name="memory_reserve")
-        if memory != "auto":
-            read_size(memory, name="memory")
+        check_memory(memory)
         self._budget_bytes = 0
         self._planned: BudgetPlan | None = None
         self._planner: Planner | None = None

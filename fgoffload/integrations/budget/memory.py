@@ -106,6 +106,16 @@ def read_size(value: Any, *, name: str) -> int:
     return size_bytes
 
 
+def check_memory(memory: Any) -> None:
+    """Check a memory budget: `auto`, or a size as in `read_size`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if memory != "auto":
+        read_size(memory, name="memory")
+
+
 def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
     """Return the budget in bytes. `auto` is the device's memory minus the reserve.
 

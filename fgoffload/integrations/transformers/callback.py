@@ -7,7 +7,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.budget.memory import read_size
+from fgoffload.integrations.budget.memory import check_memory
 from fgoffload.integrations.pytorch.entry import offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
@@ -47,8 +47,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
-        if memory is not None and memory != "auto":
-            read_size(memory, name="memory")
+        if memory is not None:
+            check_memory(memory)
         if isinstance(modules, str) and is_size(modules):
             raise ConfigError(f"modules {modules!r} is a size. Give OffloadCallback(memory={modules!r}) for a memory budget.")
         self.handle: ModelOffload | None = None
