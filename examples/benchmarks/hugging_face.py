@@ -311,14 +311,12 @@ def measure(
 
 
 def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Namespace, handle: object, row: Row) -> None:
-    """Run the steps before the measured ones, and record what the last plan predicted when it was made."""
-    planned = None
+    """Run the steps before the measured ones, and record what the settled plan predicts for the later ones."""
     for _ in range(max(options.warmup, PLAN_SETTLES_STEPS) if row.setting.startswith("budget") else options.warmup):
         run_step(model, tokens, options.microbatches)
-        now = getattr(handle, "planned", None)
-        if now is not planned:
-            planned = now
-            row.predicted_step_ms, row.predicted_peak_gib = 1e3 * planned.step_s, planned.peak_bytes / GIB
+    planned = getattr(handle, "planned", None)
+    if planned is not None:
+        row.predicted_step_ms, row.predicted_peak_gib = 1e3 * planned.step_s, planned.peak_bytes / GIB
 
 
 def draw(source: Path, picture: Path) -> None:
@@ -354,7 +352,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="in place of the workload's")
     parser.add_argument("--steps", type=int, default=8, help="that count")
     parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them; the engine compares bytes in the first 8")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that it works, without a GPU too")
     parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="draw such a file into --out, and measure nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json")

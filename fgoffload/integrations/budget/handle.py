@@ -1,9 +1,9 @@
 """Handle of a model with a memory budget. It measures, plans, and treats each part by the plan.
 
 [Note: Steps of a budget] In the first step every part is offloaded, and each layer is rerun right after its forward to be
-measured. The second step follows a plan, which is corrected if its first steps exceed the budget. In the plan's 13th step peak
-and time are compared with the prediction, since the engine compares storages that are saved twice until then
-(`engine/rewrites.py`). Later steps are compared at powers of two. All processes compare at the same steps, since a comparison
+measured. The second step follows a plan, which is corrected if its first steps exceed the budget. The plan's 11th to 13th step
+are timed, since the engine compares storages that are saved twice until then (`engine/rewrites.py`). Peak and fastest time are
+compared with the prediction. Later steps are compared at powers of two. All processes compare at the same steps, since a comparison
 exchanges readings. A forward with a larger input than planned is offloaded whole. The next compared step, or the next forward
 if the process is alone, measures again.
 """
@@ -44,7 +44,9 @@ _FAR = 0.02
 _EARLY = 3
 """Number of first steps of a plan whose peak must not exceed the budget."""
 _SETTLED = 12
-"""Step of a plan, from 0, whose peak and time are compared with the prediction."""
+"""Step of a plan, from 0, whose peak is compared with the prediction."""
+_TIMED = 3
+"""Number of steps up to the settled one of which the fastest is compared, since the CPU may delay a single one."""
 _ALIKE = 0.9
 """Fraction of the planned input size from which a step is compared with its prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
@@ -75,6 +77,8 @@ class BudgetOffload(ModelOffload):
         self._measures = False
         """Whether each layer is rerun in this step."""
         self._planned_numel = self._tried_numel = self._numel = 0
+        self._times_s: list[float] = []
+        """Times of the plan's timed steps."""
         self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
@@ -165,7 +169,7 @@ class BudgetOffload(ModelOffload):
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
-        return age < _EARLY or age == _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
+        return age < _EARLY or _SETTLED - _TIMED < age <= _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
 
     def _read_clock(self) -> float:
         engine = self.get_engine()
@@ -221,8 +225,11 @@ class BudgetOffload(ModelOffload):
             return
         if self._planned is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
             return
-        self._planned.measured = reading
         age = self._step - 1 - self._planned_at
+        if _SETTLED - _TIMED < age <= _SETTLED:
+            self._times_s.append(reading.step_s)
+            reading = reading._replace(step_s=min(self._times_s))
+        self._planned.measured = reading
         # A plan within the budget is corrected at most once. Otherwise two plans with different errors would alternate.
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
         if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and not self._corrections):
@@ -261,7 +268,7 @@ class BudgetOffload(ModelOffload):
                 raise planned
             logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
             return
-        self._planned, self._planned_at, self._planned_numel = planned, self._step, numel
+        self._planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
         self._policy = self._planner.policy
         engine.set_policy(self._policy)
         logger.info("%s", self.explain())
@@ -280,7 +287,7 @@ class BudgetOffload(ModelOffload):
         if isinstance(found, BudgetError):
             logger.warning("the plan of %s took more than was predicted: %s", self.name, found)
             return
-        self._planned, self._planned_at = found, self._step
+        self._planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
 
     def _ask(self, planner: Planner) -> BudgetPlan | BudgetError:
