@@ -38,6 +38,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 import torch
 import torch.distributed as dist
 import transformers
+from rivals import checkpointing, save_on_cpu, trl, verl
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -130,52 +131,6 @@ def plan(model: torch.nn.Module, budget: str) -> Iterator[object]:
     with fgoffload.offload(model, memory=budget) as handle:
         yield handle
         print(fgoffload.explain(handle))
-
-
-@contextlib.contextmanager
-def checkpointing(model: torch.nn.Module) -> Iterator[None]:
-    """Switch transformers' own checkpointing on."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    yield
-
-
-@contextlib.contextmanager
-def verl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
-    """Offload through verl's function."""
-    from verl.utils.activation_offload import enable_activation_offloading as enable
-
-    enable(model, "fsdp2", enable_ckpt)
-    yield
-
-
-@contextlib.contextmanager
-def trl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
-    """Offload through TRL's context, as its trainers do."""
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-    if enable_ckpt:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    context, forward = get_act_offloading_ctx_manager(model), model.forward
-
-    def inside(*arguments: object, **options: object) -> object:
-        with context:
-            return forward(*arguments, **options)
-
-    model.forward = inside
-    yield
-
-
-@contextlib.contextmanager
-def save_on_cpu(model: torch.nn.Module) -> Iterator[None]:
-    """Save everything on the host, as PyTorch's documentation shows."""
-    forward = model.forward
-
-    def inside(*arguments: object, **options: object) -> object:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return forward(*arguments, **options)
-
-    model.forward = inside
-    yield
 
 
 SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManager[object]]] = {
@@ -283,19 +238,21 @@ def measure(
     row = Row(setting=name)
     with SETTINGS[name](model) as handle:
         warm_up(model, tokens, options, handle, row)
-        if DEVICE.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds, moved = [], (0, 0)
+        seconds, moved, peaks = [], (0, 0), [0]
         for _ in range(options.steps):
             gc.collect()
             synchronize()
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # in each step, since a budget's compared steps reset them too
             begin = time.perf_counter()
             run_step(model, tokens, options.microbatches)
             seconds.append(time.perf_counter() - begin)
+            if DEVICE.type == "cuda":
+                peaks.append(torch.cuda.max_memory_allocated())
             if hasattr(handle, "stats"):
                 stats = handle.stats()
                 moved = stats.d2h_bytes, stats.h2d_bytes
-        row.peak_gib = torch.cuda.max_memory_allocated() / GIB if DEVICE.type == "cuda" else 0.0
+        row.peak_gib = max(peaks) / GIB
         step_s = statistics.median(seconds)
         row.digest = find_digest(model, tokens)
         if baseline is None:

@@ -14,6 +14,9 @@ from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
 from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
+_HEADROOM = 0.005
+"""Fraction of the budget that stays free, since peaks vary with the host's pace. Source: docs/results/huggingface.md, where a
+plan for 26 GiB took up to 26.05."""
 _SAFETY = 1.03
 """Factor from the smallest plan's predicted peak to the budget in an error message, since predictions are within 3%."""
 
@@ -97,7 +100,7 @@ class Planner:
         from fgoffload.planner.solving.solver import solve
 
         try:
-            solution = solve([self._rank], budget_bytes=self._budget_bytes)
+            solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
             why = (
                 f"memory {format_bytes(self._budget_bytes)} is below what recompute and offload of the layers reach: the "
