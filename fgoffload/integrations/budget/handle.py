@@ -232,7 +232,8 @@ class BudgetOffload(ModelOffload):
         self._planned.measured = reading
         # A plan within the budget is corrected at most once. Otherwise two plans with different errors would alternate.
         is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
-        if reading.peak_bytes > self._budget_bytes or (age == _SETTLED and is_far and not self._corrections):
+        is_above = reading.peak_bytes > self._budget_bytes and not self._planned.is_nearest
+        if is_above or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
             self._correct(self._planned, reading)
         elif age == _SETTLED and self._planner is not None:
@@ -285,7 +286,8 @@ class BudgetOffload(ModelOffload):
         self._planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = self._ask(self._planner)
         if isinstance(found, BudgetError):
-            logger.warning("the plan of %s took more than was predicted: %s", self.name, found)
+            planned.is_nearest = True
+            logger.warning("the plan of %s takes more than was predicted, and training goes on with it: %s", self.name, found)
             return
         self._planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
