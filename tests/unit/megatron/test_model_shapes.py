@@ -192,7 +192,7 @@ def test_impossible_typed_flags_are_refused(typed, message):
         ("--moe-token-dispatcher-type flex --tp 2", MIXTURE, ["--sequence-parallel is assumed", "deepep: its buffers are not"]),
         ("--attention-backend unfused", MIXTURE, ["--attention-backend unfused saves the attention scores"]),
         ("--transformer-impl local", MIXTURE, ["saves other tensors than Transformer Engine's layers"]),
-        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm a plan assumes grouped experts"]),
+        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm a plan still assumes"]),
         ("", MIXTURE.replace("--moe-token-dispatcher-type alltoall", ""), ["a plan assumes alltoall; Megatron's default, all"]),
         ("--pp 2", DENSE, ["without --global-batch-size a step is 1 microbatch, as in Megatron"]),
         ("--moe-token-dispatcher-type flex --no-moe-grouped-gemm", DENSE, []),  # no experts

@@ -70,6 +70,7 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
             shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
             imbalance=DEFAULT_IMBALANCE,
             limited_groups=_find_groups(values),
+            has_grouped_linears=values.get("moe_grouped_gemm", False),
         )
     return change_experts(experts, values)
 
