@@ -22,6 +22,9 @@ DEFAULT_ROUTER_TOPK = 2
 DEFAULT_GRAPH_WARMUP_STEPS = 3
 """Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
+_PROCESSES_OF_A_NODE = 8
+"""GPUs of the usual machine: a suggestion with more is of no use."""
+
 LARGEST_SEED = 2**32 - 1
 """Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
 
@@ -269,9 +272,12 @@ class TrainingArguments:
             if self.world_size % size:
                 needed = math.lcm(self.model_parallel_size, experts)
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
-                yield (
-                    f"{what} {size} processes ({factors} parallel sizes), and {started}. Start a multiple of {needed}, as in "
-                    f"torchrun --nproc-per-node {needed} -m fgoffload train."
+                command = f"torchrun --nproc-per-node {needed} -m fgoffload train"
+                yield f"{what} {size} processes ({factors} parallel sizes), and {started}. " + (
+                    f"Start a multiple of {needed}, as in {command}."
+                    if needed <= _PROCESSES_OF_A_NODE
+                    else "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100, or train a smaller model, as in "
+                    f"fgoffload train tiny_moe. This model needs a multiple of {needed} processes."
                 )
 
     def _check_batch(self) -> Iterator[str]:

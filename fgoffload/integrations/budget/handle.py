@@ -59,12 +59,12 @@ class BudgetOffload(ModelOffload):
         memory: str | int,
         config: TransferConfig | None = None,
         *,
-        reserve: str | int = DEFAULT_RESERVE,
+        reserve: str | int | None = None,
         device: DeviceChoice = None,
     ) -> None:
+        check_memory(memory, reserve=reserve, device=device)
         self._memory = memory
-        self._reserve_bytes = read_size(reserve, name="memory_reserve")
-        check_memory(memory)
+        self._reserve_bytes = _read_reserve(reserve)
         self._budget_bytes = 0
         self._planned: BudgetPlan | None = None
         self._planner: Planner | None = None
@@ -79,11 +79,11 @@ class BudgetOffload(ModelOffload):
         super().__init__(model, find_parts(model), config, device=device)
 
     def is_made_with(
-        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int
+        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int | None
     ) -> bool:
         """Return whether `offload_within` with these arguments would create an equal handle."""
         same = (config or TransferConfig()) == self.config and device == self._device
-        return same and memory == self._memory and read_size(reserve, name="memory_reserve") == self._reserve_bytes
+        return same and memory == self._memory and _read_reserve(reserve) == self._reserve_bytes
 
     @property
     def planned(self) -> BudgetPlan | None:
@@ -310,11 +310,14 @@ def offload_within(
     reserve: str | int | None,
 ) -> BudgetOffload:
     """Offload `model` within a budget. A second call with the same arguments returns the existing handle."""
-    reserve = DEFAULT_RESERVE if reserve is None else reserve
     known = find_handle(model)
     if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=reserve):
         return known
     return BudgetOffload(model, memory, config, device=device, reserve=reserve)
+
+
+def _read_reserve(reserve: str | int | None) -> int:
+    return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
 
 
 def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

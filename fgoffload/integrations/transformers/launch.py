@@ -20,11 +20,11 @@ _MODULE = "transformers.trainer"
 
 
 @contextlib.contextmanager
-def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
+def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
     """Add the callback to every trainer created in the body. Yields the trainers' class names, in order.
 
     Args:
-        memory: Memory budget in bytes. None offloads the layers.
+        memory: Memory budget: bytes, a size or `auto`. None offloads the layers.
     """
     made: list[str] = []
     patch = functools.partial(_patch, made=made, memory=memory)
@@ -40,7 +40,7 @@ def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
             _restore(sys.modules[_MODULE])
 
 
-def _patch(module: ModuleType, *, made: list[str], memory: int | None) -> None:
+def _patch(module: ModuleType, *, made: list[str], memory: str | int | None) -> None:
     original = module.Trainer.__init__
 
     @functools.wraps(original)
@@ -55,7 +55,7 @@ def _restore(module: ModuleType) -> None:
     module.Trainer.__init__ = module.Trainer.__init__.__wrapped__
 
 
-def _add_callback(trainer: Any, made: list[str], memory: int | None) -> None:
+def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> None:
     from fgoffload.integrations.transformers.callback import OffloadCallback
 
     name = type(trainer).__name__

@@ -67,7 +67,8 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
     [
         (SHARED, {"shared_ffn_hidden_size": 192}),
         (f"{SHARED} --moe-shared-expert-overlap", {"shared_ffn_hidden_size": 192, "has_shared_overlap": True}),
-        ("--moe-permute-fusion", {"has_fused_permutation": True}),
+        ("--moe-permute-fusion", {"has_fused_permutation": True, "has_grouped_linears": True}),
+        ("--no-moe-grouped-gemm", {"has_grouped_linears": False}),
         ("--moe-router-force-load-balancing", {"imbalance": 1.0}),
         ("--moe-expert-capacity-factor 1.1", {"imbalance": 1.1}),
         ("--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity", {"imbalance": 2.0}),
@@ -184,11 +185,7 @@ def test_impossible_typed_flags_are_refused(typed, message):
         ),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),
         ("--lora-rank 16", DENSE, ["adapters are left out: memory errs low by them, and times err high: --lora-rank."]),
-        (
-            "--tokenizer-type Llama2Tokenizer",
-            DENSE.replace("--vocab-size", "--seed"),
-            ["a plan assumes 32000 tokens, as in"],
-        ),
+        ("--tokenizer-type Llama2Tokenizer", DENSE.replace("--vocab-size", "--seed"), ["a plan assumes 32000 tokens, as in"]),
         ("--moe-token-dispatcher-type flex --tp 2", MIXTURE, ["--sequence-parallel is assumed", "deepep: its buffers are not"]),
         ("--attention-backend unfused", MIXTURE, ["--attention-backend unfused saves the attention scores"]),
         ("--transformer-impl local", MIXTURE, ["saves other tensors than Transformer Engine's layers"]),
