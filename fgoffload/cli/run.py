@@ -40,13 +40,13 @@ OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "switch offload on",
     "--offload-modules TAG ...": "tags to offload, or auto",
     "--offload-memory-budget SIZE": "GPU memory to plan for, with auto or a Trainer",
-    "--offload-plan FILE": "a plan: keep, recompute or offload by layer",
-    "--offload-host-budget SIZE": "most host memory of a rank",
+    "--offload-plan FILE": "plan file: keep, recompute or offload per layer",
+    "--offload-host-budget SIZE": "host memory limit of each rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
-    "--offload-prefetch SIZE": "bytes back on the GPU before backward asks",
+    "--offload-prefetch SIZE": "bytes to reload ahead of backward",
     "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
     "--activation-offload-fraction PART": "part of a chunk's sites to offload, 0 to 1",
-    "--delta-offload-bytes-across-pp-ranks BYTES": "less offload on each next pipeline rank",
+    "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
     "--delay-offload-until-cuda-graph": "offload once the next CUDA graph is launched",
 }
 """Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
@@ -147,7 +147,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             exit_code = run_script(request.script, script.words)
             if is_first and exit_code == 0 and not script.offload.list_sites():
                 show_line(
-                    f"warning: {request.script} ran no model of that Megatron-Core forward, so nothing was offloaded. Give a "
+                    f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Give a "
                     "script that trains one, or leave our flags out."
                 )
         finally:

@@ -32,7 +32,7 @@ AFTER_TORCH = [
     ),
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--step", "3"), "the command line: --step is an unknown flag. Did you mean --steps?"),
-    (("--pipeline-model-parallel-size", "2"), "one copy of the model takes 2 processes (tensor x pipeline x context parallel"),
+    (("--pipeline-model-parallel-size", "2"), "one copy of the model needs 2 processes (tensor x pipeline x context parallel"),
     (("--pipeline-model-parallel-size", "16"), "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100"),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),
     (("--data", "none.txt"), "--data none.txt does not exist. Give a text file"),

@@ -141,7 +141,7 @@ class BudgetOffload(ModelOffload):
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} checkpoints its layers, and a budget plans its own recompute. Call "
+                    f"memory: {self.name} uses gradient checkpointing, but a budget plans its own recompute. Call "
                     "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
@@ -237,10 +237,10 @@ class BudgetOffload(ModelOffload):
         numel = max(gather(self._numel))
         blocks = [self._blocks[number] for number in sorted(self._blocks)]
         if not any(block.is_measured for block in blocks):
-            why = next((block.whole.refusal for block in blocks), "they did not run, or in a checkpoint of their own")
+            why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
             raise ConfigError(
                 f"memory: no layer of {self.name} could be measured: {why}. Switch off what changes between two runs of a "
-                "layer, as the key-value cache: model.config.use_cache = False."
+                "layer, such as the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -259,7 +259,7 @@ class BudgetOffload(ModelOffload):
         if isinstance(planned, BudgetError):
             if self._planned is None:
                 raise planned
-            logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
+            logger.warning("all activations of larger inputs of %s are offloaded: %s", self.name, planned)
             return
         self._planned, self._planned_at, self._planned_numel = planned, self._step, numel
         self._policy = self._planner.policy
@@ -270,7 +270,7 @@ class BudgetOffload(ModelOffload):
         if self._planner is None:
             return
         logger.info(
-            "%s took %s at peak where the plan predicts %s: it is planned again.",
+            "%s reached a peak of %s, but the plan predicted %s: planning again.",
             self.name,
             format_bytes(reading.peak_bytes),
             format_bytes(planned.peak_bytes),
@@ -278,7 +278,7 @@ class BudgetOffload(ModelOffload):
         self._planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = self._ask(self._planner)
         if isinstance(found, BudgetError):
-            logger.warning("the plan of %s took more than was predicted: %s", self.name, found)
+            logger.warning("the plan of %s exceeded its predicted peak: %s", self.name, found)
             return
         self._planned, self._planned_at = found, self._step
         logger.info("%s", self.explain())

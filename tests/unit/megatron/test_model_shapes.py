@@ -110,7 +110,7 @@ def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
 
 REFUSED = {
     "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4, which share it",
-    "--multi-latent-attention": "--kv-lora-rank is missing beside --multi-latent-attention",
+    "--multi-latent-attention": "--kv-lora-rank is missing, and --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
     "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "num-groups 2: 3 groups cannot be chosen",

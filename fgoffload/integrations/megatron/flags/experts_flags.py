@@ -107,7 +107,7 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if chosen is None or groups is None:
         return None
     if not 1 <= chosen <= groups:
-        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen of them. Give 1 to {groups}.")
+        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen from them. Give 1 to {groups}.")
     return chosen, groups
 
 
