@@ -191,8 +191,8 @@ class Rerun:
         if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
             raise StateError(
                 f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "
-                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Let the plan keep "
-                "it."
+                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Let the plan "
+                "keep it."
             )
         for saved in found:
             if saved is not None:
