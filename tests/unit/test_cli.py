@@ -19,7 +19,7 @@ BEFORE_TORCH = [
     (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Give 1 or more"),
     (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Give it after the flag, as in --steps 10."),
     (("train", ARGUMENTS, "--plot", "x.txt"), "--plot 'x.txt' has an unsupported image format. End it with one of .png"),
-    (("train", ARGUMENTS, "--plot", "."), "--plot '.' is a folder."),
+    (("train", ARGUMENTS, "--plot", "folder.png"), "--plot 'folder.png' is a folder."),
 ]
 
 SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
@@ -62,6 +62,7 @@ def run_and_refuse(arguments, capsys):
     ("arguments", "message"), BEFORE_TORCH, ids=[" ".join(case[0][1:])[-80:] or "none" for case in BEFORE_TORCH]
 )
 def test_bad_input_ends_with_code_2_and_one_line(arguments, message, capsys):
+    Path("folder.png").mkdir()
     assert message in run_and_refuse(arguments, capsys)
 
 

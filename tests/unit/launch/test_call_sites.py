@@ -72,7 +72,10 @@ def surround(environment, lacking):
             ({"parser": make_parser(leave_out=(flag,))}, f"its Megatron-LM does not know {flag}")
             for flag in ("--offload-modules", "--fine-grained-activation-offloading")
         ),
-        ({"words": ("--transformer-impl", "local")}, "Megatron-LM refuses them with --transformer-impl local"),
+        (
+            {"words": ("--num-layers", "2", "--transformer-impl", "local")},
+            "Megatron-LM refuses them with --transformer-impl local",
+        ),
         (surround({"NVTE_CPU_OFFLOAD_V1": "0"}, set()), "Megatron-LM refuses them with NVTE_CPU_OFFLOAD_V1=0"),
         (surround({}, {"pynvml"}), "Megatron-LM then needs pynvml to bind processes to CPUs (pip install nvidia-ml-py)"),
         (

@@ -36,7 +36,7 @@ def test_close_puts_everything_back():
     ("flags", "message"),
     [
         (f"{DENSE} --fp16", "--fp16, which needs loss scaling, is not supported in this version: give --bf16"),
-        (f"{DENSE} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an optimizer"),
+        (f"{DENSE} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an FP8 optimizer"),
         (f"{MOE} --moe-grouped-gemm", "--moe-grouped-gemm needs Transformer Engine's layers: give --transformer-impl"),
         (
             DENSE.replace("--disable-bias-linear", "--recompute-granularity selective --recompute-modules mlp"),
