@@ -59,12 +59,15 @@ def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> No
     from fgoffload.integrations.transformers.callback import OffloadCallback
 
     name = type(trainer).__name__
+    is_first = name not in made and trainer.is_world_process_zero()
+    made.append(name)
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
+        if memory is not None and is_first:
+            logger.warning("The script's %s has its own OffloadCallback, so --offload-memory-budget has no effect on it.", name)
         return
     OffloadCallback(memory=memory).add_to(trainer)
-    if name not in made and trainer.is_world_process_zero():
+    if is_first:
         logger.info("Activation offload: OffloadCallback was added to the script's %s.", name)
-    made.append(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -76,7 +76,7 @@ def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_pa
     after = make_trainer(make_llama(), tmp_path)
     assert list(map(count, (before, inside, own, again, after))) == [0, 1, 1, 1, 0]
     assert isinstance(inside.callback_handler.callbacks[0], OffloadCallback)  # before reporters, which get its numbers too
-    assert made == ["Trainer"] * 2
+    assert made == ["Trainer"] * 3
     assert list_logged(caplog) == ["Activation offload: OffloadCallback was added to the script's Trainer."]
     assert sys.meta_path == path
 
