@@ -146,7 +146,7 @@ class OffloadConfig:
         """Reject `auto` without a budget or with another choice, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
-            raise ConfigError(f"{flag} {budget_bytes} leaves no device memory. Give a size like 60GiB.")
+            raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Give a size like 60GiB.")
         if AUTO in self.offload_modules and not self.is_auto:
             others = " ".join(name for name in self.offload_modules if name != AUTO)
             raise ConfigError(f"--offload-modules names {AUTO} and {others}: auto chooses among all tags. Give auto alone.")
@@ -185,6 +185,11 @@ class OffloadConfig:
             text = getattr(flags, name, None)
             return None if text is None else parse_bytes(str(text), name="--" + name.replace("_", "-"), needs_unit=True)
 
+        if getattr(flags, "offload_memory_budget", None) == AUTO:
+            raise ConfigError(
+                f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, give a size, as in "
+                "60GiB."
+            )
         window_bytes, prefetch_bytes = find_size("offload_window"), find_size("offload_prefetch")
         plan = getattr(flags, "offload_plan", None)
         size = getattr(flags, "min_offloaded_tensor_size", None)

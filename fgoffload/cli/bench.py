@@ -61,7 +61,7 @@ settings:
   te-layers:2                   Transformer Engine's offload of 2 layers
   save_on_cpu                   PyTorch's
   plan:FILE, budget:SIZE        a plan file; a plan made here
-  @0.5 behind modules offloads a part of them, ~delay offloads behind the next
+  @0.5 after modules offloads that part of them, ~delay offloads after the next
   CUDA graph, /layernorm adds recompute
 
 Any other flag goes to Megatron and overrides the file. {SIZE_UNITS}"""
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Megatron argument file, or a name of `fgoffload plan --list`",
     )
     add = parser.add_argument_group("what is measured").add_argument
-    add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: what suits the model)")
+    add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: chosen for the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
     add("--budgets", metavar="SIZE", nargs="+", help="memory budgets to plan for")
     add(
@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan and predict from a profile; without FILE it is measured first",
     )
     add("--with-optimizer", action="store_true", help="run the optimizer too")
-    add("--check-bits", action="store_true", help="compare losses and gradients in place of times")
+    add("--check-bits", action="store_true", help="compare losses and gradients instead of times")
     add = parser.add_argument_group("how often").add_argument
     add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
     add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}, or until CUDA graphs replay)")

@@ -217,10 +217,10 @@ def _explain_refusal(training: Training, offload: OffloadConfig | None, when: st
         see = f"Set {TRACEBACK_VARIABLE}=1 to see the traceback"
         if offload is None:
             raise training.arguments.source.refuse(
-                f"Megatron-Core refused these arguments {when}: {text}. Change the flags that this names. {see}."
+                f"Megatron-Core refused these arguments {when}: {text}. Change the flags that the message names. {see}."
             ) from error
         raise InternalError(
-            f"{training.arguments.source}: offload failed {when}, and without offload the same arguments trained: {text}. "
+            f"{training.arguments.source}: offload failed {when}, but the same arguments trained without offload: {text}. "
             f"{see}, and report it with the argument file."
         ) from error
 

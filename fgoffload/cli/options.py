@@ -39,7 +39,7 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
         flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
         if flag is not None:
             raise ConfigError(
-                f"ARGUMENTS.sh is missing: {name!r} stands in its place. Give a Megatron argument file before {flag}, as in "
+                f"ARGUMENTS.sh is missing: {name!r} is in its place. Give a Megatron argument file before {flag}, as in "
                 f"{example} {flag} {name}.{meant}"
             )
         raise ConfigError(
@@ -77,7 +77,7 @@ def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
     """
     # Not int() alone: it accepts ` 1_0 `, and has its own error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
-        raise ConfigError(f"{flag} {text!r} is not a whole number. Give one from 1, as in {example}.")
+        raise ConfigError(f"{flag} {text!r} is not a whole number. Give 1 or more, as in {example}.")
     count = int(text)
     if count < 1:
         raise ConfigError(f"{flag} {count} is below 1. Give 1 or more{hint}.")

@@ -85,12 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the models that come with fgoffload")
     add = parser.add_argument_group("hardware").add_argument
-    add("--gpu", metavar="NAME", help="a device of the table, as h100, b200 or gb300 (all: docs/reference/hardware.md)")
+    add("--gpu", metavar="NAME", help="device, as in h100, b200 or gb300 (all: docs/reference/hardware.md)")
     add("--hardware", metavar="FILE", help="another device, as JSON (docs/reference/hardware.md)")
-    add("--profile", metavar="FILE", help="what `fgoffload profile` measured, of the model or of the link alone")
+    add("--profile", metavar="FILE", help="output of `fgoffload profile`, for the model or for the link only")
     add("--reserve", metavar="SIZE", help="GPU memory for the CUDA context, NCCL and fragmentation")
-    add("--launch-bound", action="store_true", help="plan for kernels that wait for the CPU: copies slow its launches")
-    add("--not-launch-bound", action="store_true", help="with --profile: plan as if kernels did not wait for the CPU")
+    add("--launch-bound", action="store_true", help="plan for a launch-bound training, which copies slow down more")
+    add("--not-launch-bound", action="store_true", help="with --profile: plan as if the training were not launch-bound")
     add = parser.add_argument_group("budget and search").add_argument
     add("--offload-memory-budget", metavar="SIZE", help="GPU memory of each rank (default: all of the device's)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")

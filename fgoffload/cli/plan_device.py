@@ -92,7 +92,7 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
     line = (
         f"Link: from {profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s to the "
         f"host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once, "
-        f"{link.copy_latency_s * 1e6:.1f} us before each copy. Everything else is that of {device.name}."
+        f"{link.copy_latency_s * 1e6:.1f} us before each copy. Everything else comes from {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
 
@@ -181,7 +181,7 @@ def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", wor
     budget_bytes = int(node_bytes * HOST_SHARE / ranks)
     return budget_bytes, (
         f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)} over {ranks} "
-        f"rank{'s' if ranks > 1 else ''}; a training takes that part of what is free when it starts"
+        f"rank{'s' if ranks > 1 else ''}; a training takes the same share of the memory that is free at its start"
     )
 
 

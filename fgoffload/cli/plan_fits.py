@@ -116,7 +116,7 @@ def show_layouts(
         if shown == LAYOUTS:
             return
     if not shown:
-        console.print(f"No layout of up to {MOST_GPUS} GPUs was found that would fit.")
+        console.print(f"No layout of up to {MOST_GPUS} GPUs fits.")
 
 
 def _fits(model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> bool:

@@ -1,5 +1,7 @@
 """The processes of a training: reads their environment, and starts them with torchrun."""
 
+import contextlib
+import io
 import socket
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -38,21 +40,28 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
-    torchrun itself always exits with 1 if a rank fails. Errors of its own parser exit with 2.
+    torchrun itself always exits with 1 if a rank fails.
 
     Raises:
-        ConfigError: An option has a value that torchrun cannot use.
+        ConfigError: torchrun does not know an option, or cannot use its value.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, main, parse_args
 
+    said = io.StringIO()
     try:
-        options = parse_args(list(words))  # type: ignore[no-untyped-call]
+        with contextlib.redirect_stderr(said):
+            options = parse_args(list(words))  # type: ignore[no-untyped-call]
         if config_from_args(options)[0].nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"torchrun refuses its options: {error}. See `torchrun --help`.") from error
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            raise
+        why = said.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"torchrun refuses its options: {why}. See `torchrun --help`.") from ended
     try:
         main(list(words))
     except ChildFailedError as error:

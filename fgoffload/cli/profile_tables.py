@@ -49,14 +49,14 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
     many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
     bound = ", the largest value that plans use" if slowdown >= MOST_SLOWDOWN else ""
     return (
-        f"{many} took {ratios} times as long as steps that keep everything. Plans take compute to be {slowdown:.1%} slower "
+        f"{many} took {ratios} times as long as steps that keep everything. Plans assume that compute is {slowdown:.1%} slower "
         f"beside copies{bound}, and each offloaded group to cost {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 
 def _build_link_table(link: LinkProfile) -> Table:
     table = Table(
-        title="link to the host, GB/s", caption=f"a matrix product takes {link.compute_slowdown:.1%} longer beside copies"
+        title="link to the host, GB/s", caption=f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
     )
     for heading in ("copies of", "to host", "to device", "both at once, each"):
         table.add_column(heading, justify="right")

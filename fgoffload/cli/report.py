@@ -42,7 +42,7 @@ def build_comparison_table(comparison: Comparison, setting: Setting) -> Table:
     table.add_row(
         "activations at peak", format_bytes(without.activation_peak_bytes), format_bytes(with_offload.activation_peak_bytes)
     )
-    table.add_row("  less by", "", Text(f"{comparison.saved_fraction:.1%}", style="bold green"))
+    table.add_row("  reduced by", "", Text(f"{comparison.saved_fraction:.1%}", style="bold green"))
     if with_offload.activation_peak_place:
         table.add_row("  where the peak is now", "", with_offload.activation_peak_place)
     if without.allocator_peak_bytes is not None and with_offload.allocator_peak_bytes is not None:

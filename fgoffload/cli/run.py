@@ -32,20 +32,21 @@ USAGE = """\
 fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
                      [FLAGS OF THE SCRIPT, AND OURS]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
+OWN_EXAMPLE = "fgoffload run train.py --offload-memory-budget 60GiB"
 NOTES = f"{SIZE_UNITS} The exit code is the script's, or 2 if one of our flags is wrong; then the script does not start."
 EXAMPLE_VALUES: Mapping[str, str] = {}
 RUNS_A_SCRIPT = True
 OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "switch offload on",
     "--offload-modules TAG ...": "tags to offload, or auto",
-    "--offload-memory-budget SIZE": "GPU memory that auto, or a Trainer, plans for",
-    "--offload-plan FILE": "a plan: keep, recompute or offload by layer",
-    "--offload-host-budget SIZE": "most host memory of a rank",
+    "--offload-memory-budget SIZE": "GPU memory to plan for, with auto or a Trainer",
+    "--offload-plan FILE": "plan file: keep, recompute or offload per layer",
+    "--offload-host-budget SIZE": "host memory limit of each rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
-    "--offload-prefetch SIZE": "bytes back on the GPU before backward asks",
+    "--offload-prefetch SIZE": "bytes to reload ahead of backward",
     "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
     "--activation-offload-fraction PART": "part of a chunk's sites to offload, 0 to 1",
-    "--delta-offload-bytes-across-pp-ranks BYTES": "less offload on each next pipeline rank",
+    "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
     "--delay-offload-until-cuda-graph": "offload once the next CUDA graph is launched",
 }
 """Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
@@ -95,10 +96,12 @@ def read_request(words: Sequence[str]) -> RunRequest:
     """
     options: Sequence[str] = ()
     if words and words[0].startswith("-"):
+        if own := _find_own_flag(words[: words.index("--")] if "--" in words else words[:1]):
+            raise ConfigError(f"{own} comes before the script. Give it after the script, as in: {OWN_EXAMPLE}.")
         if "--" not in words:
             raise ConfigError(
-                f"{words[0]} stands in place of the script.{suggest(words[0], ('--help',))} Options for torchrun end with --, "
-                f"as in: {EXAMPLE}; flags of the script come after it."
+                f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} End options for torchrun with --, as in: "
+                f"{EXAMPLE}. Flags of the script come after it."
             )
         end = list(words).index("--")
         options, words = words[:end], words[end + 1 :]
@@ -109,6 +112,11 @@ def read_request(words: Sequence[str]) -> RunRequest:
     if why is not None:
         raise ConfigError(f"script {script!r} {why}. Give the Python file that trains, as in: {EXAMPLE}.")
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
+
+
+def _find_own_flag(words: Sequence[str]) -> str | None:
+    own = {flag.partition(" ")[0] for flag in OWN_FLAGS}
+    return next((flag for flag in (word.partition("=")[0] for word in words) if flag in own), None)
 
 
 def _run_by_torchrun(request: RunRequest) -> int:
@@ -139,7 +147,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             exit_code = run_script(request.script, script.words)
             if is_first and exit_code == 0 and not script.offload.list_sites():
                 show_line(
-                    f"warning: {request.script} ran no model of that Megatron-Core forward, so nothing was offloaded. Give a "
+                    f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Give a "
                     "script that trains one, or leave our flags out."
                 )
         finally:
@@ -160,13 +168,14 @@ def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> in
     makes_trainers = _makes_trainers(request)
     if is_first and not makes_trainers:
         show_line(
-            f"offload is off, unless {request.script} makes a Trainer of transformers. For Megatron-Core switch it on with "
+            f"offload is off unless {request.script} creates a Trainer of transformers. For Megatron-Core, add "
             f"{next(iter(OWN_FLAGS))}."
         )
-    with offload_trainers(own.trainer_budget_bytes) as made:
+    with offload_trainers(own.trainer_budget) as made:
         exit_code = run_script(request.script, own.script_words)
-    if is_first and exit_code == 0 and makes_trainers and not made:
-        show_line(f"warning: {request.script} made no Trainer, so nothing was offloaded.")
+    if is_first and not made and (own.trainer_budget or (makes_trainers and exit_code == 0)):
+        flag = " --offload-memory-budget had no effect." if own.trainer_budget else ""
+        show_line(f"warning: {request.script} created no Trainer, so nothing was offloaded.{flag}")
     return exit_code
 
 
@@ -174,9 +183,14 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
     from fgoffload.integrations.megatron.patching.imports import require_torch
 
     require_torch()
+    import torch
+
     from fgoffload.integrations.megatron.launch import take_own_flags
 
-    return take_own_flags(request.words)
+    own = take_own_flags(request.words)
+    if own.trainer_budget == "auto" and not torch.cuda.is_available():
+        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU, and there is none. Give a size like 60GiB.")
+    return own
 
 
 def _remove(offload: "MegatronOffload") -> None:

@@ -21,6 +21,7 @@ from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_a
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, add_field_flags, to_flag, whole_number
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE, FlagSources
 from fgoffload.integrations.megatron.flags.graph_modes import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
+from fgoffload.integrations.megatron.flags.other_flags import has_no_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import describe_two_virtual_sizes
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 from fgoffload.trainer.training_arguments import TrainingArguments
@@ -51,6 +52,21 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
 """Flags of Megatron-LM that set several fields. A flag for one of these fields overrides the preset."""
+
+_LAUNCHER = ("--nproc", "--nnodes", "--help")
+"""Prefixes of flags that the trainer must not ignore, since the user expects more processes or the help."""
+
+_OF_OPTIMIZER = frozenset(
+    f"--{name}"
+    for name in (
+        *("use-distributed-optimizer", "use-precision-aware-optimizer", "optimizer", "grad-reduce-in-bf16"),
+        *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
+    )
+)
+"""Flags that a plan reads and the trainer ignores, since it has an optimizer of its own."""
+
+_MOST_SHOWN = 20
+"""Most ignored flags that a warning names."""
 
 _OFFLOAD_FIELDS = frozenset(
     {
@@ -105,7 +121,7 @@ def parse_arguments(
         ConfigError: A flag is unknown or has an invalid value; the error names source, flag, value and fix.
     """
     parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
-    values = typed_parser.parse_flags(typed, earlier=parser.parse_flags(argv))
+    values = _parse_and_skip(typed_parser, typed, earlier=_parse_and_skip(parser, argv))
     given = {flag: source for flag in parser.find_given(argv)} | {flag: COMMAND_LINE for flag in typed_parser.find_given(typed)}
     sources = FlagSources((source, COMMAND_LINE) if typed else (source,), MappingProxyType(given))
     try:
@@ -115,6 +131,8 @@ def parse_arguments(
     _warn_of_flags_without_effect(values, offload, is_switched="--fine-grained-activation-offloading" in given)
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
+    if values["use_rotary_position_embeddings"]:
+        training.setdefault("position_embedding_type", "rope")
     transformer = _collect_transformer_fields(values, sources)
     for name, given_fields in (
         ("seq_length", training),
@@ -197,11 +215,31 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
     add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS | GRAPH_FIELDS, aliases=_ALIASES)
     add_graph_flags(parser)
     add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
+    parser.add_argument("--use-rotary-position-embeddings", action="store_true", default=False)
     parser.add_argument("--group-query-attention", action="store_true", default=False)
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=whole_number)
     for flag in _PRESETS:
         parser.add_argument(flag, action="store_true", default=False)
     return parser
+
+
+def _parse_and_skip(parser: FlagParser, words: Sequence[str], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the values of the flags, and name those that this training ignores in one warning."""
+    values, left = parser.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
+    ignored: list[str] = []
+    skips = False
+    for word in left:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            skips = not flag.startswith(_LAUNCHER) and (has_no_effect(flag) or flag.replace("--no-", "--") in _OF_OPTIMIZER)
+            if skips and flag not in ignored:
+                ignored.append(flag)
+        if not skips:
+            parser.parse_flags([word])  # raises, and names the most similar flag
+    if ignored:
+        shown = " ".join(ignored[:_MOST_SHOWN]) + (f" and {len(ignored) - _MOST_SHOWN} more" if ignored[_MOST_SHOWN:] else "")
+        _logger.warning("%s: this command ignores %s, which its small trainer does not need.", parser.source, shown)
+    return vars(values)
 
 
 def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
@@ -274,10 +312,10 @@ def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadCon
     """
     if offload is None and values.get("offload_modules") and not is_switched:
         _logger.warning(
-            "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
+            "--offload-modules has no effect without --fine-grained-activation-offloading. Add that flag to offload."
         )
     if offload is not None and offload.activation_offload_fraction == 0:
         _logger.warning(
-            "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0, or "
+            "--activation-offload-fraction 0 keeps all tensors on the GPU. Give a part above 0, or "
             "--no-fine-grained-activation-offloading."
         )

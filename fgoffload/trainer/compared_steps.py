@@ -68,7 +68,7 @@ def compare_steps(
         # Each process has timed its own link, so the first process plans for all.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
     except OffloadError as error:  # on all processes alike
-        logger.warning("no steps are compared, and nothing is known of how late the host is: %s", error)
+        logger.warning("no steps are compared, so the profile does not say how launch-bound the training is: %s", error)
         return ()
     if not plans:
         return ()
@@ -77,7 +77,7 @@ def compare_steps(
     except torch.OutOfMemoryError as error:
         if not is_alone():
             raise  # the other processes are in the middle of a step
-        logger.warning("no steps are compared, since one had no room on the device: %s", error)
+        logger.warning("no steps are compared, because one ran out of GPU memory: %s", error)
         return ()
     finally:
         measurement.apply(NOTHING)

@@ -134,10 +134,12 @@ class TextData:
         if not os.path.exists(path):
             raise ConfigError(f"--data {path} does not exist. Give a text file or a folder of them, or leave --data out.")
         if not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"--data {path} is no regular file. Give a text file or a folder of them, or leave --data out.")
+            raise ConfigError(
+                f"--data {path} is not a regular file. Give a text file or a folder of them, or leave --data out."
+            )
         text = _read(iter([path]) if path.is_file() else _find_files(path))
         if not text:
-            raise ConfigError(f"--data {path} holds no bytes. Give a text file or a folder of them, or leave --data out.")
+            raise ConfigError(f"--data {path} is empty. Give a text file or a folder of them, or leave --data out.")
         return cls(text, name=str(path))
 
     def __len__(self) -> int:

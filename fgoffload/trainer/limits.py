@@ -28,7 +28,7 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     implementations = ("local", "transformer_engine")
     for flag, is_given, instead in (
         ("--fp16, which needs loss scaling,", given.get("fp16", False), "give --bf16"),
-        ("--fp8-param-gather, which needs an optimizer that knows FP8,", given.get("fp8_param", False), "leave it out"),
+        ("--fp8-param-gather, which needs an FP8 optimizer,", given.get("fp8_param", False), "leave it out"),
         (
             f"--transformer-impl {given.get('transformer_impl')}",
             given.get("transformer_impl", "local") not in implementations,
@@ -42,13 +42,13 @@ def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
         ),
     ):
         if is_given:
-            yield f"{flag} is not built yet in this version: {instead}."
+            yield f"{flag} is not supported in this version: {instead}."
     # The checkpointed MLP returns its bias, a parameter. Autograd then treats the checkpoint as the node that computed the
     # bias, and the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
         yield (
-            "--recompute-modules mlp never ends in backward where linear layers have biases "
+            "--recompute-modules mlp hangs in backward if linear layers have biases "
             "(megatron-core 0.16.1). Add --disable-bias-linear or leave mlp out."
         )
 
@@ -63,7 +63,7 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
     if arguments.uses_transformer_engine and needs_cpu_support():
         yield "--transformer-impl transformer_engine needs a GPU, and there is none. Give --transformer-impl local."
     if arguments.transformer.get("masked_softmax_fusion", False) and not arguments.uses_transformer_engine:
-        yield "--masked-softmax-fusion, which needs Apex, is not built yet in this version: leave it out."
+        yield "--masked-softmax-fusion, which needs Apex, is not supported in this version: leave it out."
 
 
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
@@ -82,13 +82,13 @@ def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
     expandable = "expandable_segments:True"
     if expandable in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield (
-            f"{flag} and PYTORCH_CUDA_ALLOC_CONF={expandable} end in illegal memory accesses of NCCL. "
+            f"{flag} and PYTORCH_CUDA_ALLOC_CONF={expandable} cause illegal memory accesses in NCCL. "
             "Set NCCL_GRAPH_REGISTER=0, or leave one of them out."
         )
     for other, is_given, reason in (
-        ("--variable-seq-lengths", arguments.has_variable_lengths, "a graph holds one shape"),
-        ("--packed-sequences", arguments.packed_sequences, "a graph holds no packed sequences"),
-        ("--rampup-batch-size", arguments.rampup_batch_size, "graphs hold the microbatches of one step"),
+        ("--variable-seq-lengths", arguments.has_variable_lengths, "a graph has fixed shapes"),
+        ("--packed-sequences", arguments.packed_sequences, "a graph cannot hold packed sequences"),
+        ("--rampup-batch-size", arguments.rampup_batch_size, "graphs have a fixed number of microbatches"),
     ):
         if is_given:
             yield f"{flag} and {other} exclude each other: {reason}. Leave one of them out."

@@ -39,7 +39,7 @@ def prepare(offload: OffloadConfig) -> None:
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
         raise ConfigError(
-            f"--offload-modules {missing[0]!r} is none of Megatron-Core's own modules. Give some of its own, as in core_attn."
+            f"--offload-modules {missing[0]!r} is not one of Megatron-Core's own modules. Give one of its own, as in core_attn."
         )
     reset()
 
@@ -64,8 +64,8 @@ def choose_fraction(config: Any, fraction: float) -> None:
     elif fraction != 1.0:
         version = get_version()
         raise ConfigError(
-            f"--activation-offload-fraction {fraction}: the engine of megatron-core {version} has no fraction. "
-            "Give 1, or install one that has it."
+            f"--activation-offload-fraction {fraction}: the engine of megatron-core {version} does not support a "
+            "fraction. Give 1, or install a newer version."
         )
 
 
@@ -84,7 +84,7 @@ def _find_faults() -> Iterator[str]:
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():
-        yield "is replaced in this process by ours. Call `remove` on what `apply` returned first"
+        yield "is replaced by fgoffload in this process. Call `remove` on what `apply` returned first"
     # Transformer Engine before 2.10 neither has nor needs this switch.
     if not getattr(load_module("transformer_engine.pytorch.cpu_offload"), CPU_OFFLOAD_V1, True):
         yield f"needs {CPU_OFFLOAD_V1}=1 before Transformer Engine is imported. Set it when the process starts"

@@ -32,8 +32,8 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
     if not needs_cpu_support():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"LOCAL_RANK {local_rank} is beyond the {torch.cuda.device_count()} GPU(s) of this machine. "
-                "Start one process a GPU: torchrun --nproc-per-node gpu."
+                f"LOCAL_RANK {local_rank} exceeds the {torch.cuda.device_count()} GPU(s) of this machine. "
+                "Start one process per GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)
         # NVLS may sum in any order. All other algorithms have a fixed order, which bitwise comparison needs.
@@ -42,7 +42,9 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
         shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
         torch.distributed.init_process_group(_choose_backend(), store=shared, rank=rank, world_size=world_size)
     except ValueError as error:
-        raise ConfigError(f"the processes cannot meet: {error}. Start them with torchrun, which says where.") from error
+        raise ConfigError(
+            f"the processes cannot connect: {error}. Start them with torchrun, which sets the address."
+        ) from error
 
 
 def initialize_parallel(arguments: TrainingArguments) -> None:

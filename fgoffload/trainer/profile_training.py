@@ -80,7 +80,7 @@ def profile_training(
     """
     if arguments.captures_graphs:
         logger.warning(
-            "a profile is measured without --cuda-graph-impl %s: what graphs replay cannot be watched.",
+            "a profile is measured without --cuda-graph-impl %s: replayed graphs cannot be measured.",
             arguments.cuda_graph_impl,
         )
         arguments, plain_step_s = arguments.without_graphs(), None

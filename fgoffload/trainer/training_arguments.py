@@ -22,6 +22,9 @@ DEFAULT_ROUTER_TOPK = 2
 DEFAULT_GRAPH_WARMUP_STEPS = 3
 """Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
+_PROCESSES_OF_A_NODE = 8
+"""GPUs of the usual machine: a suggestion with more is of no use."""
+
 LARGEST_SEED = 2**32 - 1
 """Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
 
@@ -202,11 +205,11 @@ class TrainingArguments:
 
     def _check_ranges(self) -> Iterator[str]:
         if not (math.isfinite(self.lr) and self.lr >= 0):
-            yield f"--lr {self.lr} is no learning rate. Give a finite number from 0, as in 1e-3."
+            yield f"--lr {self.lr} is not a learning rate. Give a finite number of 0 or more, as in 1e-3."
         if not 0 <= self.seed <= LARGEST_SEED:
             yield f"--seed {self.seed} is outside 0 to {LARGEST_SEED}. Give a number in between, as in 1234."
         if not 0 < self.rotary_percent <= 1:
-            yield f"--rotary-percent {self.rotary_percent} is no part of a head. Give a number above 0 and up to 1, as in 0.5."
+            yield f"--rotary-percent {self.rotary_percent} is not a fraction of a head. Give one above 0, up to 1."
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= self.transformer.get(name, 0) <= 1:
                 yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Give a probability, as in 0.1."
@@ -227,19 +230,19 @@ class TrainingArguments:
         channels = self.transformer.get("kv_channels")
         if channels is None and hidden < heads:
             yield (
-                f"--hidden-size {hidden} is below --num-attention-heads {heads}: a head would have no channel. "
+                f"--hidden-size {hidden} is below --num-attention-heads {heads}: a head would have no channels. "
                 f"Give --hidden-size {heads} or more, or --kv-channels."
             )
         is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
         if is_rotary and channels is not None and channels % 2:
             yield (
-                f"--kv-channels {channels} is odd, and --position-embedding-type rope turns pairs of channels. "
+                f"--kv-channels {channels} is odd, and --position-embedding-type rope rotates pairs of channels. "
                 f"Give --kv-channels {channels + 1}."
             )
         if is_rotary and channels is None and hidden // heads % 2:
             yield (
                 f"--hidden-size {hidden} over --num-attention-heads {heads} gives a head {hidden // heads} channels, an odd "
-                "number, and --position-embedding-type rope turns pairs of them. "
+                "number, and --position-embedding-type rope rotates pairs of them. "
                 f"Give --hidden-size {heads * (hidden // heads + 1)}, or an even --kv-channels."
             )
 
@@ -256,22 +259,25 @@ class TrainingArguments:
         if isinstance(pattern, list) and (len(pattern) != layers or not set(pattern) <= {0, 1}):
             yield (
                 f"--moe-layer-freq {pattern} has {len(pattern)} entries for --num-layers {layers}. "
-                "Give one entry a layer: 1 for experts, 0 for dense."
+                "Give one entry per layer: 1 for experts, 0 for dense."
             )
 
     def _check_processes(self) -> Iterator[str]:
         """Yield faults about the number of processes."""
         experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
         for what, size, factors in (
-            ("one copy of the model takes", self.model_parallel_size, "tensor x pipeline x context"),
-            ("the experts of a model take", experts, "expert-tensor x expert x pipeline"),
+            ("one copy of the model needs", self.model_parallel_size, "tensor x pipeline x context"),
+            ("the experts of a model need", experts, "expert-tensor x expert x pipeline"),
         ):
             if self.world_size % size:
                 needed = math.lcm(self.model_parallel_size, experts)
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
-                yield (
-                    f"{what} {size} processes ({factors} parallel sizes), and {started}. Start a multiple of {needed}, as in "
-                    f"torchrun --nproc-per-node {needed} -m fgoffload train."
+                command = f"torchrun --nproc-per-node {needed} -m fgoffload train"
+                yield f"{what} {size} processes ({factors} parallel sizes), and {started}. " + (
+                    f"Start a multiple of {needed}, as in {command}."
+                    if needed <= _PROCESSES_OF_A_NODE
+                    else "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100, or train a smaller model, as in "
+                    f"fgoffload train tiny_moe. This model needs a multiple of {needed} processes."
                 )
 
     def _check_batch(self) -> Iterator[str]:
@@ -285,26 +291,26 @@ class TrainingArguments:
             )
         if self.packed_sequences and self.micro_batch_size > 1:
             yield (
-                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences are "
-                "one. Give --micro-batch-size 1."
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences form "
+                "one sequence. Give --micro-batch-size 1."
             )
         if self.rampup_batch_size is None:
             return
         if len(self.rampup_batch_size) != 3:
             yield (
-                f"--rampup-batch-size takes START, INCREMENT and SAMPLES, and {len(self.rampup_batch_size)} number(s) came. "
+                f"--rampup-batch-size takes START, INCREMENT and SAMPLES, but got {len(self.rampup_batch_size)} number(s). "
                 f"Give three, as in {one_microbatch} {one_microbatch} 1000."
             )
             return
         start, increment, samples = self.rampup_batch_size
         spelled = f"--rampup-batch-size {start} {increment} {samples}"
         if min(start, increment, samples) < 1:
-            yield f"{spelled} has a number below 1. Give 1 or more each."
+            yield f"{spelled} has a number below 1. Give numbers of 1 or more."
         elif start % one_microbatch or increment % one_microbatch:
-            yield f"{spelled}: START and INCREMENT are no multiples of {one}. Give multiples of {one_microbatch}."
+            yield f"{spelled}: START and INCREMENT are not multiples of {one}. Give multiples of {one_microbatch}."
         elif self.global_batch_size <= start or (self.global_batch_size - start) % increment:
             yield (
-                f"{spelled} does not come from START to --global-batch-size {self.global_batch_size} in whole INCREMENTs. "
+                f"{spelled} does not reach --global-batch-size {self.global_batch_size} in whole INCREMENTs. "
                 f"Give --global-batch-size {start + max(1, (self.global_batch_size - start) // increment) * increment}."
             )
 
@@ -320,7 +326,7 @@ class TrainingArguments:
         if self.seq_length % shares:
             yield (
                 f"--seq-length {self.seq_length} is not a multiple of {shares}, the parts that --sequence-parallel and "
-                f"--context-parallel-size {self.context_parallel_size} cut a sequence into. "
+                f"--context-parallel-size {self.context_parallel_size} split a sequence into. "
                 f"Give {max(1, self.seq_length // shares) * shares}."
             )
 

@@ -13,6 +13,6 @@ OFF = (
 def assert_messages(said, *expected):
     """Check what stderr holds, but for the one line that says what was replaced, which differs between machines."""
     lines = said.splitlines()
-    replaced = [line for line in lines if re.fullmatch(r"fgoffload: Megatron-Core.* symbols .*are replaced\.", line)]
+    replaced = [line for line in lines if re.fullmatch(r"fgoffload: Megatron-Core.* functions .*are replaced\.", line)]
     assert len(replaced) == 1
     assert [line for line in lines if line not in replaced] == list(expected)

@@ -122,3 +122,10 @@ def test_offload_flags_join_a_parser_that_has_some_of_them() -> None:
     config = OffloadConfig.from_flags(flags)
     assert config is not None
     assert (config.offload_modules, config.offload_window_bytes) == (("core_attn",), 1024)
+
+
+def test_flags_that_the_trainer_does_not_need_are_ignored_and_named_in_one_line(caplog):
+    build("--use-mcore-models --tokenizer-type X --weight-decay 0.1 --no-use-distributed-optimizer --use-mcore-models")
+    (line,) = caplog.messages
+    ignored = "--use-mcore-models --tokenizer-type --weight-decay --no-use-distributed-optimizer"
+    assert line == f"x.sh: this command ignores {ignored}, which its small trainer does not need."

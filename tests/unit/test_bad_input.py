@@ -46,15 +46,9 @@ def test_a_word_that_is_typed_wrongly_gets_a_suggestion(capsys, words, meant):
     assert f"Did you mean {meant}?" in refuse(capsys, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("plan", ARGUMENTS, "--gpu", "h100", "--optimizer"), "the command line: --optimizer expected one argument."),
-        (("bench", ARGUMENTS, "--optimizer", "adam"), "the command line: --optimizer is an unknown flag."),
-    ],
-)
-def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys, words, message):
-    assert message in refuse(capsys, *words)
+def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys):
+    message = "the command line: --optimizer expected one argument."
+    assert message in refuse(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
 
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "a b " * 25_000], ids=["word", "words"])
@@ -75,11 +69,10 @@ def test_an_error_of_many_values_is_cut_in_the_middle():
     assert message.endswith(" 99999 are too many. Give fewer.")
 
 
-@pytest.mark.parametrize(("modules", "wanted"), [("core_attn", "('core_attn',)"), (7, "('core_attn',)"), ((7,), "as in")])
-def test_tags_that_are_no_sequence_of_names_are_refused(modules, wanted):
-    with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Give one") as caught:
+@pytest.mark.parametrize("modules", ["core_attn", 7, (7,)])
+def test_tags_that_are_no_sequence_of_names_are_refused(modules):
+    with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Give one, as in \('core_attn',\)"):
         OffloadConfig(offload_modules=modules)
-    assert wanted in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["abc", "-1"])
@@ -95,9 +88,11 @@ def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys,
     assert "--offload-memory-budget 100.00 KiB is not above the static memory of a rank" in line
 
 
-@pytest.mark.parametrize(("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0"), ("--x", "0")]
+)
 def test_what_torchrun_cannot_use_is_one_error(option, value):
-    with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc).*\. See `torchrun --help`\.$"):
+    with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc|--x).*\. See `torchrun --help`\.$"):
         run_torchrun([option, value, "x.py"])
 
 
@@ -107,24 +102,16 @@ def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, con
     assert "script 'x.py' is not Python source: " in refuse(capsys, "run", "x.py")
 
 
-def make_pipe(path):
-    os.mkfifo(path)
-
-
-def make_large_file(path):
-    path.write_bytes(bytes(101))
-
-
-def make_packed_bomb(path):
-    path.write_bytes(gzip.compress(bytes(101)))
-
-
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("pipe.json", make_pipe, "profile: not a regular file. Measure again."),
-        ("large.json", make_large_file, "profile: larger than 100 B. Measure again."),
-        ("bomb.json.gz", make_packed_bomb, "profile: larger than 100 B, unpacked. Measure again."),
+        ("pipe.json", os.mkfifo, "profile: not a regular file. Measure again."),
+        ("large.json", lambda path: path.write_bytes(bytes(101)), "profile: larger than 100 B. Measure again."),
+        (
+            "bomb.json.gz",
+            lambda path: path.write_bytes(gzip.compress(bytes(101))),
+            "profile: larger than 100 B, unpacked. Measure again.",
+        ),
         ("/dev/zero", lambda path: None, "profile: not a regular file. Measure again."),
     ],
 )

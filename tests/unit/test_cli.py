@@ -18,10 +18,8 @@ BEFORE_TORCH = [
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Give a file"),
     (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Give 1 or more"),
     (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Give it after the flag, as in --steps 10."),
-    (
-        ("train", ARGUMENTS, "--plot", "memory.txt"),
-        "--plot 'memory.txt' has an unsupported image format. End it with one of .png",
-    ),
+    (("train", ARGUMENTS, "--plot", "x.txt"), "--plot 'x.txt' has an unsupported image format. End it with one of .png"),
+    (("train", ARGUMENTS, "--plot", "folder.png"), "--plot 'folder.png' is a folder."),
 ]
 
 SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
@@ -34,7 +32,8 @@ AFTER_TORCH = [
     ),
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--step", "3"), "the command line: --step is an unknown flag. Did you mean --steps?"),
-    (("--pipeline-model-parallel-size", "2"), "one copy of the model takes 2 processes (tensor x pipeline x context parallel"),
+    (("--pipeline-model-parallel-size", "2"), "one copy of the model needs 2 processes (tensor x pipeline x context parallel"),
+    (("--pipeline-model-parallel-size", "16"), "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100"),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),
     (("--data", "none.txt"), "--data none.txt does not exist. Give a text file"),
 ]
@@ -63,6 +62,7 @@ def run_and_refuse(arguments, capsys):
     ("arguments", "message"), BEFORE_TORCH, ids=[" ".join(case[0][1:])[-80:] or "none" for case in BEFORE_TORCH]
 )
 def test_bad_input_ends_with_code_2_and_one_line(arguments, message, capsys):
+    Path("folder.png").mkdir()
     assert message in run_and_refuse(arguments, capsys)
 
 
@@ -110,20 +110,14 @@ def test_a_gradient_that_differs_ends_with_code_1_and_names_the_parameter(capsys
     assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
 
 
-def test_a_plot_that_cannot_be_written_is_refused_before_training(capsys):
-    Path("folder.png").mkdir()
-    assert "--plot 'folder.png' is a folder." in run_and_refuse(("train", ARGUMENTS, "--plot", "folder.png"), capsys)
-
-
-@pytest.mark.parametrize(("failing_call", "when"), [("run_step", "in the first step")])
-def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(failing_call, when, capsys, monkeypatch):
+def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(capsys, monkeypatch):
     def fail(self, *args, **kwargs):
         raise IndexError("index 7 is out of range")
 
-    monkeypatch.setattr(f"fgoffload.cli.measurement.Trainer.{failing_call}", fail)
+    monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", fail)
     assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
     said = capsys.readouterr().err
-    assert f"{ARGUMENTS}: Megatron-Core refused these arguments {when}: IndexError: index 7 is out of range." in said
+    assert f"{ARGUMENTS}: Megatron-Core refused these arguments in the first step: IndexError: index 7 is out of range." in said
     assert "Set FGOFFLOAD_TRACEBACK=1 to see the traceback." in said
     assert "Traceback" not in said
 

@@ -54,7 +54,7 @@ def compute_of(found):
 def test_without_our_flags_the_script_runs_as_it_is_and_one_line_says_that_offload_is_off(plain):
     ended, found = plain
     assert list_lines(ended) == [
-        f"fgoffload: offload is off, unless {SCRIPT} makes a Trainer of transformers. For Megatron-Core switch it on with "
+        f"fgoffload: offload is off unless {SCRIPT} creates a Trainer of transformers. For Megatron-Core, add "
         "--fine-grained-activation-offloading."
     ]
     assert found["argv"][0] == SCRIPT
@@ -67,10 +67,11 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
     ended = start(SCRIPT, *MODEL, *ON, *OURS, "--transformer-impl", "local", "--result", str(tmp_path / "result"))
     assert ended.returncode == 0, ended.stderr
     (line,) = list_lines(ended)
-    assert line.startswith("fgoffload: Activation offload of attn_norm core_attn attn_proj mlp_act: ")
-    assert "symbols of megatron.core are replaced. Megatron's own call sites for attn_norm core_attn attn_proj are on" in line
-    assert "by its config, and the script does not get its flags, since it refuses them with --transformer-impl local." in line
-    assert f"Megatron-Core {version('megatron-core')} is that of " in line
+    assert line.startswith(
+        "fgoffload: Activation offload is on for attn_norm core_attn attn_proj mlp_act. Megatron-Core's config"
+    )
+    assert "offload flags, because Megatron-LM refuses them with --transformer-impl local." in line
+    assert f"Megatron-Core {version('megatron-core')} is in " in line
     found = read(tmp_path / "result")
     assert compute_of(found) == compute_of(plain[1])
     assert not found["switch"]
@@ -87,7 +88,7 @@ REAL_PARSER = (
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("a wheel", "its parser cannot be asked"), ("beside the script", "it refuses them with --transformer-impl local")],
+    [("a wheel", "there is no Megatron-LM"), ("beside the script", "Megatron-LM refuses them with --transformer-impl local")],
 )
 def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, reason, plain, tmp_path):
     installed = Path(distribution("megatron-core").locate_file("megatron/training"))
@@ -99,19 +100,15 @@ def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, reason
         (tmp_path / "megatron" / "training").symlink_to(installed)
     ended = start(script, *MODEL, *REAL_PARSER.split(), *ON, *OURS, "--result", str(tmp_path / "result"))
     assert ended.returncode == 0, ended.stderr
-    assert f"the script does not get its flags, since {reason}" in list_lines(ended)[0]
+    assert f"Megatron-LM's own offload flags, because {reason}" in list_lines(ended)[0]
     assert compute_of(read(tmp_path / "result")) == compute_of(plain[1])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(("--offload-window", "1PB"), "the command line: --offload-window '1PB' is not a size.")],
-)
-def test_an_error_of_ours_is_one_line_with_code_2_before_the_script_starts(tmp_path, flags, message):
-    ended = start(SCRIPT, *MODEL, *ON, *flags, "--result", str(tmp_path / "result"))
+def test_an_error_of_ours_is_one_line_with_code_2_before_the_script_starts(tmp_path):
+    ended = start(SCRIPT, *MODEL, *ON, "--offload-window", "1PB", "--result", str(tmp_path / "result"))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith(f"fgoffload: error: {message}")
+    assert line.startswith("fgoffload: error: the command line: --offload-window '1PB' is not a size.")
     assert not list(tmp_path.iterdir())
 
 

@@ -55,7 +55,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--data .*missing does not exist. Give a text file"):
         TextData.load(tmp_path / "missing")
     for name in ("empty", "empty.txt"):
-        with pytest.raises(ConfigError, match=f"--data .*{name} holds no bytes"):
+        with pytest.raises(ConfigError, match=f"--data .*{name} is empty"):
             TextData.load(tmp_path / name)
 
 

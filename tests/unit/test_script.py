@@ -96,7 +96,8 @@ def test_words_before_two_dashes_are_torchruns(script):
     ("words", "message"),
     [
         ([], "SCRIPT.py is missing. Give it before its flags"),
-        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node stands in place of the script. Options for torchrun end with"),
+        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node comes before the script. End options for torchrun with"),
+        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Give it after the script"),
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Give the Python file that trains"),
     ],
 )

@@ -61,12 +61,12 @@ class BudgetOffload(ModelOffload):
         memory: str | int,
         config: TransferConfig | None = None,
         *,
-        reserve: str | int = DEFAULT_RESERVE,
+        reserve: str | int | None = None,
         device: DeviceChoice = None,
     ) -> None:
+        check_memory(memory, reserve=reserve, device=device)
         self._memory = memory
-        self._reserve_bytes = read_size(reserve, name="memory_reserve")
-        check_memory(memory)
+        self._reserve_bytes = _read_reserve(reserve)
         self._budget_bytes = 0
         self._planned: BudgetPlan | None = None
         self._planner: Planner | None = None
@@ -83,11 +83,11 @@ class BudgetOffload(ModelOffload):
         super().__init__(model, find_parts(model), config, device=device)
 
     def is_made_with(
-        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int
+        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int | None
     ) -> bool:
         """Return whether `offload_within` with these arguments would create an equal handle."""
         same = (config or TransferConfig()) == self.config and device == self._device
-        return same and memory == self._memory and read_size(reserve, name="memory_reserve") == self._reserve_bytes
+        return same and memory == self._memory and _read_reserve(reserve) == self._reserve_bytes
 
     @property
     def planned(self) -> BudgetPlan | None:
@@ -145,7 +145,7 @@ class BudgetOffload(ModelOffload):
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} checkpoints its layers, and a budget plans its own recompute. Call "
+                    f"memory: {self.name} uses gradient checkpointing, but a budget plans its own recompute. Call "
                     "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
@@ -245,10 +245,10 @@ class BudgetOffload(ModelOffload):
         numel = max(gather(self._numel))
         blocks = [self._blocks[number] for number in sorted(self._blocks)]
         if not any(block.is_measured for block in blocks):
-            why = next((block.whole.refusal for block in blocks), "they did not run, or in a checkpoint of their own")
+            why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
             raise ConfigError(
                 f"memory: no layer of {self.name} could be measured: {why}. Switch off what changes between two runs of a "
-                "layer, as the key-value cache: model.config.use_cache = False."
+                "layer, such as the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -267,7 +267,7 @@ class BudgetOffload(ModelOffload):
         if isinstance(planned, BudgetError):
             if self._planned is None:
                 raise planned
-            logger.warning("larger inputs of %s are offloaded whole: %s", self.name, planned)
+            logger.warning("all activations of larger inputs of %s are offloaded: %s", self.name, planned)
             return
         self._planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
         self._policy = self._planner.policy
@@ -278,7 +278,7 @@ class BudgetOffload(ModelOffload):
         if self._planner is None:
             return
         logger.info(
-            "%s took %s at peak where the plan predicts %s: it is planned again.",
+            "%s reached a peak of %s, but the plan predicted %s: planning again.",
             self.name,
             format_bytes(reading.peak_bytes),
             format_bytes(planned.peak_bytes),
@@ -287,7 +287,7 @@ class BudgetOffload(ModelOffload):
         found = self._ask(self._planner)
         if isinstance(found, BudgetError):
             planned.is_nearest = True
-            logger.warning("the plan of %s takes more than was predicted, and training goes on with it: %s", self.name, found)
+            logger.warning("the plan of %s exceeded its predicted peak, and training goes on with it: %s", self.name, found)
             return
         self._planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
@@ -319,11 +319,14 @@ def offload_within(
     reserve: str | int | None,
 ) -> BudgetOffload:
     """Offload `model` within a budget. A second call with the same arguments returns the existing handle."""
-    reserve = DEFAULT_RESERVE if reserve is None else reserve
     known = find_handle(model)
     if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=reserve):
         return known
     return BudgetOffload(model, memory, config, device=device, reserve=reserve)
+
+
+def _read_reserve(reserve: str | int | None) -> int:
+    return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
 
 
 def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

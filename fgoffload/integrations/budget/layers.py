@@ -27,7 +27,7 @@ def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
         inner = unwrap(layer)
         if any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in inner.modules() if one is not inner):
             raise ConfigError(
-                f"memory: FSDP shards parts of {type(inner).__name__} separately, and a recompute would gather them once more. "
+                f"memory: FSDP shards parts of {type(inner).__name__} separately, and a recompute would gather them again. "
                 "Shard whole layers, or name modules instead of a budget."
             )
         is_compiled = getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod")

@@ -106,14 +106,21 @@ def read_size(value: Any, *, name: str) -> int:
     return size_bytes
 
 
-def check_memory(memory: Any) -> None:
-    """Check a memory budget: `auto`, or a size as in `read_size`.
+def check_memory(memory: Any, *, reserve: Any, device: Any = None) -> None:
+    """Check a memory budget before the model runs: `auto` on a GPU, or a size as in `read_size`.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither, or a size has a reserve, which is for `auto`.
     """
-    if memory != "auto":
-        read_size(memory, name="memory")
+    if memory == "auto":
+        device_type = "cpu" if not torch.cuda.is_available() else "cuda" if device is None else str(device).partition(":")[0]
+        find_budget(memory, reserve_bytes=0, device_type=device_type)
+        return
+    read_size(memory, name="memory")
+    if reserve is not None:
+        raise ConfigError(
+            f"memory_reserve {reserve!r} has no effect with memory {memory!r}. Give memory='auto', or leave memory_reserve out."
+        )
 
 
 def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
@@ -125,5 +132,5 @@ def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
     if memory != "auto":
         return read_size(memory, name="memory")
     if device_type != "cuda":
-        raise ConfigError(f"memory 'auto' on a {device_type}, whose memory is not counted. Give a size, as in '60GiB'.")
+        raise ConfigError(f"memory 'auto' needs a CUDA GPU, and the device is {device_type}. Give a size, as in '60GiB'.")
     return int(torch.cuda.mem_get_info()[1]) - reserve_bytes

@@ -203,9 +203,9 @@ class Trial:
         leaves += [one for one in run.module.parameters() if one.requires_grad and not one._backward_hooks]  # noqa: SLF001
         measured = Measured()
         if not are_equal(list_tensors(run.output), list_tensors(output)):
-            measured.refusal = "a second run returns other bits"
+            measured.refusal = "a second run returns different bits"
         elif not same_random:
-            measured.refusal = "a second run draws other random numbers"
+            measured.refusal = "a second run draws different random numbers"
         allocated_bytes, _ = self._count_peak()
         device.stall(_HEAD_START_S)
         times.append(device.record_event(stream, is_timed=True))

@@ -21,11 +21,12 @@ from fgoffload.integrations.megatron.patching.imports import require_torch
 if TYPE_CHECKING:
     from fgoffload.engine import Device
     from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
+    from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
     from fgoffload.integrations.megatron.patching.patches import Patches
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MegatronOffload", "apply", "remove"]
+__all__ = ["MegatronOffload", "apply", "apply_cpu_support", "remove"]
 
 
 def __getattr__(name: str) -> Any:
@@ -35,6 +36,11 @@ def __getattr__(name: str) -> Any:
         from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 
         return MegatronOffload
+    if name == "apply_cpu_support":
+        require_torch()
+        from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
+
+        return apply_cpu_support
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -66,11 +72,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
     except BaseException:
         patches.remove()
         raise
-    logger.info(
-        "Activation offload of %s: %d symbols of megatron.core are replaced.",
-        " ".join(offload.selected) or "nothing",
-        len(patches.names),
-    )
+    logger.info("Activation offload is on for %s.", " ".join(offload.selected) or "no tag")
     return offload
 
 

@@ -17,7 +17,7 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--min-offloaded-tensor-size",
-        {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
+        {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "smaller storages stay on the GPU (1048576)"},
     ),
     (
         "--delay-offload-until-cuda-graph",
@@ -29,25 +29,30 @@ _FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--delta-offload-bytes-across-pp-ranks",
-        {"type": whole_number, "default": None, "metavar": "BYTES", "help": "less offload on each next pipeline rank (0)"},
+        {
+            "type": whole_number,
+            "default": None,
+            "metavar": "BYTES",
+            "help": "offload fewer bytes on each later pipeline rank (0)",
+        },
     ),
     (
         "--activation-offload-fraction",
-        {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
+        {"type": number, "default": None, "metavar": "PART", "help": "part of a chunk's sites to offload, 0 to 1 (1.0)"},
     ),
-    ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
+    ("--offload-plan", {"default": None, "metavar": "FILE", "help": "plan file, instead of a fraction"}),
     (
         "--offload-memory-budget",
         {"default": None, "metavar": "SIZE", "help": "GPU memory that --offload-modules auto plans for, as in 60GiB"},
     ),
-    ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
+    ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "host memory limit of each rank, as in 64GiB"}),
     (
         "--offload-window",
         {"default": None, "metavar": "SIZE", "help": "bytes in flight to the host before compute waits (1GiB)"},
     ),
     (
         "--offload-prefetch",
-        {"default": None, "metavar": "SIZE", "help": "bytes back on the GPU before backward asks for them (512MiB)"},
+        {"default": None, "metavar": "SIZE", "help": "bytes to reload ahead of backward (512MiB)"},
     ),
 )
 """Each flag, with its options for argparse."""

@@ -10,6 +10,8 @@ from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.transfer_config import TransferConfig
 
+NO_MEMORY = "memory_reserve {!r} has no effect without memory. Give memory='auto', or leave memory_reserve out."
+
 
 def offload(
     model: torch.nn.Module,
@@ -54,9 +56,7 @@ def offload(
     """
     if memory is None:
         if memory_reserve is not None:
-            raise ConfigError(
-                f"memory_reserve {memory_reserve!r} has no effect without memory. Give memory='auto', or leave it out."
-            )
+            raise ConfigError(NO_MEMORY.format(memory_reserve))
         return offload_sites(model, find_sites(model, modules), config, device=device)
     if modules != ():
         raise ConfigError(

@@ -62,7 +62,7 @@ class SavingsEstimate:
             f"({self.percent:.1f}%), {format_bytes(self.host_bytes)} of host memory needed"
         ]
         if self.leaving_bytes != self.freed_bytes:
-            lines.append(f"{format_bytes(self.leaving_bytes)} would be copied: backward needs no more of them")
+            lines.append(f"{format_bytes(self.leaving_bytes)} would be copied to the host")
         lines += [
             f"{format_bytes(size_bytes)} would stay on the device: {reason}"
             for reason, size_bytes in self.staying_bytes.items()

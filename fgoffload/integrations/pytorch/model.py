@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import OffloadEngine, is_inert
-from fgoffload.errors import ConfigError
+from fgoffload.errors import ConfigError, StateError
 from fgoffload.integrations.pytorch.buffers import BufferWatch
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, enter_layer, find_running, note_inert
@@ -104,6 +104,7 @@ class ModelOffload(EngineOwner):
         Use it for code that calls parts of the model and not the model itself. Without it, each such call is a separate
         forward: results are right, but nothing is prefetched for backward.
         """
+        self._check_placed()
         around = Surroundings()  # see [Note: Interrupted forwards]
         try:
             begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
@@ -142,12 +143,23 @@ class ModelOffload(EngineOwner):
         super().close()
 
     def __enter__(self) -> "ModelOffload":
-        """Return the handle."""
+        """Return the handle.
+
+        Raises:
+            StateError: The handle was removed or closed.
+        """
+        self._check_placed()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the handle, on an exception too."""
         self.close()
+
+    def _check_placed(self) -> None:
+        if self.config.enabled and not self._replaced:
+            raise StateError(
+                f"the offload of {self.name} was removed, so nothing is offloaded. Call `fgoffload.offload` again."
+            )
 
     def explain(self) -> str:
         """Raise, since there is no plan without a budget.

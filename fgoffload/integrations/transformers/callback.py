@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.budget.memory import check_memory
-from fgoffload.integrations.pytorch.entry import offload
+from fgoffload.integrations.pytorch.entry import NO_MEMORY, offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
@@ -40,21 +40,29 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
         memory: Memory budget as for `fgoffload.offload`, instead of `modules`. It switches the model config's `use_cache` off
             during the training, since a layer that fills a cache cannot be recomputed.
+        memory_reserve: Memory that `auto` leaves free, as for `fgoffload.offload`.
     """
 
     def __init__(
-        self, modules: "Patterns | None" = None, config: TransferConfig | None = None, *, memory: str | int | None = None
+        self,
+        modules: "Patterns | None" = None,
+        config: TransferConfig | None = None,
+        *,
+        memory: str | int | None = None,
+        memory_reserve: str | int | None = None,
     ) -> None:
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
         if memory is not None:
-            check_memory(memory)
+            check_memory(memory, reserve=memory_reserve)
+        elif memory_reserve is not None:
+            raise ConfigError(NO_MEMORY.format(memory_reserve))
         if isinstance(modules, str) and is_size(modules):
             raise ConfigError(f"modules {modules!r} is a size. Give OffloadCallback(memory={modules!r}) for a memory budget.")
         self.handle: ModelOffload | None = None
         """Handle of the model. None outside of training."""
         self._modules = modules
-        self._memory = memory
+        self._memory, self._memory_reserve = memory, memory_reserve
         self._config = config or TransferConfig(is_timed=True)
         self._plan = ""
         """Text of the last plan, after the training."""
@@ -84,7 +92,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             self._uses_cache = getattr(model.config, "use_cache", None)
             if self._uses_cache:
                 model.config.use_cache = False
-            self.handle = offload(model, config=self._config, memory=self._memory)
+            self.handle = offload(model, config=self._config, memory=self._memory, memory_reserve=self._memory_reserve)
             return
         sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
         self.handle = offload_sites(model, sites, self._config)

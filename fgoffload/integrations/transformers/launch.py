@@ -20,11 +20,11 @@ _MODULE = "transformers.trainer"
 
 
 @contextlib.contextmanager
-def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
+def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
     """Add the callback to every trainer created in the body. Yields the trainers' class names, in order.
 
     Args:
-        memory: Memory budget in bytes. None offloads the layers.
+        memory: Memory budget: bytes, a size or `auto`. None offloads the layers.
     """
     made: list[str] = []
     patch = functools.partial(_patch, made=made, memory=memory)
@@ -40,7 +40,7 @@ def offload_trainers(memory: int | None = None) -> Iterator[list[str]]:
             _restore(sys.modules[_MODULE])
 
 
-def _patch(module: ModuleType, *, made: list[str], memory: int | None) -> None:
+def _patch(module: ModuleType, *, made: list[str], memory: str | int | None) -> None:
     original = module.Trainer.__init__
 
     @functools.wraps(original)
@@ -55,16 +55,19 @@ def _restore(module: ModuleType) -> None:
     module.Trainer.__init__ = module.Trainer.__init__.__wrapped__
 
 
-def _add_callback(trainer: Any, made: list[str], memory: int | None) -> None:
+def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> None:
     from fgoffload.integrations.transformers.callback import OffloadCallback
 
     name = type(trainer).__name__
+    is_first = name not in made and trainer.is_world_process_zero()
+    made.append(name)
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
+        if memory is not None and is_first:
+            logger.warning("The script's %s has its own OffloadCallback, so --offload-memory-budget has no effect on it.", name)
         return
     OffloadCallback(memory=memory).add_to(trainer)
-    if name not in made and trainer.is_world_process_zero():
+    if is_first:
         logger.info("Activation offload: OffloadCallback was added to the script's %s.", name)
-    made.append(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -14,7 +14,7 @@ def warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
     rivals = list(find_rivals(args, model))
     if rivals:
         logger.warning(
-            "%s %s on too. The innermost saved-tensor hooks take every tensor, so only one of them offloads it: switch the "
+            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the "
             "others off. Results stay bitwise identical.",
             " and ".join(rivals),
             "are" if len(rivals) > 1 else "is",

@@ -29,6 +29,9 @@ _MLP_NORM = ("output of the norm before the MLP", "statistics of the norm before
 _ACTIVATION_INPUTS = ("first linears' output", "permuted probabilities")
 """Input of the experts' activation, from which it is recomputed."""
 
+_GROUPED = ("expert_fc1", "moe_act", "dispatch")
+"""Units of grouped experts alone."""
+
 _AROUND = ("mtp_projection", "mtp_norm")
 """Segments of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
 
@@ -57,6 +60,8 @@ def make_units(
     partial = _list_partial_recomputes(shape, names, tensors)
     permutation = _list_permutation(shape, tensors)
     found = {unit.name: unit for unit in (*checkpoints, *refills, *partial, *permutation)}
+    if shape.experts is not None and not shape.experts.has_grouped_linears:
+        found = {name: unit for name, unit in found.items() if name not in _GROUPED}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
 
 

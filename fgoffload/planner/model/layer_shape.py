@@ -124,6 +124,8 @@ class ExpertsShape:
     Plans take `DEFAULT_IMBALANCE`. It has no effect if one rank has all experts."""
     has_fused_permutation: bool = False
     """With `--moe-permute-fusion`."""
+    has_grouped_linears: bool = True
+    """With `--moe-grouped-gemm`. Other experts have no unit of their own: only `moe` and `layer` recompute them."""
     dispatcher: Dispatcher = "alltoall"
     """Token dispatcher. All except `alltoall` send a token once to each target node, not once for each expert."""
     limited_groups: tuple[int, int] | None = None

@@ -221,7 +221,7 @@ class ModelShape:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not known. Give one of: {', '.join(map(repr, known))}.")
         if not 0 <= self.rotary_percent <= 1:
-            raise ConfigError(f"rotary_percent {self.rotary_percent} is no part of a head. Give a number from 0 to 1.")
+            raise ConfigError(f"rotary_percent {self.rotary_percent} is not a fraction of a head. Give a number from 0 to 1.")
 
     def _check_attention(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups

@@ -20,8 +20,8 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
     parallelism.check_model(model)
     if model.activation_dtype_bytes != 2:
         raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}, as of a training in fp32, which is one without --bf16 and "
-            "--fp16: what a layer saves is only known for 2, that of bf16. Give --bf16."
+            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32 without --bf16 or --fp16, and a "
+            "plan knows the saved bytes of bf16 only. Give --bf16."
         )
     check_head_channels(model)
     return LayerShape(

@@ -19,7 +19,7 @@ from fgoffload.cli import main
 REFUSED = [
     ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench tiny_moe."),
     (("none.sh",), "argument file 'none.sh' does not exist. Give a file"),
-    ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give one from 1, as in 10."),
+    ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give 1 or more, as in 10."),
     ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
     ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Give it after the flag, as in --repeats 2."),
     ((ARGUMENTS, "--settings", "recompute:layernorm+bogus"), "--settings 'recompute:layernorm+bogus': 'bogus' is no"),

@@ -108,9 +108,8 @@ def test_nothing_is_predicted_from_the_profile_of_another_device():
     assert set(make_forecaster(profile=profile, device="NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
 
 
-@pytest.mark.parametrize("name", ["mla_moe"])
-def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(name, tmp_path):
-    job = make_job(tmp_path, name=name)
+def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(tmp_path):
+    job = make_job(tmp_path, name="mla_moe")
     forecaster = make_forecaster(job)
     settings = list_default_settings(parse_setting_arguments(job, BASELINE).transformer, budgets_bytes=[20 * GIB])
     write_plan(job.find_plan_path(parse_setting("budget:20GiB")), {(0, "layer"): Action.RECOMPUTE})

@@ -130,11 +130,8 @@ def test_environment_variables_that_matter_are_read(tmp_path, environment, name,
     assert said in row.found
 
 
-@pytest.mark.parametrize(
-    "ended",
-    [CommandResult(1, "Traceback (most recent call last):\nImportError: libcudnn.so.9: cannot open\n\n")],
-)
-def test_attention_that_does_not_run_is_an_error_with_its_last_line(tmp_path, ended):
+def test_attention_that_does_not_run_is_an_error_with_its_last_line(tmp_path):
+    ended = CommandResult(1, "Traceback (most recent call last):\nImportError: libcudnn.so.9: cannot open\n\n")
     row = check(tmp_path, "attention kernel", run=Answers(probe=ended).run)
     assert row.status is Status.ERROR
     assert row.found.endswith("ImportError: libcudnn.so.9: cannot open")

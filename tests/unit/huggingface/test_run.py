@@ -27,10 +27,12 @@ def list_logged(caplog):
     return [record.message for record in caplog.records if record.name.startswith("fgoffload.")]
 
 
+BUDGET = ("--offload-memory-budget", "40MiB")
+
+
 def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits():
     command = ("fgoffload", "run", "--", SCRIPT, "--flag", "of the script")
-    budget = ("--offload-memory-budget", "40MiB")
-    ended, plain, planned = run_commands(command, (SCRIPT,), (*command, *budget), imports=IMPORTS, without=())
+    ended, plain, planned = run_commands(command, (SCRIPT,), (*command, *BUDGET), imports=IMPORTS, without=())
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     saved_gib, percent = (found["log"][-1][f"offload/{name}"] for name in ("saved_gib", "percent"))
@@ -52,8 +54,10 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
 def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
-    (ended,) = run_commands(("fgoffload", "run", str(script)))
-    assert list_lines(ended) == [f"fgoffload: warning: {script} made no Trainer, so nothing was offloaded."]
+    ended, budgeted = run_commands(*(("fgoffload", "run", str(script), *budget) for budget in ((), BUDGET)))
+    line = f"fgoffload: warning: {script} created no Trainer, so nothing was offloaded."
+    assert list_lines(ended) == [line]
+    assert list_lines(budgeted) == [f"{line} --offload-memory-budget had no effect."]
 
 
 def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path, caplog):
@@ -72,7 +76,7 @@ def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_pa
     after = make_trainer(make_llama(), tmp_path)
     assert list(map(count, (before, inside, own, again, after))) == [0, 1, 1, 1, 0]
     assert isinstance(inside.callback_handler.callbacks[0], OffloadCallback)  # before reporters, which get its numbers too
-    assert made == ["Trainer"] * 2
+    assert made == ["Trainer"] * 3
     assert list_logged(caplog) == ["Activation offload: OffloadCallback was added to the script's Trainer."]
     assert sys.meta_path == path
 

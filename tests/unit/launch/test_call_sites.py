@@ -38,7 +38,7 @@ def test_the_script_gets_the_flags_that_it_takes_with_the_tags_that_megatron_acc
     assert values.fine_grained_activation_offloading
     assert values.offload_modules == list(MEGATRONS)
     assert values.min_offloaded_tensor_size == 16
-    assert str(found) == "Megatron's own call sites for core_attn attn_proj are on by its flags."
+    assert str(found) == "The script gets Megatron-LM's own flags for core_attn attn_proj."
 
 
 def test_the_flags_do_not_swallow_a_word_of_the_script():
@@ -58,44 +58,41 @@ def test_a_parser_without_a_minimum_size_does_not_get_it():
 def test_tags_of_ours_alone_leave_megatrons_flag_off():
     found = find(tags=("router",))
     assert (found.switch, found.tags, found.flags) == (Switch.NOTHING, (), ())
-    assert str(found) == "Megatron's own call sites stay off: it has none of these tags."
+    assert str(found) == "Megatron-Core has no call site of its own for these tags."
+
+
+def surround(environment, lacking):
+    return {"surroundings": Surroundings(environment=environment, has_module=lambda name: name not in lacking)}
 
 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"parser": make_parser(leave_out=("--offload-modules",))}, "since its parser does not know --offload-modules"),
-        (
-            {"parser": make_parser(leave_out=("--fine-grained-activation-offloading",))},
-            "since its parser does not know --fine-grained-activation-offloading",
+        *(
+            ({"parser": make_parser(leave_out=(flag,))}, f"its Megatron-LM does not know {flag}")
+            for flag in ("--offload-modules", "--fine-grained-activation-offloading")
         ),
         (
             {"words": ("--num-layers", "2", "--transformer-impl", "local")},
-            "since it refuses them with --transformer-impl local",
+            "Megatron-LM refuses them with --transformer-impl local",
         ),
+        (surround({"NVTE_CPU_OFFLOAD_V1": "0"}, set()), "Megatron-LM refuses them with NVTE_CPU_OFFLOAD_V1=0"),
+        (surround({}, {"pynvml"}), "Megatron-LM then needs pynvml to bind processes to CPUs (pip install nvidia-ml-py)"),
         (
-            {"surroundings": Surroundings(environment={"NVTE_CPU_OFFLOAD_V1": "0"}, has_module=lambda name: True)},
-            "since it refuses them with NVTE_CPU_OFFLOAD_V1=0",
-        ),
-        (
-            {"surroundings": Surroundings(environment={}, has_module=lambda name: name != "pynvml")},
-            "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)",
-        ),
-        (
-            {"surroundings": Surroundings(environment={}, has_module=lambda name: name == "pynvml")},
-            "since it would then need cuda.bindings, to bind itself to CPUs (pip install cuda-bindings)",
+            surround({}, {"cuda.bindings", "cuda.cudart"}),
+            "Megatron-LM then needs cuda.bindings to bind processes to CPUs (pip install cuda-bindings)",
         ),
     ],
 )
 def test_where_megatron_would_refuse_its_own_flags_the_config_alone_says_it(given, reason):
     found = find(**given)
     assert (found.switch, found.tags, found.flags, found.reason) == (Switch.CONFIG, MEGATRONS, (), reason)
-    assert str(found).endswith(f"by its config, and the script does not get its flags, {reason}.")
+    assert f"The script does not get Megatron-LM's own offload flags, because {reason}. Offload works" in str(found)
 
 
 def test_without_a_parser_to_ask_the_config_alone_says_it():
     found = find_call_sites(TAGS, 16, None, (), EVERYTHING)
-    assert (found.switch, found.reason) == (Switch.CONFIG, "since its parser cannot be asked for them")
+    assert (found.switch, found.reason) == (Switch.CONFIG, "there is no Megatron-LM beside the script")
 
 
 def test_a_value_that_the_parser_cannot_stand_is_left_for_the_script_too():

@@ -34,7 +34,7 @@ def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
     own = take_own_flags(["--offload-modules", "core_attn", "--offload-window", "1MiB", "--seed", "1"])
     assert (own.offload, own.script_words) == (None, ("--seed", "1"))
     (remark,) = own.remarks
-    assert remark.startswith("--offload-modules --offload-window without --fine-grained-activation-offloading has no effect")
+    assert remark.startswith("--offload-modules --offload-window has no effect without --fine-grained-activation-offloading")
 
 
 def test_a_fraction_that_keeps_all_is_said():
@@ -50,6 +50,9 @@ def test_a_fraction_that_keeps_all_is_said():
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),
         (["--fine-grained-activation-offloading"], "--offload-modules is empty"),
+        ([*ON, "--offload-memory-budget", "auto"], "works only for a Trainer of transformers"),
+        (["--offload-memory-budget", "0"], "--offload-memory-budget 0 leaves no GPU memory"),
+        (["--offload-memory-budget", "60"], "--offload-memory-budget '60' has no unit"),
     ],
 )
 def test_a_flag_of_ours_that_cannot_be_what_it_is_is_refused(words, message):

@@ -247,7 +247,7 @@ def test_after_three_plans_the_last_one_is_kept_with_a_warning(run_counted):
     found, _, lines = run_counted([60_000, 120_000, 180_000, 240_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
-    assert "after 3 plans: keeping the last. Give a budget that much smaller." in lines[2][1]
+    assert "after 3 plans: keeping the last. Lower the budget by that much." in lines[2][1]
 
 
 def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monkeypatch):

@@ -67,7 +67,8 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
     [
         (SHARED, {"shared_ffn_hidden_size": 192}),
         (f"{SHARED} --moe-shared-expert-overlap", {"shared_ffn_hidden_size": 192, "has_shared_overlap": True}),
-        ("--moe-permute-fusion", {"has_fused_permutation": True}),
+        ("--moe-permute-fusion", {"has_fused_permutation": True, "has_grouped_linears": True}),
+        ("--no-moe-grouped-gemm", {"has_grouped_linears": False}),
         ("--moe-router-force-load-balancing", {"imbalance": 1.0}),
         ("--moe-expert-capacity-factor 1.1", {"imbalance": 1.1}),
         ("--moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity", {"imbalance": 2.0}),
@@ -109,7 +110,7 @@ def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
 
 REFUSED = {
     "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4, which share it",
-    "--multi-latent-attention": "--kv-lora-rank is missing beside --multi-latent-attention",
+    "--multi-latent-attention": "--kv-lora-rank is missing, and --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
     "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "num-groups 2: 3 groups cannot be chosen",
@@ -184,15 +185,11 @@ def test_impossible_typed_flags_are_refused(typed, message):
         ),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),
         ("--lora-rank 16", DENSE, ["adapters are left out: memory errs low by them, and times err high: --lora-rank."]),
-        (
-            "--tokenizer-type Llama2Tokenizer",
-            DENSE.replace("--vocab-size", "--seed"),
-            ["a plan assumes 32000 tokens, as in"],
-        ),
+        ("--tokenizer-type Llama2Tokenizer", DENSE.replace("--vocab-size", "--seed"), ["a plan assumes 32000 tokens, as in"]),
         ("--moe-token-dispatcher-type flex --tp 2", MIXTURE, ["--sequence-parallel is assumed", "deepep: its buffers are not"]),
         ("--attention-backend unfused", MIXTURE, ["--attention-backend unfused saves the attention scores"]),
         ("--transformer-impl local", MIXTURE, ["saves other tensors than Transformer Engine's layers"]),
-        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm a plan assumes grouped experts"]),
+        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm a plan still assumes"]),
         ("", MIXTURE.replace("--moe-token-dispatcher-type alltoall", ""), ["a plan assumes alltoall; Megatron's default, all"]),
         ("--pp 2", DENSE, ["without --global-batch-size a step is 1 microbatch, as in Megatron"]),
         ("--moe-token-dispatcher-type flex --no-moe-grouped-gemm", DENSE, []),  # no experts

@@ -35,12 +35,12 @@ def test_close_puts_everything_back():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{DENSE} --fp16", "--fp16, which needs loss scaling, is not built yet in this version: give --bf16"),
-        (f"{DENSE} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an optimizer"),
+        (f"{DENSE} --fp16", "--fp16, which needs loss scaling, is not supported in this version: give --bf16"),
+        (f"{DENSE} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an FP8 optimizer"),
         (f"{MOE} --moe-grouped-gemm", "--moe-grouped-gemm needs Transformer Engine's layers: give --transformer-impl"),
         (
             DENSE.replace("--disable-bias-linear", "--recompute-granularity selective --recompute-modules mlp"),
-            "--recompute-modules mlp never ends in backward where linear layers have biases",
+            "--recompute-modules mlp hangs in backward if linear layers have biases",
         ),
     ],
 )

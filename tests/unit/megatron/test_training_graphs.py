@@ -195,6 +195,6 @@ def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
     profile = profile_training(arguments, TextData.load(), profile_link(device).link, plain_step_s=1000.0, has_own_host=False)
     assert calls == []
     assert caplog.messages[0] == (
-        "a profile is measured without --cuda-graph-impl transformer_engine: what graphs replay cannot be watched."
+        "a profile is measured without --cuda-graph-impl transformer_engine: replayed graphs cannot be measured."
     )
     assert profile.plain_step_s < 1000  # of eager steps, which nobody had timed

@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.interface import is_replaced
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 PATH = f"{MODULE}.{CLASS}"
-SUPPORTED = "Supported: megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer"
+SUPPORTED = "Supported: megatron-core 0.16.1 to 0.18, which end groups by group_commit, and 0.19 or newer"
 MAKERS = [make_development_interface, make_released_interface]
 METHODS = [(make, name) for make in MAKERS for name, value in vars(make()).items() if name[:2] != "__"]
 CONTEXT = ("__init__", "__enter__", "__exit__")

@@ -6,10 +6,14 @@ from support.megatron_stub.training import LAYERS, with_offload
 def test_a_reset_before_the_first_forward_is_no_step():
     with with_offload("core_attn") as training:
         training.layers.finish_schedule()
-        assert repr(training.offload) == "<MegatronOffload (tags: core_attn), no step yet>"
+        assert repr(training.offload) == "<MegatronOffload (tags: core_attn), no finished step>"
+        training.forward().sum().backward()
+        assert repr(training.offload).endswith(
+            "no finished step: without Megatron's schedules, call finish_step() after backward>"
+        )
         training.step()
         assert repr(training.offload).endswith(" offloaded in the last step>")
-        assert training.offload.last_step.tags["core_attn"].groups == 2 * LAYERS
+        assert training.offload.last_step.tags["core_attn"].groups == 3 * LAYERS
 
 
 def test_a_reset_behind_a_step_or_a_warm_up_leaves_the_step_before():

@@ -70,3 +70,26 @@ def test_parts_below_the_smallest_size_are_kept():
     for _ in range(2):
         model(make_inputs() * 1.0).backward()
     assert not handle.planned.plan.actions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, and the device is cpu"),
+        ({"memory": "1GiB", "memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory '1GiB'"),
+        ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect without memory"),
+    ],
+)
+def test_a_budget_that_cannot_work_is_refused_at_once(options, message):
+    with pytest.raises(fgoffload.ConfigError, match=message):
+        fgoffload.offload(make_net(), **options)
+
+
+def test_a_closed_handle_cannot_be_entered():
+    handle = fgoffload.offload(make_net(), ["layers.*"])
+    handle.close()
+    with (
+        pytest.raises(fgoffload.StateError, match=r"was removed, so nothing is offloaded\. Call `fgoffload\.offload` again"),
+        handle,
+    ):
+        pass

@@ -56,7 +56,7 @@ class RankBalance:
         kept = choose_kept(moved_bytes, less_bytes=rank * self._delta_bytes)
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
         logger.info(
-            "pipeline rank %d offloads %s a step less: %d of %d sites stay on the GPU",
+            "pipeline rank %d offloads %s less per step: %d of %d sites stay on the GPU",
             rank,
             format_bytes(sum(moved_bytes[site] for site in kept)),
             len(kept),

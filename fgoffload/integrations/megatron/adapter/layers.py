@@ -308,12 +308,12 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
         )
     if offload.actions.recomputes and getattr(config, "overlap_moe_expert_parallel_comm", False):
         raise IntegrationError(
-            "--overlap-moe-expert-parallel-comm runs the pieces of layers by itself, so a plan cannot recompute modules. "
+            "--overlap-moe-expert-parallel-comm runs parts of layers separately, so a plan cannot recompute modules. "
             "Leave it out, or give a plan that only keeps and offloads."
         )
     if granularity is not None and offload.actions.recomputes:
         raise IntegrationError(
-            f"The plan recomputes modules of single layers, but --recompute-granularity {granularity} those of all layers. "
+            f"The plan recomputes modules of single layers, but --recompute-granularity {granularity} applies to all layers. "
             "Leave Megatron's recompute flags out."
         )
     # The commands check this before Megatron starts. Callers of `apply` have no earlier check.

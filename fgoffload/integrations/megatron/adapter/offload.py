@@ -35,7 +35,7 @@ class MegatronOffload:
         self.config = config
         self.engine = engine
         self.last_step: StepStats | None = None
-        """Statistics of the last complete step on this rank; None before the first."""
+        """Statistics of the last complete step on this rank; None until a schedule of Megatron or `finish_step` ends one."""
         self.measurement: Measurement | None = None
         """Measurement of steps that offload nothing; None if no step is to be measured."""
         self._undo = undo
@@ -70,9 +70,9 @@ class MegatronOffload:
 
     def __repr__(self) -> str:
         """Return the tags and the bytes that the last step moved."""
-        step = (
-            "no step yet" if self.last_step is None else f"{format_bytes(self.last_step.d2h_bytes)} offloaded in the last step"
-        )
+        hint = ": without Megatron's schedules, call finish_step() after backward" if self._microbatches_begun else ""
+        last = self.last_step
+        step = f"no finished step{hint}" if last is None else f"{format_bytes(last.d2h_bytes)} offloaded in the last step"
         return f"<MegatronOffload (tags: {' '.join(sorted(self.selected)) or 'none'}), {step}>"
 
     def remove(self) -> None:
@@ -270,7 +270,7 @@ class MegatronOffload:
 
         For sites of your own: the tag must be registered and selected.
         """
-        # Checks inertness first, since a recompute in backward calls this too, while forward is elsewhere.
+        # Inertness first: a recompute in backward calls this too.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():

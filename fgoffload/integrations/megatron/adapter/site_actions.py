@@ -219,5 +219,7 @@ def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, .
     config.tags.check(planned, flag="--offload-plan")
     others = [tag for tag in config.offload_modules if tag not in planned]
     if others:
-        logger.info("--offload-plan %s decides what is offloaded: nothing of %s", config.offload_plan, " ".join(others))
+        logger.info(
+            "--offload-plan %s decides what is offloaded, and it offloads nothing of %s", config.offload_plan, " ".join(others)
+        )
     return planned

@@ -307,7 +307,7 @@ class AutoOffload(StepMeasurement):
             return
         rival = self._rival
         is_better = tried.score(self._budget_bytes) < rival.tried.score(self._budget_bytes)
-        made = (rival.planned.origin, f"{planned.origin}, measured when all was warm")
+        made = (rival.planned.origin, f"{planned.origin}, measured after warm-up")
         stays = "second" if is_better else "first"
         logger.info("%s: the %s stays", describe_tried(rival.tried, tried, made=made), stays)
         if is_better:
@@ -325,7 +325,7 @@ class AutoOffload(StepMeasurement):
         try:
             staying = ask_first(lambda: measured.find_staying(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes))
         except OffloadError as error:
-            logger.warning("keeping the plan %s: no warm step is measured. %s", first.planned.origin, error)
+            logger.warning("keeping the plan %s: no step after warm-up was measured. %s", first.planned.origin, error)
             return
         self._rival = first
         self._measure(staying)
@@ -338,7 +338,7 @@ class AutoOffload(StepMeasurement):
         if failure is not None:
             # The bytes that steps took beyond the prediction belong to the measurement of the first plan, so both are restored.
             self._measured = former
-            words = "keeping the plan %s: step %d was measured warm, but gave no plan. %s"
+            words = "keeping the plan %s: step %d was measured after warm-up, but gave no plan. %s"
             logger.warning(words, first.planned.origin, self._steps - 1, failure)
             self._return(first)
         elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
@@ -373,7 +373,7 @@ class AutoOffload(StepMeasurement):
         above_bytes = peak_bytes - self._budget_bytes
         above = f"a step took {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
         if not self._left_checks:
-            logger.warning("%s, after %d plans: keeping the last. Give a budget that much smaller.", above, MOST_CHECKS)
+            logger.warning("%s, after %d plans: keeping the last. Lower the budget by that much.", above, MOST_CHECKS)
             return
         logger.info("%s, and %s more than predicted: planning again", above, format_bytes(self._beyond_bytes))
         failure = self._try_to_plan(planned.call)

@@ -115,7 +115,7 @@ class _Reader:
             self._read_launch_text(text.split())
         flags = self._launched or [word for words in self.variables.list_unused() for word in words]
         if not flags:
-            raise ConfigError(f"{self._source} holds no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
+            raise ConfigError(f"{self._source} has no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
         return tuple(flags)
 
     def read(self, items: Sequence[_Item]) -> None:

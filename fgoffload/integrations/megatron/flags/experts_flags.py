@@ -70,6 +70,7 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
             shared_ffn_hidden_size=values.get("moe_shared_expert_intermediate_size", 0),
             imbalance=DEFAULT_IMBALANCE,
             limited_groups=_find_groups(values),
+            has_grouped_linears=values.get("moe_grouped_gemm", False),
         )
     return change_experts(experts, values)
 
@@ -106,7 +107,7 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if chosen is None or groups is None:
         return None
     if not 1 <= chosen <= groups:
-        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen of them. Give 1 to {groups}.")
+        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen from them. Give 1 to {groups}.")
     return chosen, groups
 
 

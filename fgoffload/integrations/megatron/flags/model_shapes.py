@@ -240,7 +240,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
-        raise ConfigError("--bf16 and --fp16 exclude each other. Give one of them; --no-bf16 or --no-fp16 takes back a file's.")
+        raise ConfigError("--bf16 and --fp16 exclude each other. Give one of them; --no-bf16 or --no-fp16 overrides a file.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
@@ -317,7 +317,9 @@ def _make_latent(values: Mapping[str, Any]) -> LatentAttention | None:
     if not values.get("multi_latent_attention"):
         return None
     if "kv_lora_rank" not in values:
-        raise ConfigError("--kv-lora-rank is missing beside --multi-latent-attention. Give it, as in --kv-lora-rank 512.")
+        raise ConfigError(
+            "--kv-lora-rank is missing, and --multi-latent-attention needs it. Give it, as in --kv-lora-rank 512."
+        )
     sizes = {name: values.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
     return LatentAttention(q_lora_rank=values.get("q_lora_rank"), kv_lora_rank=values["kv_lora_rank"], **sizes)
 

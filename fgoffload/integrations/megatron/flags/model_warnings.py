@@ -44,8 +44,8 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
         )
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
         logger.warning(
-            "%s: without --moe-grouped-gemm a plan assumes grouped experts. Others save other tensors, which only a profile "
-            "knows, and Megatron does not recompute moe_act in them.",
+            "%s: without --moe-grouped-gemm a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
+            "recomputes no part of an expert alone. Only a profile knows what other experts save.",
             source,
         )
     if values.get("transformer_impl", _COVERED_LAYERS) != _COVERED_LAYERS:

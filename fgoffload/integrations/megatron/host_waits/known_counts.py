@@ -189,6 +189,6 @@ def _check_alike(known: Any, own: Any) -> None:
     if not torch.equal(before, again):
         raise StateError(
             f"A recompute sent {again.tolist()} tokens to its experts or ranks, its forward {before.tolist()}: the router "
-            "chose otherwise the second time, so gradients are wrong. Use deterministic router kernels, or do not recompute "
+            "chose differently the second time, so gradients are wrong. Use deterministic router kernels, or do not recompute "
             "'moe' and 'layer'."
         )

@@ -8,7 +8,7 @@ from fgoffload.errors import IntegrationError
 INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:FineGrainedActivationOffloadingInterface"
 """Path of Megatron's class, as `Patches` takes it."""
 INTERFACE_PATH = INTERFACE.replace(":", ".")
-SUPPORTED = "megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer, where by group_offload"
+SUPPORTED = "megatron-core 0.16.1 to 0.18, which end groups by group_commit, and 0.19 or newer, which end them by group_offload"
 """Supported versions, for errors."""
 
 

@@ -43,9 +43,14 @@ class CallSites:
     def __str__(self) -> str:
         """Return a sentence for the user who started the script."""
         if self.switch is Switch.NOTHING:
-            return "Megatron's own call sites stay off: it has none of these tags."
-        by = "flags" if self.switch is Switch.FLAGS else f"config, and the script does not get its flags, {self.reason}"
-        return f"Megatron's own call sites for {' '.join(self.tags)} are on by its {by}."
+            return "Megatron-Core has no call site of its own for these tags."
+        tags = " ".join(self.tags)
+        if self.switch is Switch.FLAGS:
+            return f"The script gets Megatron-LM's own flags for {tags}."
+        return (
+            f"Megatron-Core's config switches on its call sites for {tags}. The script does not get Megatron-LM's own offload "
+            f"flags, because {self.reason}. Offload works without them, and you need not do anything."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +93,24 @@ def _find_reasons_against_flags(
 ) -> Iterator[str]:
     """Yield the reasons why Megatron-LM would reject its own flags here. None of them affects our engine."""
     if parser is None:
-        yield "since its parser cannot be asked for them"
+        yield "there is no Megatron-LM beside the script"
         return
     for flag in (SWITCH, _LIST):
         if not parser.knows(flag):
-            yield f"since its parser does not know {flag}"
+            yield f"its Megatron-LM does not know {flag}"
     values = parser.find_values(script_words) or argparse.Namespace()
     implementation = getattr(values, "transformer_impl", "transformer_engine")
     if implementation != "transformer_engine":
-        yield f"since it refuses them with --transformer-impl {implementation}"
+        yield f"Megatron-LM refuses them with --transformer-impl {implementation}"
     given = surroundings.environment.get(CPU_OFFLOAD_V1)
     if given is not None and given != "1":
-        yield f"since it refuses them with {CPU_OFFLOAD_V1}={given}"
+        yield f"Megatron-LM refuses them with {CPU_OFFLOAD_V1}={given}"
     # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and exits if it cannot.
     if hasattr(load_module("megatron.core.pipeline_parallel.utils"), "set_ideal_affinity_for_current_gpu"):
         if not surroundings.has_module("pynvml"):
-            yield "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)"
+            yield "Megatron-LM then needs pynvml to bind processes to CPUs (pip install nvidia-ml-py)"
         if not (surroundings.has_module("cuda.bindings") or surroundings.has_module("cuda.cudart")):
-            yield "since it would then need cuda.bindings, to bind itself to CPUs (pip install cuda-bindings)"
+            yield "Megatron-LM then needs cuda.bindings to bind processes to CPUs (pip install cuda-bindings)"
 
 
 def has_module(name: str) -> bool:

@@ -40,7 +40,7 @@ class ScriptOffload:
     def describe(self) -> str:
         """Return sentences that tell how Megatron's own sites are on, and where Megatron-Core is."""
         core = load_module("megatron.core")
-        return f"{self.call_sites} Megatron-Core {get_version()} is that of {Path(core.__file__).parent}."
+        return f"{self.call_sites} Megatron-Core {get_version()} is in {Path(core.__file__).parent}."
 
 
 def apply_to_script(

@@ -70,7 +70,7 @@ def apply_cpu_support() -> CpuSupport:
         *_steps_of_local_layers(),
     )
     support = _apply(steps)
-    _logger.info("Megatron-Core runs on the CPU: %d symbols of torch and megatron.core are replaced.", len(support.names))
+    _logger.info("Megatron-Core runs on the CPU: some functions of torch and Megatron-Core are replaced.")
     return support
 
 
@@ -82,7 +82,7 @@ def apply_local_layer_support() -> CpuSupport:
     """
     support = _apply(_steps_of_local_layers())
     _logger.info(
-        "Megatron-Core's local layers run without Transformer Engine and Apex: %d symbols are replaced.", len(support.names)
+        "Megatron-Core's local layers run without Transformer Engine and Apex: some functions of Megatron-Core are replaced."
     )
     return support
 

@@ -98,6 +98,6 @@ def _get_owner(path: str) -> Any:
 
 def _missing(path: str) -> IntegrationError:
     return IntegrationError(
-        f"{path} does not exist in the installed version, and this integration replaces it or relies on it. "
+        f"{path} does not exist in the installed version, and this integration needs it. "
         "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1 to 0.20: install one of those."
     )

@@ -191,7 +191,8 @@ class Rerun:
         if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
             raise StateError(
                 f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "
-                f"{len(self._dropped)} and returned {len(self._outputs)}. It must do the same twice: keep it in the plan."
+                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Let the plan "
+                "keep it."
             )
         for saved in found:
             if saved is not None:
@@ -229,7 +230,7 @@ class _Dropped(NamedTuple):
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise StateError(
                 f"{place} saved {list(tensor.shape)} of {tensor.dtype} where forward saved {list(self.shape)} of {self.dtype}. "
-                "It must do the same twice: keep it in the plan."
+                "It must repeat its forward exactly. Keep it in the plan instead."
             )
 
     def give_back(self, tensor: torch.Tensor) -> None:
@@ -300,7 +301,7 @@ class _Output(Made):
         if nbytes != self._nbytes or again.dtype != self._dtype:
             raise StateError(
                 f"{place} returned {again.dtype} over {nbytes} bytes where forward returned {self._dtype} over {self._nbytes}. "
-                "It must do the same twice: keep it in the plan."
+                "It must repeat its forward exactly. Keep it in the plan instead."
             )
 
     def give_back(self, again: torch.Tensor) -> None:

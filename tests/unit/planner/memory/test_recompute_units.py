@@ -98,6 +98,7 @@ def test_a_layer_saves_what_was_counted_by_hand_with_the_unit_and_without(shape,
             (dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **{name: 2})), MOE_UNITS)
             for name in ("expert_parallel_size", "expert_tensor_parallel_size")
         ),
+        (change_experts(has_grouped_linears=False), ["layer", "qkv_linear", "core_attn", "mlp_norm", "moe"]),
         (dataclasses.replace(MIXTURE, fp8_recipe="delayed"), ["layer", "core_attn", "moe", "shared_expert"]),
     ],
 )
