@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from fgoffload.planner.model_ranks import Assumptions
     from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
+
+logger = logging.getLogger(__name__)
 
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
@@ -155,6 +159,7 @@ def _plan(checked: PlanOptions) -> int:
         if hardware is not None and "--num-gpus" in checked.megatron_flags:
             _suggest_layouts(console, checked, hardware)
         raise
+    _warn_of_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
@@ -175,7 +180,11 @@ def _plan(checked: PlanOptions) -> int:
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
             show_fits(console, model, parallelism, hardware, assumptions)
-            show_layouts(console, model, parallelism, hardware, assumptions, _make_reader(checked))
+            read, unsplit = _make_reader(checked), parallelism
+            # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
+            with contextlib.suppress(ConfigError):
+                _, unsplit = read(("--expert-tensor-parallel-size", "1"))
+            show_layouts(console, model, unsplit, hardware, assumptions, read)
 
     with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
@@ -287,21 +296,34 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     model = read_huggingface_config(checked.model)
     found = read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
     if found[1].world_size == 1 and "--num-gpus" not in checked.megatron_flags:
-        experts = " --ep 8" if model.experts is not None else ""
-        show_line(
-            f"{checked.model} gives no number of GPUs, so 1 is assumed. Spread the model with --num-gpus 8 --tp 2 --pp "
-            f"2{experts}."
-        )
+        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
     return found
 
 
-def _make_assumptions(checked: PlanOptions) -> "Assumptions":
+def _warn_of_ignored(checked: PlanOptions) -> None:
+    """Warn of flags that choose what to offload or recompute. Shipped models have them for trainings."""
+    from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
+
+    is_shipped = any(checked.model.samefile(model.path) for model in list_models())
+    words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
+    found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
+    # This flag only switches offload on.
+    if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
+        logger.warning("the planner itself chooses what to offload and recompute, and ignores %s.", ", ".join(ignored))
+
+
+def _read_flags(path: Path) -> Sequence[str]:
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+
+    return ["--bf16"] if path.suffix == ".json" else read_argument_file(path)
+
+
+def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions
     from fgoffload.integrations.megatron.flags.other_flags import trains_adapters
     from fgoffload.planner.memory.static_memory import NO_OPTIMIZER
 
-    flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
+    flags = _read_flags(checked.model)
     assumptions = read_assumptions(
         flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer is not False
     )

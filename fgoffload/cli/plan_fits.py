@@ -108,7 +108,10 @@ def show_layouts(
         read_model: Reads the model with flags on top of the command's. Raises ConfigError if they do not suit the model.
     """
     shown = 0
-    for flags in map(_list_flags, _find_layouts(model, parallelism, hardware, assumptions)):
+    accounts = [f"--no-account-for-{part}-in-pipeline-split" for part in ("embedding", "loss")]
+    has_accounts = parallelism.account_for_embedding_in_pipeline_split or parallelism.account_for_loss_in_pipeline_split
+    for layout in _find_layouts(model, parallelism, hardware, assumptions):
+        flags = [*_list_flags(layout), *(accounts if has_accounts else [])]
         with contextlib.suppress(ConfigError):  # flags of the model's file may exclude the layout
             if _fits(*read_model(flags), hardware, assumptions):
                 console.print(f"Would fit: {' '.join(flags)}", soft_wrap=True)
@@ -149,7 +152,12 @@ def _find_layouts(
                 continue
             data = gpus // (tensor * pipeline * context)
             is_uneven = model.num_layers % pipeline > 0 and parallelism.pipeline_layout is None
-            last = model.num_layers - (pipeline - 1) * -(-model.num_layers // pipeline)
+            # Flags that override those of the file.
+            first = -(-model.num_layers // pipeline)
+            has_first, has_last = (
+                size is not None
+                for size in (parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage)
+            )
             try:
                 layout = Parallelism(
                     tensor_parallel_size=tensor,
@@ -162,7 +170,10 @@ def _find_layouts(
                     has_sequence_parallel=tensor > 1,
                     has_distributed_optimizer=parallelism.has_distributed_optimizer,
                     pipeline_layout=parallelism.pipeline_layout,
-                    num_layers_in_last_pipeline_stage=last if is_uneven else None,
+                    num_layers_in_first_pipeline_stage=first if has_first else None,
+                    num_layers_in_last_pipeline_stage=model.num_layers - (pipeline - 1) * first
+                    if is_uneven or has_last
+                    else None,
                 )
                 padded = pad_vocab_size(model.vocab_size, divisible_by=1, tensor_parallel_size=tensor)
                 fits = _fits(dataclasses.replace(model, vocab_size=padded), layout, hardware, assumptions)
@@ -184,6 +195,7 @@ def _list_flags(layout: Parallelism) -> list[str]:
         "--ep": layout.expert_parallel_size,
         "--etp": 1,
         "--global-batch-size": layout.microbatches * layout.micro_batch_size * layout.data_parallel_size,
+        "--decoder-first-pipeline-num-layers": layout.num_layers_in_first_pipeline_stage,
         "--decoder-last-pipeline-num-layers": layout.num_layers_in_last_pipeline_stage,
     }
     flags = [word for flag, size in sizes.items() if size is not None for word in (flag, str(size))]

@@ -79,12 +79,12 @@ def build_decision_table(report: PlanReport) -> Table:
     """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
     table = Table(
         title="What the plan does",
-        caption="frees, leaves, recompute: per microbatch and layer; copies: per step, all ranks; "
-        "costs: added to a step of the rank that needs it most, by itself",
+        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
+        "costs: added to a step of the rank that needs it most, by itself; negative: other copies wait less, which saves time",
     )
     for heading in ("layers of kind", "tag or unit", "action"):
         table.add_column(heading)
-    for heading in ("layers", "frees", "leaves", "recompute", "copies hidden", "exposed", "costs"):
+    for heading in ("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"):
         table.add_column(heading, justify="right")
     table.add_column("why")
     solution = report.solution

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.launch_lines import count_gpus, read_slurm
 from fgoffload.integrations.megatron.flags.shell_words import Operator, Variables, Word, split_script
 from fgoffload.text_files import read_text_file
 
@@ -50,7 +51,12 @@ _Item = Word | Operator
 
 
 def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags in the bash file at `path`, in order.
+    """Return the flags in the bash file at `path`, in order. See `read_script_file`."""
+    return read_script_file(path, variables=variables).flags
+
+
+def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) -> "Script":
+    """Return what the bash file at `path` says, and warn of what is skipped.
 
     Args:
         path: The file.
@@ -61,24 +67,10 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
         ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
     """
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    return parse_argument_file(text, source=str(path), variables=variables)
-
-
-def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags of the bash script `text`. See `read_argument_file`.
-
-    Args:
-        text: The script.
-        source: Name of the script, for errors.
-        variables: Values of `$NAME` that the script does not assign.
-
-    Raises:
-        ConfigError: The script has an unclosed quote, bracket or block, or contains no flag.
-    """
-    script = read_script(text, source=source, variables=variables)
+    script = read_script(text, source=str(path), variables=variables)
     if script.skipped:
-        logger.warning("%s is read, not run; skipped: %s.", source, ", ".join(script.skipped))
-    return script.flags
+        logger.warning("%s is read, not run; skipped: %s.", path, ", ".join(script.skipped))
+    return script
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,13 +83,32 @@ class Script:
     """Commands that may change flags and were not run, each with its line."""
     variables: Variables
     """Variables at the end of the script."""
+    launched_gpus: int | None
+    """Number of processes that its last command with a Python script starts, or None if it does not tell."""
+    is_launch: bool
+    """Whether it has such a command."""
+
+    def find_num_gpus(self, source: str) -> int | None:
+        """Return the number of GPUs of the launch line, or else the value of NUM_GPUS, or None.
+
+        Raises:
+            ConfigError: NUM_GPUS is not a number.
+        """
+        word = self.variables.find("NUM_GPUS")
+        if self.launched_gpus is not None or not word or "$" in word:  # the script does not assign the latter's variable
+            return self.launched_gpus
+        if not word.isdecimal():
+            raise ConfigError(f"{source}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
+        return int(word)
 
 
 def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return the flags and variables of the bash script `text`. See `parse_argument_file`."""
-    reader = _Reader(source, variables or {})
+    """Return what the bash script `text` says. See `read_script_file`."""
+    slurm = read_slurm(text)
+    reader = _Reader(source, {**slurm, **(variables or {})})
     reader.read(split_script(text, source))
-    return Script(reader.collect_flags(), tuple(reader.skipped), reader.variables)
+    flags, launch = reader.collect_flags(), reader.launch
+    return Script(flags, tuple(reader.skipped), reader.variables, count_gpus(launch or (), slurm), launch is not None)
 
 
 class _Reader:
@@ -107,6 +118,8 @@ class _Reader:
         self._source = source
         self._launched: list[str] | None = None
         """Flags of the last command that starts a Python script."""
+        self.launch: list[str] | None = None
+        """Words of that command before the script."""
         self.variables = Variables(source, variables)
         self.skipped: list[str] = []
 
@@ -148,10 +161,13 @@ class _Reader:
         return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
 
     def _read_launch_text(self, texts: Sequence[str]) -> bool:
+        # The command of `bash -c` is one word.
+        words = zip(("", *texts), texts, strict=False)
+        texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
         script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
-        self._launched = list(texts[script + 1 :])
+        self.launch, self._launched = texts[:script], texts[script + 1 :]
         return True
 
     def _assign(self, word: Word) -> bool:
@@ -165,17 +181,32 @@ class _Reader:
 
     def _read_if(self, command: Sequence[_Item]) -> None:
         """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
+        guesses: list[str] = []
+        skipped = [command[0]]
+        is_open = True
         for condition, body in _split_branches(command):
-            holds = self._test(condition)
+            holds = is_open and self._test(condition)
             if holds is None:
-                self._skip_block(command, "if")
-            elif holds:
+                return self._skip_block(command, "if")
+            if is_open and self._test(condition, unknown=None) is None:
+                words = [self.variables.expand_whole(one) for one in condition if isinstance(one, Word)]
+                guesses += [word for word in words if "$" in word][:1]
+            if holds:
                 self.read(body)
-            if holds is not False:
-                return
+                is_open = False
+            else:
+                skipped += body
+        if guesses:
+            self._skip_block(skipped, f"if {guesses[0]}")
+        return None
 
-    def _test(self, condition: Sequence[_Item]) -> bool | None:
-        """Return whether a condition holds, or None if only running it could tell."""
+    def _test(self, condition: Sequence[_Item], *, unknown: str | None = "") -> bool | None:
+        """Return whether a condition holds, or None if only running it could tell.
+
+        Args:
+            condition: Its words.
+            unknown: Text of a variable that the script does not assign; None if it is not to be guessed.
+        """
         result: bool | None = True
         joins = "&&"
         test: list[Word] = []
@@ -184,7 +215,7 @@ class _Reader:
                 test.append(item)
                 continue
             if test:
-                holds = self._test_one(test)
+                holds = self._test_one(test, unknown)
                 if joins == "&&":
                     result = False if result is False or holds is False else (None if None in (result, holds) else True)
                 else:
@@ -194,11 +225,13 @@ class _Reader:
                 joins = item.text
         return result
 
-    def _test_one(self, words: list[Word]) -> bool | None:
+    def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
         brackets = {"[": "]", "[[": "]]"}
         if words[-1].plain != brackets.get(words[0].plain, ""):
             return None
-        texts = [self.variables.expand_whole(word, unknown="") for word in words[1:-1]]
+        texts = [self.variables.expand_whole(word, unknown=unknown) for word in words[1:-1]]
+        if unknown is None and any("$" in text for text in texts):
+            return None
         negated = bool(texts) and texts[0] == "!"
         match texts[negated:]:
             case ["-n", text]:
@@ -245,8 +278,8 @@ class _Reader:
             yield command
 
     def _skip_block(self, command: Sequence[_Item], name: str) -> None:
-        """Report a block as skipped if it assigns a variable."""
-        if any(map(_find_assignment, command)):
+        """Report a block as skipped if it assigns a variable or starts a Python script."""
+        if any(_find_assignment(item) or (isinstance(item, Word) and item.plain.endswith(".py")) for item in command):
             self._skip(command[0], name)
 
     def _skip(self, item: _Item, name: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.argument_files import read_argument_file, read_script
+from fgoffload.integrations.megatron.flags.argument_files import read_script_file
 from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
 from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
 from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
@@ -27,6 +27,7 @@ from fgoffload.integrations.megatron.flags.parallel_flags import (
     FIELD_FLAGS,
     MICROBATCHES_OF_A_CHUNK,
     PARALLEL_FLAGS,
+    VIRTUAL_STAGE_FLAGS,
     make_parallelism,
 )
 from fgoffload.planner.model.huggingface import name_config_fields
@@ -40,7 +41,6 @@ from fgoffload.planner.model.model_shape import (
 )
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
-from fgoffload.text_files import read_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,22 @@ def read_model_file(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
-    `NUM_GPUS=1024` in the file is the number of ranks.
+    The launch line, or `NUM_GPUS=1024` in the file, sets the number of ranks.
 
     Raises:
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
     """
-    flags = read_argument_file(path)
-    return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path), own_flags=own_flags)
+    script = read_script_file(path)
+    num_gpus = script.find_num_gpus(str(path))
+    found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
+    if script.is_launch and num_gpus is None and "--num-gpus" not in (*script.flags, *typed):
+        logger.warning(
+            "%s: the launch line does not tell the number of GPUs, so %d are assumed, the fewest that hold the model. Give "
+            "--num-gpus.",
+            path,
+            found[1].world_size,
+        )
+    return found
 
 
 def read_model(
@@ -210,28 +219,22 @@ def read_assumptions(
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
 
 
-def _find_num_gpus(path: Path) -> int | None:
-    """Return the value of NUM_GPUS in the file, or None if it is not assigned."""
-    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    word = read_script(text, source=str(path)).variables.find("NUM_GPUS")
-    if word and not word.isdecimal():
-        raise ConfigError(f"{path}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
-    return int(word) if word else None
-
-
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of the flags by name, with `_` for `-`."""
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(list(flags))
+    left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # without effect then
     warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
-    parsed, left = parser.parse_known_args(list(typed), parsed)
+    typed_values, left = parser.parse_known_args(list(typed))
     # A word at the beginning that is not a flag belongs to no flag.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises, and names the most similar flag
     warn_of_left(left, parser, parser.source)
-    values = vars(parsed)
+    values = vars(parsed) | vars(typed_values)
+    if any(name in typed_values for name in VIRTUAL_STAGE_FLAGS):  # either flag overrides both of the file
+        values = {name: value for name, value in values.items() if name not in VIRTUAL_STAGE_FLAGS or name in typed_values}
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
         values["vocab_size"] = size
     return values
