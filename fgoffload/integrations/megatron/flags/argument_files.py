@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
@@ -46,6 +46,11 @@ _COMPARISONS = {
     "-lt": int.__lt__,
     "-le": int.__le__,
 }
+
+_STARTS = re.compile(r"\.py$|^(source|\.)$")
+_BEHIND = re.compile(r"\d?>|[|&;]")
+"""Beginning of a word after the flags of a command in a string, such as `2>&1`."""
+_BRACKETS = {"[": "]", "[[": "]]"}
 
 _Item = Word | Operator
 
@@ -136,7 +141,9 @@ class _Reader:
         for command in self._split_commands(items):
             first = command[0]
             if isinstance(first, Word) and first.plain == "if":
-                self._read_if(command)
+                self._read_branches(first, _split_branches(command))
+            elif isinstance(first, Word) and first.plain in _BRACKETS:
+                self._read_branches(first, _split_list(command))
             elif isinstance(first, Word) and (first.plain in _BLOCKS or _is_function(command)):
                 self._skip_block(command, first.plain)
             elif isinstance(first, Word):
@@ -167,7 +174,8 @@ class _Reader:
         script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
-        self.launch, self._launched = texts[:script], texts[script + 1 :]
+        self.launch = texts[:script]
+        self._launched = list(itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :]))
         return True
 
     def _assign(self, word: Word) -> bool:
@@ -179,26 +187,23 @@ class _Reader:
         self.variables.assign(match["name"], value, appends=bool(match["append"]))
         return True
 
-    def _read_if(self, command: Sequence[_Item]) -> None:
+    def _read_branches(self, first: _Item, branches: Iterable[tuple[Sequence[_Item], Sequence[_Item]]]) -> None:
         """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
-        guesses: list[str] = []
-        skipped = [command[0]]
+        reason = ""
+        skipped = [first]
         is_open = True
-        for condition, body in _split_branches(command):
-            holds = is_open and self._test(condition)
-            if holds is None:
-                return self._skip_block(command, "if")
+        for condition, body in branches:
+            holds = self._test(condition) if is_open else False
             if is_open and self._test(condition, unknown=None) is None:
-                words = [self.variables.expand_whole(one) for one in condition if isinstance(one, Word)]
-                guesses += [word for word in words if "$" in word][:1]
+                words = (self.variables.expand_whole(one) for one in condition if isinstance(one, Word))
+                reason = reason or f"if {next((word for word in words if '$' in word), '')}".strip()
+            is_open = is_open and holds is False
             if holds:
                 self.read(body)
-                is_open = False
             else:
                 skipped += body
-        if guesses:
-            self._skip_block(skipped, f"if {guesses[0]}")
-        return None
+        if reason:
+            self._skip_block(skipped, reason)
 
     def _test(self, condition: Sequence[_Item], *, unknown: str | None = "") -> bool | None:
         """Return whether a condition holds, or None if only running it could tell.
@@ -226,8 +231,7 @@ class _Reader:
         return result
 
     def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
-        brackets = {"[": "]", "[[": "]]"}
-        if words[-1].plain != brackets.get(words[0].plain, ""):
+        if words[-1].plain != _BRACKETS.get(words[0].plain, ""):
             return None
         texts = [self.variables.expand_whole(word, unknown=unknown) for word in words[1:-1]]
         if unknown is None and any("$" in text for text in texts):
@@ -258,9 +262,11 @@ class _Reader:
         ends: list[str] = []
         for item in items:
             if isinstance(item, Operator) and item.text in _ENDS and not ends:
-                if command:
+                if _is_within_list(command, item):
+                    command += [] if item.text == "\n" else [item]
+                elif command:
                     yield command
-                command = []
+                    command = []
                 continue
             is_first = _begins_command(command[-1:])
             command.append(item)
@@ -278,8 +284,8 @@ class _Reader:
             yield command
 
     def _skip_block(self, command: Sequence[_Item], name: str) -> None:
-        """Report a block as skipped if it assigns a variable or starts a Python script."""
-        if any(_find_assignment(item) or (isinstance(item, Word) and item.plain.endswith(".py")) for item in command):
+        """Report a block as skipped if it assigns a variable, or reads or starts a script."""
+        if any(_find_assignment(item) or (isinstance(item, Word) and _STARTS.search(item.plain)) for item in command):
             self._skip(command[0], name)
 
     def _skip(self, item: _Item, name: str) -> None:
@@ -315,6 +321,23 @@ def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item],
             yield condition, body
     if parts[-1][0] == "else":
         yield (), parts[-1][1]
+
+
+def _is_within_list(command: Sequence[_Item], item: Operator) -> bool:
+    """Return whether `[ condition ] && command` goes on after `item`."""
+    begins = bool(command) and isinstance(command[0], Word) and command[0].plain in _BRACKETS
+    return begins and (item.text in ("&&", "||") or isinstance(command[-1], Operator))
+
+
+def _split_list(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
+    """Yield the branches of `[ condition ] && command || command`, as if it were an `if`."""
+    joins = {place: item.text for place, item in enumerate(command) if isinstance(item, Operator) and item.text in ("&&", "||")}
+    for place, following in ((place, command[place + 1]) for place in joins if place + 1 < len(command)):
+        if isinstance(following, Word) and following.plain not in _BRACKETS:
+            other = next((one for one, text in joins.items() if one >= place and text == "||"), len(command))
+            yield command[:place], command[place + 1 : other]
+            yield (), command[other + 1 :]
+            return
 
 
 def _begins_command(before: Sequence[_Item]) -> bool:

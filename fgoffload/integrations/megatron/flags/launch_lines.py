@@ -37,10 +37,10 @@ def count_gpus(launch: Sequence[str], slurm: Mapping[str, str]) -> int | None:
     begin = next((place for place, word in enumerate(launch) if _TORCHRUN.fullmatch(word)), None)
     options = _read_options(launch[begin or 0 :])
     nodes, per_node = _find(options, _NODES), _find(options, _PER_NODE)
-    gpus, slurm_nodes = slurm.get("SLURM_GPUS_ON_NODE"), slurm.get("SLURM_NNODES")
+    total, gpus, slurm_nodes = None, slurm.get("SLURM_GPUS_ON_NODE"), slurm.get("SLURM_NNODES")
     if begin is not None or "nproc_per_node" in options:
         total = _multiply(nodes or "1", gpus if per_node in ("gpu", "auto") else per_node or "1")
-    else:
+    elif launch:
         per_node = per_node or slurm.get("SLURM_NTASKS_PER_NODE")
         total = _find(options, _TOTAL) or _multiply(nodes or slurm_nodes, per_node)
     total = total or _multiply(slurm_nodes, gpus) or slurm.get("SLURM_NTASKS")

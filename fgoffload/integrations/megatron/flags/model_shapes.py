@@ -133,6 +133,11 @@ def read_model(
     """
     values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
     try:
+        if not values.keys() & {"num_layers", "hidden_size"}:
+            raise ConfigError(
+                "no flag of Megatron-LM describes the model, such as --num-layers. For recipes of NeMo and Megatron Bridge, give "
+                "the model's config.json from Hugging Face, with parallel sizes as flags."
+            )
         for name, example in _REQUIRED.items():
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
