@@ -8,9 +8,9 @@
 
 The flags are those after the Python script in the last command that starts one. Without such a command, they are those in
 arrays, and in strings that begin with a flag. The reader supports assignments, arrays, `+=`, `export`, quotes, variables with
-defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source` and
-loops, is skipped, and one log line lists it, with branches that depend on a variable that the file does not assign. Such a
-variable is left as written, and empty in a condition.
+defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source`
+and loops, is skipped. One log line lists it, with the branches that depend on a variable that the file does not assign. Such a
+variable is left as written, and is empty in a condition.
 """
 
 import dataclasses

@@ -135,8 +135,8 @@ def read_model(
     try:
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
-                "no flag of Megatron-LM describes the model, such as --num-layers. For recipes of NeMo and Megatron Bridge, give "
-                "the model's config.json from Hugging Face, with parallel sizes as flags."
+                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, give "
+                "the model's config.json from Hugging Face and parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
             if name not in values:
