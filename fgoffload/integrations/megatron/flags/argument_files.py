@@ -176,7 +176,8 @@ class _Reader:
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
         self.launch = texts[:script]
-        self._launched = list(itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :]))
+        flags = itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :])
+        self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # as `eval` and `bash -c` do
         return True
 
     def _assign(self, word: Word) -> bool:

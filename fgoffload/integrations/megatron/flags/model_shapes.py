@@ -20,7 +20,7 @@ from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FL
 from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
 from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, list_unknown
+from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, drop_unset, list_unknown
 from fgoffload.integrations.megatron.flags.model_warnings import find_vocab_size, warn_of_flags, warn_of_left
 from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import (
@@ -101,13 +101,9 @@ def read_model_file(
     script = read_script_file(path)
     num_gpus = script.find_num_gpus(str(path))
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
-    if script.is_launch and num_gpus is None and "--num-gpus" not in (*script.flags, *typed):
-        logger.warning(
-            "%s: the launch line does not tell the number of GPUs, so %d are assumed, the fewest that hold the model. Give "
-            "--num-gpus.",
-            path,
-            found[1].world_size,
-        )
+    count = found[1].world_size
+    if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
+        logger.warning("%s gives no number of GPUs: a plan assumes %d, the fewest possible. Give --num-gpus.", path, count)
     return found
 
 
@@ -135,8 +131,8 @@ def read_model(
     try:
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
-                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, give "
-                "the model's config.json from Hugging Face and parallel sizes as flags."
+                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, "
+                "give the model's config.json from Hugging Face, and parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
             if name not in values:
@@ -216,7 +212,7 @@ def read_assumptions(
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
     """
-    parsed, _ = build_model_parser(source).parse_known_args(list(flags))
+    parsed, _ = build_model_parser(source).parse_known_args(drop_unset(flags, typed))
     parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
     try:
         return make_assumptions(vars(parsed), has_optimizer=has_optimizer)
@@ -227,7 +223,7 @@ def read_assumptions(
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of the flags by name, with `_` for `-`."""
     parser = build_model_parser(source)
-    parsed, left = parser.parse_known_args(list(flags))
+    parsed, left = parser.parse_known_args(drop_unset(flags, typed))
     left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # without effect then
     warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
