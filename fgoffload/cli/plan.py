@@ -141,7 +141,7 @@ def _show_models() -> None:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_fits import show_fits, show_layouts
+    from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
@@ -157,8 +157,10 @@ def _plan(checked: PlanOptions) -> int:
         model, parallelism = _read_model(checked)
     except ConfigError:
         if hardware is not None and "--num-gpus" in checked.megatron_flags:
-            _suggest_layouts(console, checked, hardware)
+            _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
+    if checked.model.suffix == ".json" and parallelism.world_size == 1 and "--num-gpus" not in checked.megatron_flags:
+        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
     _warn_of_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
@@ -180,11 +182,8 @@ def _plan(checked: PlanOptions) -> int:
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
             show_fits(console, model, parallelism, hardware, assumptions)
-            read, unsplit = _make_reader(checked), parallelism
             # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
-            with contextlib.suppress(ConfigError):
-                _, unsplit = read(("--expert-tensor-parallel-size", "1"))
-            show_layouts(console, model, unsplit, hardware, assumptions, read)
+            _suggest_layouts(console, checked, hardware, ("--etp",), ())
 
     with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
@@ -213,21 +212,28 @@ def _plan(checked: PlanOptions) -> int:
     return EXIT_PLANNED
 
 
-def _make_reader(checked: PlanOptions) -> "Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]":
-    """Return a function that reads the model with flags typed on top of the command's own."""
-    return lambda flags: _read_model(dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *flags)))
+def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
+    """Show layouts that fit, with as many GPUs as the command and the file give, or more.
 
-
-def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware") -> None:
-    """Show parallel sizes for the typed number of GPUs, if the sizes of the model's file do not suit it."""
+    Args:
+        console: Where to print.
+        checked: The options.
+        hardware: Device of each rank.
+        tried: Short flags to set to 1, so that the number of GPUs is possible: the first that are.
+    """
     from fgoffload.cli.plan_fits import show_layouts
 
-    for flags in (("--ep", "--etp"), tuple(SHORT_FLAGS)):
-        ones = [word for flag in flags for word in (SHORT_FLAGS[flag], "1")]
-        spread = dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *ones))
+    for flags in tried:
+        spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
         with contextlib.suppress(ConfigError):  # other sizes do not suit either, or the error is about something else
-            show_layouts(console, *_read_model(spread), hardware, _make_assumptions(spread), _make_reader(checked))
+            model, parallelism = _read_model(spread)
+            read = lambda more: _read_model(_add_flags(checked, more))  # noqa: E731
+            show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read)
             return
+
+
+def _add_flags(checked: PlanOptions, flags: Sequence[str]) -> PlanOptions:
+    return dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *flags))
 
 
 def _build_ranks(
@@ -294,10 +300,7 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
-    found = read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
-    if found[1].world_size == 1 and "--num-gpus" not in checked.megatron_flags:
-        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
-    return found
+    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
 
 
 def _warn_of_ignored(checked: PlanOptions) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.launch_lines import count_gpus, read_slurm
+from fgoffload.integrations.megatron.flags.launch_lines import count_gpus, read_header
 from fgoffload.integrations.megatron.flags.shell_words import Operator, Variables, Word, split_script
 from fgoffload.text_files import read_text_file
 
@@ -110,11 +110,11 @@ class Script:
 
 def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
     """Return what the bash script `text` says. See `read_script_file`."""
-    slurm = read_slurm(text)
-    reader = _Reader(source, {**slurm, **(variables or {})})
+    header, known = read_header(text)
+    reader = _Reader(source, {**known, **(variables or {})})
     reader.read(split_script(text, source))
     flags, launch = reader.collect_flags(), reader.launch
-    return Script(flags, tuple(reader.skipped), reader.variables, count_gpus(launch or (), slurm), launch is not None)
+    return Script(flags, tuple(reader.skipped), reader.variables, count_gpus(launch or (), header), launch is not None)
 
 
 class _Reader:

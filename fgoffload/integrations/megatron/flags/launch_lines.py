@@ -1,66 +1,62 @@
 """Counts the GPUs of a launch script, from the command that starts Python and from the `#SBATCH` lines."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 
+Sizes = dict[str, int | None]
+"""Numbers of `nodes`, of processes of a node, `per_node`, of its `gpus`, and of all processes, `total`. None is unknown."""
+
 _HEADER = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
-_TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.(run|launch)")
-_NODES = ("nnodes", "nodes", "N", "num_nodes")
-_PER_NODE = ("nproc_per_node", "ntasks_per_node", "num_gpus")
-_TOTAL = ("ntasks", "n", "np", "num_processes")
-_GPUS = ("gpus_per_node", "gres")
+_TORCHRUN = re.compile(r"(.*/)?(torchrun|fgoffload)|torch\.distributed\.(run|launch)")
+_OPTIONS: Mapping[str, Sequence[str]] = {
+    "nodes": ("nodes", "nnodes", "N", "num_nodes"),
+    "per_node": ("nproc_per_node", "ntasks_per_node", "num_gpus"),
+    "gpus": ("gpus_per_node", "gres"),
+    "total": ("ntasks", "n", "np", "num_processes"),
+}
+_VARIABLES: Mapping[str, Sequence[str]] = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "per_node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "total": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}
 
 
-def read_slurm(text: str) -> dict[str, str]:
-    """Return the variables that SLURM sets from the `#SBATCH` lines of a script."""
-    options = _read_options(" ".join(_HEADER.findall(text)).split())
-    nodes, per_node, total, gpus = (_find(options, names) for names in (_NODES, _PER_NODE, _TOTAL, _GPUS))
-    gpus = gpus and gpus.rpartition(":")[2]  # gpu:h100:8
-    total = total or _multiply(nodes, per_node)
-    found = {
-        ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"): nodes,
-        ("SLURM_NTASKS_PER_NODE",): per_node,
-        ("SLURM_NTASKS", "SLURM_NPROCS"): total,
-        ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"): gpus,
-    }
-    return {name: size for names, size in found.items() for name in names if size and size.isdecimal()}
+def read_header(text: str) -> tuple[Sizes, dict[str, str]]:
+    """Return the sizes in the `#SBATCH` lines of a script, and the variables that SLURM sets from them."""
+    sizes = _read_sizes(" ".join(_HEADER.findall(text)).split())
+    sizes.setdefault("total", _multiply(sizes.get("nodes"), sizes.get("per_node")))
+    return sizes, {name: str(size) for key, size in sizes.items() if size is not None for name in _VARIABLES[key]}
 
 
-def count_gpus(launch: Sequence[str], slurm: Mapping[str, str]) -> int | None:
-    """Return the number of processes that a command starts, or None if it is unknown.
+def count_gpus(launch: Sequence[str], header: Sizes) -> int | None:
+    """Return the number of processes that a script starts, or None if it is unknown.
 
     Args:
-        launch: Words before the Python script.
-        slurm: Variables from `read_slurm`, for an `srun` without sizes and for a command that does not tell.
+        launch: Words before the Python script in the command that starts it; none if the script has no such command.
+        header: Sizes from `read_header`, for what the command leaves out.
     """
     begin = next((place for place, word in enumerate(launch) if _TORCHRUN.fullmatch(word)), None)
-    options = _read_options(launch[begin or 0 :])
-    nodes, per_node = _find(options, _NODES), _find(options, _PER_NODE)
-    total, gpus, slurm_nodes = None, slurm.get("SLURM_GPUS_ON_NODE"), slurm.get("SLURM_NNODES")
-    if begin is not None or "nproc_per_node" in options:
-        total = _multiply(nodes or "1", gpus if per_node in ("gpu", "auto") else per_node or "1")
-    elif launch:
-        per_node = per_node or slurm.get("SLURM_NTASKS_PER_NODE")
-        total = _find(options, _TOTAL) or _multiply(nodes or slurm_nodes, per_node)
-    total = total or _multiply(slurm_nodes, gpus) or slurm.get("SLURM_NTASKS")
-    return int(total) if total and total.isdecimal() else None
+    sizes = _read_sizes(launch[begin or 0 :])
+    if begin is not None:
+        total = _multiply(sizes.get("nodes", 1), sizes.get("per_node", 1))
+    else:
+        sizes = {**header, "total": None, **sizes} if launch else {}
+        total = sizes.get("total") or _multiply(sizes.get("nodes"), sizes.get("per_node"))
+    return total or _multiply(header.get("nodes"), header.get("gpus")) or header.get("total")
 
 
-def _read_options(words: Sequence[str]) -> dict[str, str]:
-    """Return the values of `--name value`, `--name=value` and `-n value`, by name with `_` for `-`."""
-    found = {}
+def _read_sizes(words: Sequence[str]) -> Sizes:
+    """Return the sizes in options such as `--nnodes 2`, `--gres=gpu:h100:8` and `-N 2`."""
+    keys = {option: key for key, options in _OPTIONS.items() for option in options}
+    sizes: Sizes = {}
     for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
-        if name.startswith("-"):
-            found[name.lstrip("-").replace("-", "_")] = value if equals else following
-    return found
+        if name.startswith("-") and (key := keys.get(name.lstrip("-").replace("-", "_"))):
+            number = (value if equals else following).rpartition(":")[2]
+            sizes.setdefault(key, int(number) if number.isdecimal() else None)  # later ones may be of `$(srun --nodes=1 ...)`
+    return sizes
 
 
-def _find(options: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((options[name] for name in names if name in options), None)
-
-
-def _multiply(*sizes: str | None) -> str | None:
-    known = [int(size) for size in sizes if size is not None and size.isdecimal()]
-    return str(math.prod(known)) if len(known) == len(sizes) else None
+def _multiply(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one * other

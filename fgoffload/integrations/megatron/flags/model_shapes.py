@@ -233,9 +233,10 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises, and names the most similar flag
     warn_of_left(left, parser, parser.source)
-    values = vars(parsed) | vars(typed_values)
-    if any(name in typed_values for name in VIRTUAL_STAGE_FLAGS):  # either flag overrides both of the file
-        values = {name: value for name, value in values.items() if name not in VIRTUAL_STAGE_FLAGS or name in typed_values}
+    overridden = {*VIRTUAL_STAGE_FLAGS} if any(name in typed_values for name in VIRTUAL_STAGE_FLAGS) else set()
+    if vars(typed_values).get("num_virtual_stages_per_pipeline_rank") == 1:
+        overridden.add("microbatch_group_size_per_virtual_pipeline_stage")  # without effect then
+    values = {name: value for name, value in vars(parsed).items() if name not in overridden} | vars(typed_values)
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
         values["vocab_size"] = size
     return values
