@@ -10,23 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
-from fgoffload.cli.plan_device import (
-    check_static,
-    choose_budget,
-    choose_host_budget,
-    describe_too_small,
-    find_device,
-)
+from fgoffload.cli.plan_device import check_static, choose_budget, choose_host_budget, describe_too_small, find_device
 from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
 from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
-from fgoffload.cli.plan_options import (
-    FRONTIER,
-    OUTPUTS,
-    SHORT_FLAGS,
-    PlanOptions,
-    check_host_of_link,
-    check_options,
-)
+from fgoffload.cli.plan_options import FRONTIER, OUTPUTS, SHORT_FLAGS, PlanOptions, check_host_of_link, check_options
 from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError

@@ -157,16 +157,7 @@ def build_peak_table(report: PlanReport) -> Table:
 def build_rank_table(report: PlanReport) -> Table:
     """Return a row for each pipeline rank, with the parts of its step time under the plan."""
     table = Table(title="This plan by pipeline rank")
-    headings = (
-        "rank",
-        "step",
-        "compute",
-        "slowed by copies",
-        "waits for copies",
-        "launch-bound",
-        "for neighbours",
-        "host",
-    )
+    headings = ("rank", "step", "compute", "slowed by copies", "waits for copies", "launch-bound", "for neighbours", "host")
     for heading in headings:
         table.add_column(heading, justify="right")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
