@@ -23,7 +23,13 @@ from fgoffload.planner.model.parameters import RankParameters, count_rank_parame
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.operations.ops import Execution, Pattern, Traffic
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
+from fgoffload.planner.ranks.rank_model import (
+    ChunkModel,
+    HostPace,
+    NumberedLayer,
+    RankModel,
+    find_host_pace,
+)
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network
@@ -236,7 +242,10 @@ def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], 
                     span=sizes.world_size // sizes.pipeline_parallel_size,
                 )
             )
-            for count, ranks in ((parameters.dense_count, dense), (parameters.expert_count, sizes.expert_data_parallel_size))
+            for count, ranks in (
+                (parameters.dense_count, dense),
+                (parameters.expert_count, sizes.expert_data_parallel_size),
+            )
             if ranks > 1
         )
 

@@ -17,7 +17,12 @@ import dataclasses
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
-from fgoffload.planner.model.parameters import RankParameters, count_active_parameters, count_parameters, count_rank_parameters
+from fgoffload.planner.model.parameters import (
+    RankParameters,
+    count_active_parameters,
+    count_parameters,
+    count_rank_parameters,
+)
 from fgoffload.units import GIB, MIB
 
 __all__ = [

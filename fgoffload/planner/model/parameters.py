@@ -229,7 +229,11 @@ def _make_linear(name: str, count: int, split: Split = Split.TENSOR) -> Paramete
 
 def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool = False) -> Parameter:
     return Parameter(
-        name=name, count=experts.num_experts * each, split=Split.EXPERT, active_count=experts.topk * each, is_linear=is_linear
+        name=name,
+        count=experts.num_experts * each,
+        split=Split.EXPERT,
+        active_count=experts.topk * each,
+        is_linear=is_linear,
     )
 
 

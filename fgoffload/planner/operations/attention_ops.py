@@ -51,10 +51,14 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
     return SegmentWork(
         name=linear.name,
         forward=PassWork(
-            works=(*norm.forward.works, *linear.forward.works), traffic=linear.forward.traffic, beside=linear.forward.beside
+            works=(*norm.forward.works, *linear.forward.works),
+            traffic=linear.forward.traffic,
+            beside=linear.forward.beside,
         ),
         backward=PassWork(
-            works=(*linear.backward.works, *norm.backward.works), traffic=linear.backward.traffic, beside=linear.backward.beside
+            works=(*linear.backward.works, *norm.backward.works),
+            traffic=linear.backward.traffic,
+            beside=linear.backward.beside,
         ),
     )
 
@@ -120,7 +124,12 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
             forward=PassWork(works=(*linear.list_forward(), *norms, *rope), traffic=gather),
             # Backward concatenates the gradients of query, key and value.
             backward=PassWork(
-                works=(*rope, *norms_backward, make_moves(2 * sizes.query_key_value), *linear.list_backward(execution)),
+                works=(
+                    *rope,
+                    *norms_backward,
+                    make_moves(2 * sizes.query_key_value),
+                    *linear.list_backward(execution),
+                ),
                 beside=beside,
             ),
         ),
@@ -164,7 +173,8 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
             works=(*norms, *(work for linear in linears for work in linear.list_forward()), *rope), traffic=gather
         ),
         backward=PassWork(
-            works=(*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms), beside=beside
+            works=(*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms),
+            beside=beside,
         ),
     )
 
@@ -199,7 +209,9 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
     # In backward, the gradients of keys and values travel around the ring too.
     return SegmentWork(
-        name="core_attn", forward=PassWork(works=(forward,), beside=ring), backward=PassWork(works=(backward,), beside=2 * ring)
+        name="core_attn",
+        forward=PassWork(works=(forward,), beside=ring),
+        backward=PassWork(works=(backward,), beside=2 * ring),
     )
 
 

@@ -13,7 +13,17 @@ from fgoffload.planner.operations.attention_ops import (
     make_residual_works,
 )
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, make_mlp_linears
-from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
+from fgoffload.planner.operations.ops import (
+    FP32,
+    Execution,
+    Limit,
+    PassWork,
+    Pattern,
+    SegmentWork,
+    Traffic,
+    Work,
+    make_moves,
+)
 
 _ROUTER_TABLES = 6
 """Tensors of [tokens, experts] in fp32 that the router reads or writes in one direction: logits, scores, choice, map,
@@ -105,7 +115,11 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
             forward=PassWork(works=first.list_forward(), traffic=gather),
             backward=PassWork(works=first.list_backward(execution), beside=beside),
         ),
-        SegmentWork(name="mlp_act", forward=PassWork(works=(activation,)), backward=PassWork(works=(activation_backward,))),
+        SegmentWork(
+            name="mlp_act",
+            forward=PassWork(works=(activation,)),
+            backward=PassWork(works=(activation_backward,)),
+        ),
         SegmentWork(
             name="mlp_fc2",
             forward=PassWork(works=(*second.list_forward(), *add), traffic=summed),
@@ -188,7 +202,11 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
             forward=PassWork(works=first.list_forward()),
             backward=PassWork(works=first.list_backward(execution)),
         ),
-        SegmentWork(name="moe_act", forward=PassWork(works=(activation,)), backward=PassWork(works=(activation_backward,))),
+        SegmentWork(
+            name="moe_act",
+            forward=PassWork(works=(activation,)),
+            backward=PassWork(works=(activation_backward,)),
+        ),
         SegmentWork(
             name="expert_fc2",
             forward=PassWork(works=(*second.list_forward(), *bias)),

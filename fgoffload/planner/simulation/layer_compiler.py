@@ -102,7 +102,13 @@ class LayerCompiler:
     """
 
     def __init__(
-        self, numbered: NumberedLayer, chunk: int, resolved: ResolvedLayer, rules: LayerRules, *, has_held_input: bool
+        self,
+        numbered: NumberedLayer,
+        chunk: int,
+        resolved: ResolvedLayer,
+        rules: LayerRules,
+        *,
+        has_held_input: bool,
     ) -> None:
         self._resolved = resolved
         self._layer = numbered.model

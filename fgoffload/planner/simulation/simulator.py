@@ -66,7 +66,12 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
 
 
 def _simulate(
-    ranks: Sequence[RankModel], actions: Actions, details: Sequence[Detail], *, loss_window_bytes: int | None, p2p_s: float
+    ranks: Sequence[RankModel],
+    actions: Actions,
+    details: Sequence[Detail],
+    *,
+    loss_window_bytes: int | None,
+    p2p_s: float,
 ) -> tuple[RankResult, ...]:
     runs = []
     for rank, detail in zip(ranks, details, strict=True):

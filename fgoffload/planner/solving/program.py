@@ -269,7 +269,8 @@ class _Program:
         fixed = solution[self._peak] * self._prices[self._peak] + self._prices[self._step]
         fixed += sum(solution[variable] * tie for variable, tie in self._ties.items())
         return ProgramResult(
-            chunks=tuple(_read_chunk(chunk, solution) for chunk in self._chunks), added_s=(price - fixed) * self._unit_s
+            chunks=tuple(_read_chunk(chunk, solution) for chunk in self._chunks),
+            added_s=(price - fixed) * self._unit_s,
         )
 
     def _add(self, lower: float, upper: float, *, price: float = 0.0, is_whole: bool = False) -> int:

@@ -5,7 +5,17 @@ import dataclasses
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 from fgoffload.planner.memory.temporaries import ExtraBytes
-from fgoffload.planner.operations.ops import BF16, FP32, Execution, Linear, PassWork, Pattern, SegmentWork, Traffic, make_moves
+from fgoffload.planner.operations.ops import (
+    BF16,
+    FP32,
+    Execution,
+    Linear,
+    PassWork,
+    Pattern,
+    SegmentWork,
+    Traffic,
+    make_moves,
+)
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.timing.efficiency import Efficiency, Network
 from fgoffload.planner.timing.hardware import Hardware

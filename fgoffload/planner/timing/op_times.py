@@ -204,7 +204,11 @@ class Clock:
         return self._get_rate("device_memory_bytes_per_s") * part
 
     def time_segments(
-        self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes], *, launches: Sequence[Sequence[int]] | None = None
+        self,
+        works: Sequence[SegmentWork],
+        extras: Mapping[str, ExtraBytes],
+        *,
+        launches: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Segment, ...]:
         """Return the segments with their times; each pass takes at least the host's launch time.
 

@@ -18,7 +18,13 @@ from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
+from fgoffload.planner.ranks.rank_model import (
+    ChunkModel,
+    HostPace,
+    NumberedLayer,
+    RankModel,
+    find_host_pace,
+)
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
