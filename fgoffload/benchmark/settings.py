@@ -304,7 +304,7 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
 
 def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> None:
     needs = {
-        System.RECOMPUTE: "what to recompute, as in recompute:full",
+        System.RECOMPUTE: "what runs again, as in recompute:full",
         System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
         System.OURS: "modules, as in ours:core_attn+attn_proj",
         System.LAYERS: "a number of layers, as in te-layers:3",

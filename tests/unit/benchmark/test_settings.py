@@ -66,7 +66,7 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
     ("name", "message"),
     [
         ("megatrom:core_attn", "'megatrom:core_attn' is not a setting"),
-        ("recompute", "--settings 'recompute' lacks what to recompute, as in recompute:full. Add it."),
+        ("recompute", "--settings 'recompute' lacks what runs again, as in recompute:full. Add it."),
         ("te-layers", "lacks a number of layers"),
         ("plan", "lacks a plan file, as in plan:plan.json"),
         ("baseline:much", "baseline takes no modules. Give it alone."),
