@@ -163,8 +163,8 @@ class OffloadPlan:
             actual = found.get(name, planned)
             if actual != planned and not (name in _AT_MOST and _is_below(actual, planned)):
                 raise PlanError(
-                    f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or leave "
-                    f"`{_MADE_FOR}` out of the plan's file, where only its sites have to be there."
+                    f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or "
+                    f"delete `{_MADE_FOR}` from the plan's file to compare only its sites."
                 )
 
     @classmethod

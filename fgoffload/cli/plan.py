@@ -4,27 +4,16 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
-from fgoffload.cli.plan_device import (
-    check_static,
-    choose_budget,
-    choose_host_budget,
-    describe_too_small,
-    find_device,
-)
+from fgoffload.cli.plan_device import check_static, choose_budget, choose_host_budget, describe_too_small, find_device
 from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
 from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
-from fgoffload.cli.plan_options import (
-    FRONTIER,
-    OUTPUTS,
-    SHORT_FLAGS,
-    PlanOptions,
-    check_host_of_link,
-    check_options,
-)
+from fgoffload.cli.plan_options import FRONTIER, OUTPUTS, SHORT_FLAGS, PlanOptions, check_host_of_link, check_options
 from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
@@ -38,6 +27,8 @@ if TYPE_CHECKING:
     from fgoffload.planner.model_ranks import Assumptions
     from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
+
+logger = logging.getLogger(__name__)
 
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
@@ -137,7 +128,7 @@ def _show_models() -> None:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_fits import show_fits, show_layouts
+    from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
@@ -153,8 +144,11 @@ def _plan(checked: PlanOptions) -> int:
         model, parallelism = _read_model(checked)
     except ConfigError:
         if hardware is not None and "--num-gpus" in checked.megatron_flags:
-            _suggest_layouts(console, checked, hardware)
+            _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
+    if checked.model.suffix == ".json" and parallelism.world_size == 1 and "--num-gpus" not in checked.megatron_flags:
+        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
+    _warn_of_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
@@ -175,7 +169,8 @@ def _plan(checked: PlanOptions) -> int:
     def show_lack() -> None:
         if hardware is not None and checked.budget_bytes is None:
             show_fits(console, model, parallelism, hardware, assumptions)
-            show_layouts(console, model, parallelism, hardware, assumptions, _make_reader(checked))
+            # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
+            _suggest_layouts(console, checked, hardware, ("--etp",), ())
 
     with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
         if hardware is not None:
@@ -204,21 +199,28 @@ def _plan(checked: PlanOptions) -> int:
     return EXIT_PLANNED
 
 
-def _make_reader(checked: PlanOptions) -> "Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]":
-    """Return a function that reads the model with flags typed on top of the command's own."""
-    return lambda flags: _read_model(dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *flags)))
+def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
+    """Show layouts that fit, with as many GPUs as the command and the file give, or more.
 
-
-def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware") -> None:
-    """Show parallel sizes for the typed number of GPUs, if the sizes of the model's file do not suit it."""
+    Args:
+        console: Where to print.
+        checked: The options.
+        hardware: Device of each rank.
+        tried: Short flags to set to 1, so that the number of GPUs is possible: the first that are.
+    """
     from fgoffload.cli.plan_fits import show_layouts
 
-    for flags in (("--ep", "--etp"), tuple(SHORT_FLAGS)):
-        ones = [word for flag in flags for word in (SHORT_FLAGS[flag], "1")]
-        spread = dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *ones))
+    for flags in tried:
+        spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
         with contextlib.suppress(ConfigError):  # other sizes do not suit either, or the error is about something else
-            show_layouts(console, *_read_model(spread), hardware, _make_assumptions(spread), _make_reader(checked))
+            model, parallelism = _read_model(spread)
+            read = lambda more: _read_model(_add_flags(checked, more))  # noqa: E731
+            show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read)
             return
+
+
+def _add_flags(checked: PlanOptions, flags: Sequence[str]) -> PlanOptions:
+    return dataclasses.replace(checked, megatron_flags=(*checked.megatron_flags, *flags))
 
 
 def _build_ranks(
@@ -285,23 +287,33 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
-    found = read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
-    if found[1].world_size == 1 and "--num-gpus" not in checked.megatron_flags:
-        experts = " --ep 8" if model.experts is not None else ""
-        show_line(
-            f"{checked.model} gives no number of GPUs, so 1 is assumed. Spread the model with --num-gpus 8 --tp 2 --pp "
-            f"2{experts}."
-        )
-    return found
+    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
+
+
+def _warn_of_ignored(checked: PlanOptions) -> None:
+    """Warn of flags that choose what to offload or recompute. Shipped models have them for trainings."""
+    from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
+
+    is_shipped = any(checked.model.samefile(model.path) for model in list_models())
+    words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
+    found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
+    # This flag only switches offload on.
+    if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
+        logger.warning("the planner itself chooses what to offload and recompute, and ignores %s.", ", ".join(ignored))
+
+
+def _read_flags(path: Path) -> Sequence[str]:
+    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+
+    return ["--bf16"] if path.suffix == ".json" else read_argument_file(path)
 
 
 def _make_assumptions(checked: PlanOptions) -> "Assumptions":
-    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
     from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions
     from fgoffload.integrations.megatron.flags.other_flags import trains_adapters
     from fgoffload.planner.memory.static_memory import NO_OPTIMIZER
 
-    flags = ["--bf16"] if checked.model.suffix == ".json" else read_argument_file(checked.model)
+    flags = _read_flags(checked.model)
     assumptions = read_assumptions(
         flags, source=str(checked.model), typed=checked.megatron_flags, has_optimizer=checked.has_optimizer is not False
     )

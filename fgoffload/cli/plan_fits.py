@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.memory.static_memory import count_output_bytes
 from fgoffload.planner.model.model_shape import ModelShape, pad_vocab_size
@@ -108,7 +109,10 @@ def show_layouts(
         read_model: Reads the model with flags on top of the command's. Raises ConfigError if they do not suit the model.
     """
     shown = 0
-    for flags in map(_list_flags, _find_layouts(model, parallelism, hardware, assumptions)):
+    accounts = [f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss")]
+    undone = [to_flag(f"no_{name}") for name in accounts if getattr(parallelism, name)]
+    for layout in _find_layouts(model, parallelism, hardware, assumptions):
+        flags = [*_list_flags(layout), *undone]
         with contextlib.suppress(ConfigError):  # flags of the model's file may exclude the layout
             if _fits(*read_model(flags), hardware, assumptions):
                 console.print(f"Would fit: {' '.join(flags)}", soft_wrap=True)
@@ -149,7 +153,10 @@ def _find_layouts(
                 continue
             data = gpus // (tensor * pipeline * context)
             is_uneven = model.num_layers % pipeline > 0 and parallelism.pipeline_layout is None
-            last = model.num_layers - (pipeline - 1) * -(-model.num_layers // pipeline)
+            first = -(-model.num_layers // pipeline)
+            last = model.num_layers - (pipeline - 1) * first
+            has_first = parallelism.num_layers_in_first_pipeline_stage is not None  # overrides that of the file
+            has_last = is_uneven or parallelism.num_layers_in_last_pipeline_stage is not None
             try:
                 layout = Parallelism(
                     tensor_parallel_size=tensor,
@@ -162,7 +169,8 @@ def _find_layouts(
                     has_sequence_parallel=tensor > 1,
                     has_distributed_optimizer=parallelism.has_distributed_optimizer,
                     pipeline_layout=parallelism.pipeline_layout,
-                    num_layers_in_last_pipeline_stage=last if is_uneven else None,
+                    num_layers_in_first_pipeline_stage=first if has_first else None,
+                    num_layers_in_last_pipeline_stage=last if has_last else None,
                 )
                 padded = pad_vocab_size(model.vocab_size, divisible_by=1, tensor_parallel_size=tensor)
                 fits = _fits(dataclasses.replace(model, vocab_size=padded), layout, hardware, assumptions)
@@ -184,6 +192,7 @@ def _list_flags(layout: Parallelism) -> list[str]:
         "--ep": layout.expert_parallel_size,
         "--etp": 1,
         "--global-batch-size": layout.microbatches * layout.micro_batch_size * layout.data_parallel_size,
+        "--decoder-first-pipeline-num-layers": layout.num_layers_in_first_pipeline_stage,
         "--decoder-last-pipeline-num-layers": layout.num_layers_in_last_pipeline_stage,
     }
     flags = [word for flag, size in sizes.items() if size is not None for word in (flag, str(size))]

@@ -135,6 +135,8 @@ def _find_model_path(name: str | None) -> Path:
                 f"shipped model, as in: {EXAMPLE}."
             )
         path = shipped
+    if path.suffix in (".py", ".yaml", ".yml"):
+        raise ConfigError(f"model {name!r} is neither a bash script nor a config.json. Give one of them, as in: {EXAMPLE}.")
     return path
 
 

@@ -15,12 +15,7 @@ MOST_DRAWN_SPANS = 4000
 """Largest number of stream spans of a rank for which a picture shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
-_MARKERS: Mapping[str, str] = {
-    "baseline": "*",
-    "full recompute": "s",
-    "selective recompute": "D",
-    "offload everything": "v",
-}
+_MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selective recompute": "D", "offload everything": "v"}
 
 
 def check_picture(path: Path) -> None:

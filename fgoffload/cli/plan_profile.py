@@ -81,8 +81,7 @@ def build_profiled_ranks(
     least_numel, graphs = planned.assumptions.min_offloaded_numel, planned.assumptions.graphs
     if graphs != NO_CAPTURE:
         logger.warning(
-            "profile %s is of eager steps: if they were launch-bound, steps with CUDA graphs are faster than predicted.",
-            path,
+            "profile %s is of eager steps: if they were launch-bound, steps with CUDA graphs are faster than predicted.", path
         )
     experts = planned.model.experts
     has_shared_overlap = experts is not None and experts.has_shared_overlap

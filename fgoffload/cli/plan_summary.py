@@ -102,6 +102,7 @@ def describe_use(solution: Solution, path: Path | None) -> str:
     else:
         slower = nearest.result.step_s / solution.result.step_s - 1
         cost = "as fast as the plan" if slower < OVERHEAD_NOISE else f"{slower:.0%} slower than the plan"
+        cost += f", with a peak of {format_bytes(nearest.result.peak_bytes)}"
         flags = nearest.flags.list_arguments()
         text.append(f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}" if flags else "Megatron needs no flags for it.")
     if path is None:

@@ -79,12 +79,12 @@ def build_decision_table(report: PlanReport) -> Table:
     """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
     table = Table(
         title="What the plan does",
-        caption="frees, leaves, recompute: per microbatch and layer; copies: per step, all ranks; "
-        "costs: added to a step of the rank that needs it most, by itself",
+        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
+        "costs: added to a step of the rank that needs it most, by itself; negative: other copies wait less, which saves time",
     )
     for heading in ("layers of kind", "tag or unit", "action"):
         table.add_column(heading)
-    for heading in ("layers", "frees", "leaves", "recompute", "copies hidden", "exposed", "costs"):
+    for heading in ("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"):
         table.add_column(heading, justify="right")
     table.add_column("why")
     solution = report.solution
@@ -157,16 +157,7 @@ def build_peak_table(report: PlanReport) -> Table:
 def build_rank_table(report: PlanReport) -> Table:
     """Return a row for each pipeline rank, with the parts of its step time under the plan."""
     table = Table(title="This plan by pipeline rank")
-    headings = (
-        "rank",
-        "step",
-        "compute",
-        "slowed by copies",
-        "waits for copies",
-        "launch-bound",
-        "for neighbours",
-        "host",
-    )
+    headings = ("rank", "step", "compute", "slowed by copies", "waits for copies", "launch-bound", "for neighbours", "host")
     for heading in headings:
         table.add_column(heading, justify="right")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):

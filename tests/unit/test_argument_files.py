@@ -1,13 +1,12 @@
 """Argument files are read as bash reads them, without running anything."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.argument_files import parse_argument_file, read_argument_file
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file, read_script
 
 SCRIPT = """\
 #!/bin/bash
@@ -27,12 +26,12 @@ ALL=("${MODEL_ARGS[@]}" --lr 1e-3 pre$EXTRA'post' "${EMPTY:-x}" "${EMPTY-y}")
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
 def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "arguments.sh"
     path.write_text(SCRIPT)
-
-    assert list(read_argument_file(path)) == _read_with_bash(path, '"${ALL[@]}"')
+    command = f"source {path}; set +u; printf '%s\\0' \"${{ALL[@]}}\""
+    output = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout
+    assert list(read_argument_file(path)) == output.split("\0")[:-1]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +45,13 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
 )
 def test_what_has_no_end_is_refused_with_its_line(script: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_argument_file(script, source="f.sh")
+        read_script(script, source="f.sh")
 
 
 @pytest.mark.parametrize(
     ("name", "flags", "skipped"),
     [
-        ("train", "--num-gpus 24 --log logs/x --fp8-format hybrid --bf16", []),
+        ("train", "--num-gpus 24 --log logs/x --fp8-format hybrid --bf16", ["if $PRECISION (line 7), if $KEY (line 9)"]),
         ("submit", "--num-layers 61 --moe-layer-freq [0]*3+[1]*58 --use-megatron-fsdp --strategy $STRATEGY", ["sbatch"]),
         ("options", "--seq-length 4096 --bf16", ["source (line 2)", "while (line 3)"]),
     ],
@@ -64,7 +63,18 @@ def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_na
     assert bool(caplog.records) == bool(skipped)
 
 
-def _read_with_bash(path: Path, arrays: str) -> list[str]:
-    command = f"source {path}; set +u; printf '%s\\0' {arrays}"
-    output = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout
-    return output.split("\0")[:-1]
+@pytest.mark.parametrize(
+    ("script", "gpus"),
+    [
+        ("N=${NODES:-2}; D=(--nproc_per_node 8 --nnodes $N)\ntorchrun ${D[@]} x.py --bf16", 16),
+        ("#SBATCH --nodes=2 --gres=gpu:8\nsrun sh -c 'torchrun --nnodes 2 --nproc-per-node=gpu x.py --bf16 2>&1'", 16),
+        ("#SBATCH --nodes=2\nN=$SLURM_NNODES\ntorchrun --nnodes=$N --nproc-per-node=8 x.py --bf16", 16),
+        ("#SBATCH -N 2 # nodes\n#SBATCH --ntasks-per-node 8\nsrun -l python x.py --bf16", 16),
+        ("NUM_GPUS=8\nmpirun -np 64 python x.py --bf16", 64),
+        ("#SBATCH --nodes=4 --gpus-per-node=8\nA=(--bf16)", 32),
+        ("NUM_GPUS=$N\ntorchrun --nnodes $N --nproc_per_node 8 x.py --bf16", None),
+    ],
+)
+def test_the_command_that_starts_python_sets_the_number_of_gpus(script, gpus):
+    read = read_script(script, source="f.sh")
+    assert (read.flags, read.find_num_gpus("f.sh")) == (("--bf16",), gpus)

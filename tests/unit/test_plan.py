@@ -70,7 +70,7 @@ def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_m
 )
 def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
     with pytest.raises(
-        PlanError, match=rf"^The plan was made for {difference}\. Plan for this training, or leave `made_for` out"
+        PlanError, match=rf"^The plan was made for {difference}\. Plan for this training, or delete `made_for` from"
     ):
         OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
 

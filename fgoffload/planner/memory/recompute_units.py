@@ -257,5 +257,5 @@ def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:
     found = tuple(one.name for one in tensors if one.name in names)
     if len(found) != len(names):
         missing = ", ".join(name for name in names if name not in found)
-        raise InternalError(f"the layer saves no {missing}, which a unit that runs again would drop. Please report it.")
+        raise InternalError(f"the layer saves no {missing}, which a recomputed unit would free. Please report it.")
     return found

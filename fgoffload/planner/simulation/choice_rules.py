@@ -26,13 +26,15 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     unit = layer.find_unit(name)
     if unit is None:
         possible = ", ".join(one.name for one in layer.units) or "nothing by itself"
-        raise PlanError(f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which can run again: {possible}.")
+        raise PlanError(
+            f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, where only {possible} can be recomputed."
+        )
     for covered in unit.covered:
         action = actions.get(covered, Action.KEEP)
         if action.offloads:
             raise PlanError(
-                f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}: what runs again "
-                "saves nothing that could leave. Keep one of them out of the plan."
+                f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}. A recomputed "
+                f"module saves nothing to offload. Leave one of them out of the plan."
             )
         if covered not in (name, *unit.excluded) and action.recomputes:
             raise PlanError(
@@ -42,8 +44,8 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
-                f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both run again "
-                "by themselves. Keep one of them out of the plan."
+                f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both be "
+                "recomputed. Keep one of them out of the plan."
             )
 
 
@@ -51,13 +53,13 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     if name not in layer.offloadable_tags:
         possible = sorted(layer.offloadable_tags, key=tags.get_place)
         raise PlanError(
-            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where no such tag saves anything that may leave. "
-            f"It has: {', '.join(possible)}."
+            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where that tag saves nothing that can be "
+            f"offloaded. Tags that do: {', '.join(possible)}."
         )
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
-            f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a layer "
-            "that runs again as a whole has that site. Recompute 'layer' too, or leave it out."
+            f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a fully "
+            "recomputed layer has that site. Recompute 'layer' too, or leave it out."
         )
     if name not in tags:  # known to the layer alone
         return

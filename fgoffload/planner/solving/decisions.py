@@ -20,9 +20,6 @@ from fgoffload.planner.solving.treatments import Actions, Treatment, list_needs,
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes
 
-_SHOWN_S = 5e-5
-"""Half of the last digit of a table: steps that differ by less look equal there."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -66,11 +63,9 @@ class Price:
     def describe(self) -> str:
         """Return the reason for the decisions, as far as the two steps show it."""
         along = f" (and {', '.join(self.taken_along)}, which needs it)" if self.taken_along else ""
-        # A recompute hides copies, and an offload moves other copies to a better time.
-        longer = ", and what else the plan does takes longer" if self.cost_s <= -_SHOWN_S else ""
         if self.lacking_bytes:
-            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}{longer}"
-        return f"the budget holds without it{along} too{longer}"
+            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
+        return f"the budget holds without it{along} too"
 
 
 def price_decisions(
@@ -199,13 +194,13 @@ def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Acti
     for name, action in actions.items():
         unit = layer.find_unit(name)
         if action.recomputes and unit is not None and tag in unit.covered:
-            return f"{name} runs again, so that it saves nothing"
+            return f"{name} is recomputed, so it saves nothing"
     tensors = [tensor for tensor in layer.tensors if tag in tensor.tags]
     if layer.find_unit(tag) is None and tag not in layer.offloadable_tags:
         return "CUDA graphs keep it where it is" if tag in default_tags() else "no tag covers it"
     if layer.find_unit(tag) is None and all(tensor.is_below(rank.min_offloaded_numel) for tensor in tensors):
         most_bytes = max(tensor.size_bytes for tensor in tensors)
-        return f"{format_bytes(most_bytes)}, below the least that moves, {rank.min_offloaded_numel} elements"
+        return f"{format_bytes(most_bytes)}, below --min-offloaded-tensor-size {rank.min_offloaded_numel}"
     return ""
 
 

@@ -176,10 +176,10 @@ def test_impossible_typed_flags_are_refused(typed, message):
     ("flags", "base", "warnings"),
     [
         (
-            "--lr 1e-3 --unheard-of 3 --no-masked-softmax-fusion --save /there --recompute-granularty full",
+            "--lr 1e-3 --unheard-of 3 --no-jit-fuser --no-masked-softmax-fusion --save /there --recompute-granularty full",
             DENSE,
             [
-                "file.sh: not modelled, so that times err low: --no-masked-softmax-fusion.",
+                "file.sh: not modelled, so that times err low: --no-jit-fuser.",
                 "file.sh: a plan does not know --unheard-of, --recompute-granularty (--recompute-granularity?) and",
             ],
         ),

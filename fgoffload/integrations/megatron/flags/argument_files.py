@@ -8,18 +8,20 @@
 
 The flags are those after the Python script in the last command that starts one. Without such a command, they are those in
 arrays, and in strings that begin with a flag. The reader supports assignments, arrays, `+=`, `export`, quotes, variables with
-defaults, integer arithmetic, and `if` with comparisons of strings or numbers. Everything else, such as `source` and loops, is
-skipped, and one log line lists it. A variable that the file does not assign is left as written.
+defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source`
+and loops, is skipped. One log line lists it, with the branches that depend on a variable that the file does not assign. Such a
+variable is left as written, and is empty in a condition.
 """
 
 import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.launch_lines import count_gpus, read_header
 from fgoffload.integrations.megatron.flags.shell_words import Operator, Variables, Word, split_script
 from fgoffload.text_files import read_text_file
 
@@ -46,11 +48,21 @@ _COMPARISONS = {
     "-le": int.__le__,
 }
 
+_STARTS = re.compile(r"\.py$|^(source|\.)$")
+_BEHIND = re.compile(r"\d?>|[|&;]")
+"""Beginning of a word after the flags of a command in a string, such as `2>&1`."""
+_BRACKETS = {"[": "]", "[[": "]]"}
+
 _Item = Word | Operator
 
 
 def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags in the bash file at `path`, in order.
+    """Return the flags in the bash file at `path`, in order. See `read_script_file`."""
+    return read_script_file(path, variables=variables).flags
+
+
+def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) -> "Script":
+    """Return what the bash file at `path` says, and warn of what is skipped.
 
     Args:
         path: The file.
@@ -61,24 +73,10 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
         ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
     """
     text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    return parse_argument_file(text, source=str(path), variables=variables)
-
-
-def parse_argument_file(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return the flags of the bash script `text`. See `read_argument_file`.
-
-    Args:
-        text: The script.
-        source: Name of the script, for errors.
-        variables: Values of `$NAME` that the script does not assign.
-
-    Raises:
-        ConfigError: The script has an unclosed quote, bracket or block, or contains no flag.
-    """
-    script = read_script(text, source=source, variables=variables)
+    script = read_script(text, source=str(path), variables=variables)
     if script.skipped:
-        logger.warning("%s is read, not run; skipped: %s.", source, ", ".join(script.skipped))
-    return script.flags
+        logger.warning("%s is read, not run; skipped: %s.", path, ", ".join(script.skipped))
+    return script
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,13 +89,32 @@ class Script:
     """Commands that may change flags and were not run, each with its line."""
     variables: Variables
     """Variables at the end of the script."""
+    launched_gpus: int | None
+    """Number of processes that its last command with a Python script starts, or None if it does not tell."""
+    is_launch: bool
+    """Whether it has such a command."""
+
+    def find_num_gpus(self, source: str) -> int | None:
+        """Return the number of GPUs of the launch line, or else the value of NUM_GPUS, or None.
+
+        Raises:
+            ConfigError: NUM_GPUS is not a number.
+        """
+        word = self.variables.find("NUM_GPUS")
+        if self.launched_gpus is not None or not word or "$" in word:  # the script does not assign the latter's variable
+            return self.launched_gpus
+        if not word.isdecimal():
+            raise ConfigError(f"{source}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
+        return int(word)
 
 
 def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return the flags and variables of the bash script `text`. See `parse_argument_file`."""
-    reader = _Reader(source, variables or {})
+    """Return what the bash script `text` says. See `read_script_file`."""
+    header, known = read_header(text)
+    reader = _Reader(source, {**known, **(variables or {})})
     reader.read(split_script(text, source))
-    return Script(reader.collect_flags(), tuple(reader.skipped), reader.variables)
+    flags, launch = reader.collect_flags(), reader.launch
+    return Script(flags, tuple(reader.skipped), reader.variables, count_gpus(launch or (), header), launch is not None)
 
 
 class _Reader:
@@ -107,6 +124,8 @@ class _Reader:
         self._source = source
         self._launched: list[str] | None = None
         """Flags of the last command that starts a Python script."""
+        self.launch: list[str] | None = None
+        """Words of that command before the script."""
         self.variables = Variables(source, variables)
         self.skipped: list[str] = []
 
@@ -123,7 +142,9 @@ class _Reader:
         for command in self._split_commands(items):
             first = command[0]
             if isinstance(first, Word) and first.plain == "if":
-                self._read_if(command)
+                self._read_branches(first, _split_branches(command))
+            elif isinstance(first, Word) and first.plain in _BRACKETS:
+                self._read_branches(first, _split_list(command))
             elif isinstance(first, Word) and (first.plain in _BLOCKS or _is_function(command)):
                 self._skip_block(command, first.plain)
             elif isinstance(first, Word):
@@ -148,10 +169,15 @@ class _Reader:
         return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
 
     def _read_launch_text(self, texts: Sequence[str]) -> bool:
+        # The command of `bash -c` is one word.
+        words = zip(("", *texts), texts, strict=False)
+        texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
         script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
-        self._launched = list(texts[script + 1 :])
+        self.launch = texts[:script]
+        flags = itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :])
+        self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # as `eval` and `bash -c` do
         return True
 
     def _assign(self, word: Word) -> bool:
@@ -163,19 +189,31 @@ class _Reader:
         self.variables.assign(match["name"], value, appends=bool(match["append"]))
         return True
 
-    def _read_if(self, command: Sequence[_Item]) -> None:
+    def _read_branches(self, first: _Item, branches: Iterable[tuple[Sequence[_Item], Sequence[_Item]]]) -> None:
         """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
-        for condition, body in _split_branches(command):
-            holds = self._test(condition)
-            if holds is None:
-                self._skip_block(command, "if")
-            elif holds:
+        reason = ""
+        skipped = [first]
+        is_open = True
+        for condition, body in branches:
+            holds = self._test(condition) if is_open else False
+            if is_open and self._test(condition, unknown=None) is None:
+                words = (self.variables.expand_whole(one) for one in condition if isinstance(one, Word))
+                reason = reason or f"if {next((word for word in words if '$' in word), '')}".strip()
+            is_open = is_open and holds is False
+            if holds:
                 self.read(body)
-            if holds is not False:
-                return
+            else:
+                skipped += body
+        if reason:
+            self._skip_block(skipped, reason)
 
-    def _test(self, condition: Sequence[_Item]) -> bool | None:
-        """Return whether a condition holds, or None if only running it could tell."""
+    def _test(self, condition: Sequence[_Item], *, unknown: str | None = "") -> bool | None:
+        """Return whether a condition holds, or None if only running it could tell.
+
+        Args:
+            condition: Its words.
+            unknown: Text of a variable that the script does not assign; None if it is not to be guessed.
+        """
         result: bool | None = True
         joins = "&&"
         test: list[Word] = []
@@ -184,7 +222,7 @@ class _Reader:
                 test.append(item)
                 continue
             if test:
-                holds = self._test_one(test)
+                holds = self._test_one(test, unknown)
                 if joins == "&&":
                     result = False if result is False or holds is False else (None if None in (result, holds) else True)
                 else:
@@ -194,11 +232,12 @@ class _Reader:
                 joins = item.text
         return result
 
-    def _test_one(self, words: list[Word]) -> bool | None:
-        brackets = {"[": "]", "[[": "]]"}
-        if words[-1].plain != brackets.get(words[0].plain, ""):
+    def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
+        if words[-1].plain != _BRACKETS.get(words[0].plain, ""):
             return None
-        texts = [self.variables.expand_whole(word, unknown="") for word in words[1:-1]]
+        texts = [self.variables.expand_whole(word, unknown=unknown) for word in words[1:-1]]
+        if unknown is None and any("$" in text for text in texts):
+            return None
         negated = bool(texts) and texts[0] == "!"
         match texts[negated:]:
             case ["-n", text]:
@@ -225,9 +264,11 @@ class _Reader:
         ends: list[str] = []
         for item in items:
             if isinstance(item, Operator) and item.text in _ENDS and not ends:
-                if command:
+                if _is_within_list(command, item):
+                    command += [] if item.text == "\n" else [item]
+                elif command:
                     yield command
-                command = []
+                    command = []
                 continue
             is_first = _begins_command(command[-1:])
             command.append(item)
@@ -245,8 +286,8 @@ class _Reader:
             yield command
 
     def _skip_block(self, command: Sequence[_Item], name: str) -> None:
-        """Report a block as skipped if it assigns a variable."""
-        if any(map(_find_assignment, command)):
+        """Report a block as skipped if it assigns a variable, or reads or starts a script."""
+        if any(_find_assignment(item) or (isinstance(item, Word) and _STARTS.search(item.plain)) for item in command):
             self._skip(command[0], name)
 
     def _skip(self, item: _Item, name: str) -> None:
@@ -282,6 +323,23 @@ def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item],
             yield condition, body
     if parts[-1][0] == "else":
         yield (), parts[-1][1]
+
+
+def _is_within_list(command: Sequence[_Item], item: Operator) -> bool:
+    """Return whether `[ condition ] && command` goes on after `item`."""
+    begins = bool(command) and isinstance(command[0], Word) and command[0].plain in _BRACKETS
+    return begins and (item.text in ("&&", "||") or isinstance(command[-1], Operator))
+
+
+def _split_list(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
+    """Yield the branches of `[ condition ] && command || command`, as if it were an `if`."""
+    joins = {place: item.text for place, item in enumerate(command) if isinstance(item, Operator) and item.text in ("&&", "||")}
+    for place, following in ((place, command[place + 1]) for place in joins if place + 1 < len(command)):
+        if isinstance(following, Word) and following.plain not in _BRACKETS:
+            other = next((one for one, text in joins.items() if one >= place and text == "||"), len(command))
+            yield command[:place], command[place + 1 : other]
+            yield (), command[other + 1 :]
+            return
 
 
 def _begins_command(before: Sequence[_Item]) -> bool:

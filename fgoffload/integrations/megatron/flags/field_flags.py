@@ -169,6 +169,8 @@ class FlagParser(argparse.ArgumentParser):
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Leave it out."
+        if rest.startswith("'$"):
+            rest = f"{rest} The script does not set that variable."
         raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
 
     def _refuse_unknown(self, word: str) -> NoReturn:

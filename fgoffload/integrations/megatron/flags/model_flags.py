@@ -150,6 +150,15 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
     return parser
 
 
+def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return `flags` without those with a variable that their script does not set, if `typed` has them too."""
+    given, kept = build_model_parser("").find_given(typed), list(flags)
+    for place in reversed(range(len(kept) - 1)):
+        if kept[place] in given and "$" in kept[place + 1]:
+            del kept[place : place + 2]
+    return kept
+
+
 def list_unknown(words: Sequence[str]) -> list[str]:
     """Return the flags among `words` that change a plan or are unknown, without duplicates.
 

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.argument_files import read_argument_file, read_script
+from fgoffload.integrations.megatron.flags.argument_files import read_script_file
 from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
 from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
 from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
-from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, list_unknown
+from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, drop_unset, list_unknown
 from fgoffload.integrations.megatron.flags.model_warnings import find_vocab_size, warn_of_flags, warn_of_left
 from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import (
     FIELD_FLAGS,
     MICROBATCHES_OF_A_CHUNK,
     PARALLEL_FLAGS,
+    VIRTUAL_STAGE_FLAGS,
     make_parallelism,
 )
 from fgoffload.planner.model.huggingface import name_config_fields
@@ -40,7 +41,6 @@ from fgoffload.planner.model.model_shape import (
 )
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model_ranks import Assumptions
-from fgoffload.text_files import read_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,18 @@ def read_model_file(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
-    `NUM_GPUS=1024` in the file is the number of ranks.
+    The launch line, or `NUM_GPUS=1024` in the file, sets the number of ranks.
 
     Raises:
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
     """
-    flags = read_argument_file(path)
-    return read_model(flags, source=str(path), typed=typed, num_gpus=_find_num_gpus(path), own_flags=own_flags)
+    script = read_script_file(path)
+    num_gpus = script.find_num_gpus(str(path))
+    found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
+    count = found[1].world_size
+    if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
+        logger.warning("%s gives no number of GPUs: a plan assumes %d, the fewest possible. Give --num-gpus.", path, count)
+    return found
 
 
 def read_model(
@@ -124,6 +129,11 @@ def read_model(
     """
     values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
     try:
+        if not values.keys() & {"num_layers", "hidden_size"}:
+            raise ConfigError(
+                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, "
+                "give the model's config.json from Hugging Face, and parallel sizes as flags."
+            )
         for name, example in _REQUIRED.items():
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
@@ -202,7 +212,7 @@ def read_assumptions(
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
     """
-    parsed, _ = build_model_parser(source).parse_known_args(list(flags))
+    parsed, _ = build_model_parser(source).parse_known_args(drop_unset(flags, typed))
     parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
     try:
         return make_assumptions(vars(parsed), has_optimizer=has_optimizer)
@@ -210,28 +220,23 @@ def read_assumptions(
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {error}") from error
 
 
-def _find_num_gpus(path: Path) -> int | None:
-    """Return the value of NUM_GPUS in the file, or None if it is not assigned."""
-    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    word = read_script(text, source=str(path)).variables.find("NUM_GPUS")
-    if word and not word.isdecimal():
-        raise ConfigError(f"{path}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
-    return int(word) if word else None
-
-
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of the flags by name, with `_` for `-`."""
     parser = build_model_parser(source)
-    parsed, left = parser.parse_known_args(list(flags))
+    parsed, left = parser.parse_known_args(drop_unset(flags, typed))
+    left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # without effect then
     warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
-    parsed, left = parser.parse_known_args(list(typed), parsed)
+    typed_values, left = parser.parse_known_args(list(typed))
     # A word at the beginning that is not a flag belongs to no flag.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises, and names the most similar flag
     warn_of_left(left, parser, parser.source)
-    values = vars(parsed)
+    overridden = {*VIRTUAL_STAGE_FLAGS} if any(name in typed_values for name in VIRTUAL_STAGE_FLAGS) else set()
+    if vars(typed_values).get("num_virtual_stages_per_pipeline_rank") == 1:
+        overridden.add("microbatch_group_size_per_virtual_pipeline_stage")  # without effect then
+    values = {name: value for name, value in vars(parsed).items() if name not in overridden} | vars(typed_values)
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
         values["vocab_size"] = size
     return values

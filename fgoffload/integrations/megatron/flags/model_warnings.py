@@ -56,10 +56,7 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
             values["transformer_impl"],
         )
     if read_graphs(values).impl != NO_GRAPHS:
-        logger.warning(
-            "%s: a plan does not count the unused memory in CUDA graph pools, so a step reserves more.",
-            source,
-        )
+        logger.warning("%s: a plan does not count the unused memory in CUDA graph pools, so a step reserves more.", source)
     if values.get("attention_backend") in _KEEPING_SCORES:
         logger.warning(
             "%s: --attention-backend %s saves the attention scores, which only a profile knows. A plan assumes fused "

@@ -16,6 +16,9 @@ _TABLE: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_s
 WITHOUT_EFFECT = frozenset(flag for flags in _TABLE["without effect"].values() for flag in flags)
 """Flags that change neither the saved tensors nor, for the planner, any time."""
 
+DECIDED_BY_PLAN = frozenset(_TABLE["without effect"]["offload and recompute, which the plan decides"])
+"""Flags of offload and recompute."""
+
 _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["not modelled"].items() for flag in flags}
 
 _LORA = "--lora"

@@ -68,8 +68,7 @@ def make_parallelism(
     # Checked first: if ranks cannot share a layer, no number of them is right, so none can be suggested.
     of_layers = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in of_layers})
-    name = "--num-gpus" if "num_gpus" in values else "NUM_GPUS"
-    data_parallel_size = _count_data_parallel(sizes, values.get("num_gpus", num_gpus), name=name)
+    data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     stages = sizes["pipeline_parallel_size"]
     virtual_size = _count_chunks(values, model.num_layers, stages)
     one = 1
@@ -110,23 +109,30 @@ def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _count_data_parallel(sizes: Mapping[str, int], num_gpus: int | None, *, name: str) -> int:
+def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], num_gpus: int | None) -> int:
+    is_flag = "num_gpus" in values
+    num_gpus = values.get("num_gpus", num_gpus)
     pipeline = sizes["pipeline_parallel_size"]
     model = sizes["tensor_parallel_size"] * pipeline * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * pipeline
     fewest = math.lcm(model, experts)
     if num_gpus is None:
         return fewest // model
-    check_count(name, num_gpus, most=LARGEST_SIZE)
+    check_count("--num-gpus" if is_flag else "the file's number of GPUs", num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
         # Without experts, `experts` is a divisor of the model's ranks.
         needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
-        raise ConfigError(
-            f"{name} {num_gpus} is not a multiple of {fewest}, which {needs}. "
-            f"Give --num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes."
-        )
+        given = f"--num-gpus {num_gpus} is" if is_flag else f"the {num_gpus} GPUs of the file are"
+        fix = f"--num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes"
+        if (
+            "expert_tensor_parallel_size" not in values
+            and num_gpus % math.lcm(model, experts // sizes["tensor_parallel_size"]) == 0
+        ):
+            tensor = f"--tensor-model-parallel-size {sizes['tensor_parallel_size']}"
+            fix = f"--expert-tensor-parallel-size 1 (--etp), which otherwise equals {tensor}, or {fix}"
+        raise ConfigError(f"{given} not a multiple of {fewest}, which {needs}. Give {fix}.")
     return num_gpus // model
 
 

@@ -13,6 +13,8 @@ from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 
+ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Parallelism)}
 
 
@@ -44,7 +46,6 @@ def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
     ("fields", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 is below 1"),
-        ({"virtual_pipeline_size": 2, "microbatches": 4}, "virtual_pipeline_size 2 with pipeline_parallel_size 1"),
         ({"virtual_pipeline_size": 2, "pipeline_parallel_size": 4}, "microbatches 1 is below pipeline_parallel_size 4"),
         ({"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True}, "^pipeline_layout and"),
     ],
@@ -113,11 +114,8 @@ def make_megatron_config(model, parallelism):
         mtp_num_layers=model.mtp_num_layers or None,
         pipeline_model_parallel_size=parallelism.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallelism.virtual_pipeline_size,
-        num_layers_in_first_pipeline_stage=parallelism.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallelism.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=parallelism.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=parallelism.account_for_loss_in_pipeline_split,
         pipeline_model_parallel_layout=parallelism.pipeline_layout,
+        **{name: getattr(parallelism, name) for name in (*ENDS, *ACCOUNTS)},
         **{find_graph_field(): []},
     )
 
@@ -132,12 +130,12 @@ def splits(draw):
     num_layers = per_rank * ranks
     way = draw(st.sampled_from(("even", "ends", "accounts")))
     if way == "ends":
-        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        for name in ENDS:
             if draw(st.booleans()):
                 fields[name] = draw(st.integers(1, 3)) * (size or 1)
                 num_layers += fields[name] - per_rank
     if way == "accounts":
-        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        for name in ACCOUNTS:
             fields[name] = draw(st.booleans())
             num_layers -= fields[name]
     return num_layers + draw(st.sampled_from((0, 0, 0, 1))), draw(st.integers(0, 2)), fields

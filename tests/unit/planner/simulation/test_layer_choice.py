@@ -15,13 +15,13 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ({"moe": R, "router": O}, "recomputes 'moe' and offloads 'router'.*saves nothing that could leave"),
+        ({"moe": R, "router": O}, "recomputes 'moe' and offloads 'router'.*saves nothing to offload"),
         ({"core_attn": B}, "recomputes 'core_attn' and offloads 'core_attn'"),
         ({"layer": R, "moe": R}, "recomputes 'layer' and 'moe'.*'moe' is a part of 'layer'"),
-        ({"layer": B}, "offloads 'layer' in a layer of kind 'moe', where no such tag saves anything"),
+        ({"layer": B}, "offloads 'layer' in a layer of kind 'moe', where that tag saves nothing"),
         ({"layer_input": O}, "offloads 'layer_input'.*does not recompute 'layer'"),
         ({"attn_proj": O}, "offloads 'attn_proj' and keeps 'core_attn'.*Offload 'core_attn' too"),
-        ({"mlp": R}, "recomputes 'mlp'.*can run again: layer, attn_norm"),
+        ({"mlp": R}, "recomputes 'mlp'.*where only layer, attn_norm"),
     ],
     ids=str,
 )

@@ -15,13 +15,8 @@ from fgoffload.planner.timing.efficiency import Efficiency, Network
 
 def test_matrix_products_take_2mnk_operations_and_twice_that_in_backward():
     segments = run(DENSE)
-    # 128 rows. Query, key and value have (4 + 2 + 2) x 8 channels.
-    flop = {
-        "qkv_linear": 2 * 128 * 32 * 64,
-        "attn_proj": 2 * 128 * 32 * 32,
-        "mlp_fc1": 2 * 128 * 32 * 96,
-        "mlp_fc2": 2 * 128 * 48 * 32,
-    }
+    rows = 2 * 128  # of two operations each; query, key and value have (4 + 2 + 2) x 8 channels
+    flop = {"qkv_linear": rows * 32 * 64, "attn_proj": rows * 32 * 32, "mlp_fc1": rows * 32 * 96, "mlp_fc2": rows * 48 * 32}
     assert {name: segments[name].forward_s for name in flop} == pytest.approx({name: n / 1e12 for name, n in flop.items()})
     assert {name: segments[name].backward_s for name in flop} == pytest.approx({name: 2 * n / 1e12 for name, n in flop.items()})
 
