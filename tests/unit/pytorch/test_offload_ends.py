@@ -10,17 +10,7 @@ import weakref
 
 import pytest
 import torch
-from support.models import (
-    ALL,
-    LAYERS,
-    PATTERNS,
-    ROW_BYTES,
-    WIDTH,
-    check_equal,
-    get_gradients,
-    make_inputs,
-    make_net,
-)
+from support.models import ALL, LAYERS, PATTERNS, ROW_BYTES, WIDTH, check_equal, get_gradients, make_inputs, make_net
 from support.sites import has_hooks
 from torch import nn
 
