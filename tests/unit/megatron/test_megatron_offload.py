@@ -23,10 +23,7 @@ MOE = f"{DENSE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
 MOE_TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
 
 
-@pytest.mark.parametrize(
-    ("flags", "tags", "gathered_bytes"),
-    [(MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES)],
-)
+@pytest.mark.parametrize(("flags", "tags", "gathered_bytes"), [(MOE, MOE_TAGS, 4 * 2 * HIDDEN_BYTES)])
 def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flags, tags, gathered_bytes):
     resident, moved, held = [], 0, 0
     for offload in (None, make_config(*tags, min_offloaded_tensor_size=0)):
