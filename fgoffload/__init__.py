@@ -66,26 +66,10 @@ __all__ = [
     "saved_tensors",
 ]
 
-_NEEDS_TORCH = frozenset(
-    {
-        "ModelOffload",
-        "OffloadedTensor",
-        "PlacedRegion",
-        "SavedTensors",
-        "SavingsEstimate",
-        "estimate_savings",
-        "explain",
-        "offload",
-        "offload_tensor",
-        "region",
-        "saved_tensors",
-    }
-)
-
 
 def __getattr__(name: str) -> Any:
-    # Importing the package must not import torch, so these names are loaded on first use.
-    if name in _NEEDS_TORCH:
+    # Importing the package must not import torch, so the names that need it are loaded on first use.
+    if name in __all__:
         try:
             return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)
         except ModuleNotFoundError as error:

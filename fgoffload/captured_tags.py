@@ -68,14 +68,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags of a layer that cannot be offloaded next to its graphs, with the reasons.
-
-    Args:
-        impl: As for `find_captured`.
-        modules: As for `find_captured`.
-        is_moe: Whether the layer has experts.
-        has_shared_overlap: As for `find_captured`.
-    """
+    """Return the tags of a layer that cannot be offloaded next to its graphs, with the reasons. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
@@ -55,11 +56,7 @@ class OffloadConfig:
     tags: TagRegistry = dataclasses.field(default_factory=default_tags)
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: A field is wrong. The message has the flag, the value, the limit and the fix.
-        """
+        """Check every field. Errors have the flag, the value, the limit and the fix."""
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
@@ -68,29 +65,20 @@ class OffloadConfig:
             )
         if self.offload_modules and AUTO not in self.offload_modules:
             self.tags.check(self.offload_modules)
-        if isinstance(self.min_offloaded_tensor_size, bool) or not isinstance(self.min_offloaded_tensor_size, int):
-            raise ConfigError(
-                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size!r} is not a whole number of elements. Give an "
-                "int."
-            )
-        if self.min_offloaded_tensor_size < 0:
-            raise ConfigError(
-                f"--min-offloaded-tensor-size {self.min_offloaded_tensor_size} is below 0. Give elements; 0 offloads storages "
-                "of any size."
-            )
-        if isinstance(self.activation_offload_fraction, bool) or not isinstance(self.activation_offload_fraction, (int, float)):
-            raise ConfigError(
-                f"--activation-offload-fraction {self.activation_offload_fraction!r} is not a number. Give a part, as in 0.8."
-            )
-        if not (math.isfinite(self.activation_offload_fraction) and 0 <= self.activation_offload_fraction <= 1):
-            raise ConfigError(
-                f"--activation-offload-fraction {self.activation_offload_fraction} is outside 0 to 1. Give a part, as in 0.8."
-            )
+        size, fraction = self.min_offloaded_tensor_size, self.activation_offload_fraction
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise ConfigError(f"--min-offloaded-tensor-size {size!r} is not a whole number of elements. Give an int.")
+        if size < 0:
+            raise ConfigError(f"--min-offloaded-tensor-size {size} is below 0. Give elements; 0 offloads storages of any size.")
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise ConfigError(f"--activation-offload-fraction {fraction!r} is not a number. Give a part, as in 0.8.")
+        if not (math.isfinite(fraction) and 0 <= fraction <= 1):
+            raise ConfigError(f"--activation-offload-fraction {fraction} is outside 0 to 1. Give a part, as in 0.8.")
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
             raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Give a size like 64GiB.")
-        self._check_choice()
         self._check_auto()
+        self._check_choice()
         _ = self.transfer_policy  # checks the window and prefetch sizes
 
     @property
@@ -134,16 +122,18 @@ class OffloadConfig:
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
             raise ConfigError(f"{flag} {delta_bytes} is below 0. Give bytes; 0 treats ranks alike.")
-        if self.offload_plan is not None:
-            for other, is_given in (
-                (flag, delta_bytes),
-                ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
-            ):
-                if is_given:
-                    raise ConfigError(f"--offload-plan and {other} both choose what is offloaded. Give one of them.")
+        given = {
+            f"--offload-modules {AUTO}": self.is_auto,
+            "--offload-plan": self.offload_plan is not None,
+            "--activation-offload-fraction": self.activation_offload_fraction != 1.0,
+            flag: delta_bytes != 0,
+        }
+        choices = [name for name, is_given in given.items() if is_given]
+        if len(choices) > 1 and (self.is_auto or self.offload_plan is not None):
+            raise ConfigError(f"{choices[0]} and {choices[1]} both choose what is offloaded. Give one of them.")
 
     def _check_auto(self) -> None:
-        """Reject `auto` without a budget or with another choice, and a budget without `auto`."""
+        """Reject `auto` without a budget or with other tags, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
             raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Give a size like 60GiB.")
@@ -159,13 +149,6 @@ class OffloadConfig:
             return
         if budget_bytes is None:
             raise ConfigError(f"--offload-modules {AUTO} needs a memory budget. Give {flag} too, with a size like 60GiB.")
-        for other, is_given in (
-            ("--offload-plan", self.offload_plan is not None),
-            ("--activation-offload-fraction", self.activation_offload_fraction != 1.0),
-            ("--delta-offload-bytes-across-pp-ranks", self.delta_offload_bytes_across_pp_ranks != 0),
-        ):
-            if is_given:
-                raise ConfigError(f"--offload-modules {AUTO} and {other} both choose what is offloaded. Give one of them.")
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
@@ -180,41 +163,25 @@ class OffloadConfig:
         """
         if not getattr(flags, "fine_grained_activation_offloading", False):
             return None
-
-        def find_size(name: str) -> int | None:
+        options: dict[str, Any] = {field.name: getattr(flags, field.name, None) for field in dataclasses.fields(cls)}
+        options |= {"offload_modules": tuple(options["offload_modules"] or ()), "tags": tags}
+        if options["offload_plan"] is not None:
+            options["offload_plan"] = Path(options["offload_plan"])
+        for name in ("offload_memory_budget", "offload_host_budget", "offload_window", "offload_prefetch"):
             text = getattr(flags, name, None)
-            return None if text is None else parse_bytes(str(text), name="--" + name.replace("_", "-"), needs_unit=True)
-
-        if getattr(flags, "offload_memory_budget", None) == AUTO:
-            raise ConfigError(
-                f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, give a size, as in "
-                "60GiB."
-            )
-        window_bytes, prefetch_bytes = find_size("offload_window"), find_size("offload_prefetch")
-        plan = getattr(flags, "offload_plan", None)
-        size = getattr(flags, "min_offloaded_tensor_size", None)
-        fraction = getattr(flags, "activation_offload_fraction", None)
-        return cls(
-            offload_modules=tuple(getattr(flags, "offload_modules", None) or ()),
-            min_offloaded_tensor_size=DEFAULT_MIN_OFFLOADED_TENSOR_SIZE if size is None else size,
-            activation_offload_fraction=1.0 if fraction is None else fraction,
-            delay_offload_until_cuda_graph=bool(getattr(flags, "delay_offload_until_cuda_graph", False)),
-            delta_offload_bytes_across_pp_ranks=getattr(flags, "delta_offload_bytes_across_pp_ranks", None) or 0,
-            offload_plan=None if plan is None else Path(plan),
-            offload_memory_budget_bytes=find_size("offload_memory_budget"),
-            offload_host_budget_bytes=find_size("offload_host_budget"),
-            offload_window_bytes=DEFAULT_WINDOW_BYTES if window_bytes is None else window_bytes,
-            offload_prefetch_bytes=DEFAULT_PREFETCH_BYTES if prefetch_bytes is None else prefetch_bytes,
-            tags=default_tags() if tags is None else tags,
-        )
+            if text == AUTO and name == "offload_memory_budget":
+                raise ConfigError(
+                    f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, give a size, as "
+                    "in 60GiB."
+                )
+            if text is not None:
+                flag = "--" + name.replace("_", "-")
+                options[f"{name}_bytes"] = parse_bytes(str(text), name=flag, needs_unit=True)
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Reject a value that is not a sequence of names. A single string would be read letter by letter.
-
-    Raises:
-        ConfigError: The value is not a sequence of names. The message shows a valid one.
-    """
+    """Raise `ConfigError` unless `modules` is a sequence of names. A single string would be read letter by letter."""
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)

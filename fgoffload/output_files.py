@@ -8,9 +8,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST_SUFFIX = 20
-"""Maximum characters of a suffix that a writer may check, such as `.json.gz`."""
-
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -26,17 +23,21 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: The file cannot be written or replaced. In this case, or if the body raises, the old file stays.
     """
     target = Path(os.path.realpath(path))
-    mode = _find_mode(target)
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = None
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Only the end of the name, since the name may already have the maximum length.
-    partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-_LONGEST_SUFFIX:]}")
+    # Only the suffix that a writer may check, such as `.json.gz`, since the name may already have the maximum length.
+    partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-20:]}")
     try:
         yield partial
-        _flush_to_disk(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())  # some file systems report a full disk only then
         if mode is not None:
             shutil.copymode(target, partial)
         os.replace(partial, target)
@@ -45,21 +46,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 to the file at `path`, atomically.
-
-    Raises:
-        OSError: The file cannot be written. The old file stays.
-    """
+    """Write `text` as UTF-8 to the file at `path`, atomically. See `replacing`."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path) -> None:
-    """Check that `path` is writable, by writing an empty file next to it.
-
-    Raises:
-        OSError: `path` is not writable.
-    """
+    """Raise `OSError` unless `path` is writable, by writing an empty file next to it."""
     with contextlib.suppress(_OnlyCheckingError), replacing(path) as partial:
         with partial.open("ab"):
             pass
@@ -68,16 +61,3 @@ def check_writable(path: Path) -> None:
 
 class _OnlyCheckingError(Exception):
     """Leaves `replacing` without a replacement."""
-
-
-def _find_mode(path: Path) -> int | None:
-    try:
-        return path.stat().st_mode
-    except FileNotFoundError:
-        return None
-
-
-def _flush_to_disk(path: Path) -> None:
-    """Flush the file at `path` to disk. Some file systems report a full disk only then."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import enum
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,17 +151,15 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Check that the plan was made for this training, by the keys that both have.
-
-        Args:
-            found: Facts of the training, by the keys of `made_for`.
+        """Check that the plan was made for the training with the facts `found`, by the keys that `made_for` has too.
 
         Raises:
             PlanError: The plan was made for another training. The message names the first difference.
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
-            if actual != planned and not (name in _AT_MOST and _is_below(actual, planned)):
+            is_fewer = name in _AT_MOST and isinstance(actual, int) and isinstance(planned, int) and actual < planned
+            if actual != planned and not is_fewer:
                 raise PlanError(
                     f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or "
                     f"delete `{_MADE_FOR}` from the plan's file to compare only its sites."
@@ -187,18 +185,24 @@ class OffloadPlan:
         if unknown:
             raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Leave it out.")
         actions: dict[Site, Action] = {}
-        for number, row in _enumerate_rows(document, source):
+        rows = document.get("sites")
+        if not isinstance(rows, list):
+            raise PlanError(f"{source} has no list `sites`. {fix}")
+        for number, row in enumerate(rows):
             site, action = _read_row(row, number, source)
             if site in actions:
                 raise PlanError(
                     f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
                 )
             actions[site] = action
-        return cls(
-            actions=actions,
-            loss_window_bytes=_read_loss_window(document, source),
-            made_for=_read_made_for(document, source),
-        )
+        window_bytes, made_for = document.get(_LOSS_WINDOW), document.get(_MADE_FOR)
+        if window_bytes is not None and (type(window_bytes) is not int or window_bytes < 0):
+            raise PlanError(f"{source}: {_LOSS_WINDOW} is {window_bytes!r}. It is a whole number of bytes from 0, or left out.")
+        if made_for is not None and not (
+            isinstance(made_for, dict) and all(type(value) in (int, str) for value in made_for.values())
+        ):
+            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. It has whole numbers or words by name, or is left out.")
+        return cls(actions=actions, loss_window_bytes=window_bytes, made_for=made_for)
 
     @classmethod
     def load(cls, path: Path) -> "OffloadPlan":
@@ -214,33 +218,6 @@ class OffloadPlan:
 
 NOTHING = OffloadPlan(actions={})
 """Plan that keeps every site."""
-
-
-def _is_below(actual: int | str, planned: int | str) -> bool:
-    return isinstance(actual, int) and isinstance(planned, int) and actual < planned
-
-
-def _enumerate_rows(document: Mapping[str, Any], source: str) -> Iterable[tuple[int, Any]]:
-    rows = document.get("sites")
-    if not isinstance(rows, list):
-        raise PlanError(f"{source} has no list `sites`. Give a file that `OffloadPlan.to_json` wrote.")
-    return enumerate(rows)
-
-
-def _read_loss_window(document: Mapping[str, Any], source: str) -> int | None:
-    size = document.get(_LOSS_WINDOW)
-    if size is not None and (type(size) is not int or size < 0):
-        raise PlanError(f"{source}: {_LOSS_WINDOW} is {size!r}. It is a whole number of bytes from 0, or left out.")
-    return size
-
-
-def _read_made_for(document: Mapping[str, Any], source: str) -> dict[str, int | str] | None:
-    found = document.get(_MADE_FOR)
-    if found is None:
-        return None
-    if not isinstance(found, dict) or any(type(value) not in (int, str) for value in found.values()):
-        raise PlanError(f"{source}: {_MADE_FOR} is {found!r}. It has whole numbers or words by name, or is left out.")
-    return found
 
 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:

@@ -166,21 +166,9 @@ _DEFAULT_TAGS = (
         is_in_megatron=True,
     ),
     Tag(name="mlp_norm", saves="the residual after attention, which the norm before the MLP keeps", is_in_megatron=True),
-    Tag(
-        name="mlp_fc1",
-        saves="the norm's output, which the first linear of a dense MLP keeps",
-        excluded_by=("mlp",),
-    ),
-    Tag(
-        name="mlp_act",
-        saves="the first linear's output, which the activation of a dense MLP keeps",
-        excluded_by=("mlp",),
-    ),
-    Tag(
-        name="mlp_fc2",
-        saves="the activation's output, which the second linear of a dense MLP keeps",
-        excluded_by=("mlp",),
-    ),
+    Tag(name="mlp_fc1", saves="the norm's output, which the first linear of a dense MLP keeps", excluded_by=("mlp",)),
+    Tag(name="mlp_act", saves="the first linear's output, which the activation of a dense MLP keeps", excluded_by=("mlp",)),
+    Tag(name="mlp_fc2", saves="the activation's output, which the second linear of a dense MLP keeps", excluded_by=("mlp",)),
     Tag(
         name="shared_expert",
         saves="the norm's output, the first linear's output and the activation's output of the shared experts",
@@ -224,9 +212,7 @@ class RecomputeUnit:
 
     name: str
     """Name in a plan. It equals a tag's name if the unit is that tag's module."""
-    runs: str
-    """Text for people about the recomputed modules."""
-    recompute_module: str | None
+    recompute_module: str | None = None
     """Value of `--recompute-modules` that does the same in all layers, or None."""
     covers: tuple[str, ...] = ()
     """Tags and units of the layer that are recomputed with it and save nothing."""
@@ -242,45 +228,22 @@ _ATTENTION_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 
 RECOMPUTE_UNITS = (
     RecomputeUnit(
-        name="layer",
-        runs="the whole layer, from its input",
-        recompute_module=None,
+        name="layer",  # from its input
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
-    RecomputeUnit(name="attn_norm", runs="the norm before attention", recompute_module="layernorm"),
+    RecomputeUnit(name="attn_norm", recompute_module="layernorm"),
+    RecomputeUnit(name="qkv_linear", excludes=("core_attn",)),  # with the norm that is fused with it, and rotary embeddings
+    RecomputeUnit(name="mla_up_proj", recompute_module="mla_up_proj"),
+    RecomputeUnit(name="core_attn", recompute_module="core_attn", covers=("core_attn",)),  # attention without its projections
+    RecomputeUnit(name="mlp_norm", recompute_module="layernorm"),
+    RecomputeUnit(name="mlp_fc1", covers=("mlp_act", "mlp_fc2")),  # with the norm that is fused with it, and the activation
+    RecomputeUnit(name="mlp", recompute_module="mlp", covers=_MLP_TAGS),  # a dense MLP
+    RecomputeUnit(name="moe", recompute_module="moe", covers=(*_MOE_TAGS, "dispatch")),  # router, dispatch and all experts
+    RecomputeUnit(name="shared_expert", recompute_module="shared_experts", covers=("shared_expert",)),
+    RecomputeUnit(name="expert_fc1", covers=("moe_act", "expert_fc2")),  # with the activation
+    RecomputeUnit(name="moe_act", recompute_module="moe_act", covers=("expert_fc2",)),  # the activation of the experts
     RecomputeUnit(
-        name="qkv_linear",
-        runs="the query-key-value projection, the norm that is fused with it, and rotary embeddings",
-        recompute_module=None,
-        excludes=("core_attn",),
-    ),
-    RecomputeUnit(name="mla_up_proj", runs="the up-projections of latent attention", recompute_module="mla_up_proj"),
-    RecomputeUnit(
-        name="core_attn", runs="attention without its projections", recompute_module="core_attn", covers=("core_attn",)
-    ),
-    RecomputeUnit(name="mlp_norm", runs="the norm before the MLP", recompute_module="layernorm"),
-    RecomputeUnit(
-        name="mlp_fc1",
-        runs="the first linear of a dense MLP, the norm that is fused with it, and the activation",
-        recompute_module=None,
-        covers=("mlp_act", "mlp_fc2"),
-    ),
-    RecomputeUnit(name="mlp", runs="a dense MLP", recompute_module="mlp", covers=_MLP_TAGS),
-    RecomputeUnit(name="moe", runs="router, dispatch and all experts", recompute_module="moe", covers=(*_MOE_TAGS, "dispatch")),
-    RecomputeUnit(
-        name="shared_expert", runs="the shared experts", recompute_module="shared_experts", covers=("shared_expert",)
-    ),
-    RecomputeUnit(
-        name="expert_fc1",
-        runs="the first linear of the experts, and their activation",
-        recompute_module=None,
-        covers=("moe_act", "expert_fc2"),
-    ),
-    RecomputeUnit(name="moe_act", runs="the activation of the experts", recompute_module="moe_act", covers=("expert_fc2",)),
-    RecomputeUnit(
-        name="dispatch",
-        runs="the permutation of tokens for experts that are all on their rank",
-        recompute_module=None,
+        name="dispatch",  # the permutation of tokens for experts that are all on their rank
         covers=("expert_fc1",),  # the tag
         excludes=("expert_fc1",),  # the unit, which is recomputed from the tag's tensors
         reads=("router",),

@@ -18,13 +18,8 @@ LARGEST_TEXT_BYTES = 256 * MIB
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
     """Return the UTF-8 text of the file at `path`, unpacked if its name ends with `.gz`.
 
-    A byte order mark is removed, and line ends are normalized.
-
-    Args:
-        path: Path of the file.
-        name: Name of the file for errors, as in `profile p.json`.
-        fix: Sentence with the fix, for errors.
-        error_type: Type of the error.
+    A byte order mark is removed, and line ends are normalized. Errors have the file's `name`, such as `profile p.json`, and
+    the sentence `fix`.
 
     Raises:
         OffloadError: The file cannot be read. The error is an `error_type`.
@@ -59,13 +54,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Parse JSON text.
-
-    Args:
-        text: Text of a file.
-        name: Name of the file for errors.
-        fix: Sentence with the fix, for errors.
-        error_type: Type of the error.
+    """Parse JSON text. The other arguments are those of `read_text_file`.
 
     Raises:
         OffloadError: The text is not JSON, or Python cannot parse it, as with thousands of nested brackets or digits.

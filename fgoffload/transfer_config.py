@@ -54,11 +54,7 @@ class TransferConfig:
     keep: Callable[[Any], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ConfigError: A field is wrong. The message has the field, the value, the limit and the fix.
-        """
+        """Check every field. Errors have the field, the value, the limit and the fix."""
         for name in ("enabled", "is_timed"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is neither True nor False. Give one of them.")

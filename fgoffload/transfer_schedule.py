@@ -1,7 +1,7 @@
 """State machine that decides what is offloaded, reloaded, cancelled and released, and when. Engine and simulator share it.
 
 The schedule knows groups by their order and bytes. The engine reports events on a device, the simulator in simulated time. Both
-execute its decisions and say where bytes are (`SavedBytes`). Locks, weak references and shared storages belong to the engine.
+execute its decisions. Their lanes say where bytes are. Locks, weak references and shared storages belong to the engine.
 
     [Note: Events]
     A pass begins: `announce`. Forward reaches a site: `open`. A group ends: `close`, `submit`, then compute waits by
@@ -19,11 +19,12 @@ execute its decisions and say where bytes are (`SavedBytes`). Locks, weak refere
 All rules count bytes, never tensors or groups, since groups of one model differ in size by a factor of 100.
 """
 
+import abc
 import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fgoffload.defaults import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
@@ -46,11 +47,7 @@ class TransferPolicy:
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        """Reject sizes that are not whole numbers from 0.
-
-        Raises:
-            ConfigError: A size is wrong. The message has the flag, the value and the fix.
-        """
+        """Reject sizes that are not whole numbers from 0, with an error that has the flag, the value and the fix."""
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
                 raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 or a size like 512MiB.")
@@ -63,33 +60,22 @@ class TransferPolicy:
         """Return whether to look for groups to reload.
 
         False while more than half of the prefetch bytes are used: reloading several groups at once costs less CPU time.
-
-        Args:
-            ahead_bytes: As for `may_prefetch`.
         """
         return 2 * ahead_bytes <= self.prefetch_bytes
 
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead. Otherwise backward would always wait for a large group.
-
-        Args:
-            ahead_bytes: Bytes reloaded, or in flight to the device, for groups that backward has not reached.
-            group_bytes: Bytes of the group to reload.
+        One group of any size may be ahead. Otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
+        or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        It must not take more memory than backward has released there. Otherwise the device would hold more than at the end of
-        forward, where most steps have their peak.
-
-        Args:
-            ahead_bytes: As for `may_prefetch`.
-            group_bytes: As for `may_prefetch`.
-            let_go_bytes: Bytes that stayed on the device and that backward has released.
+        It must not take more memory than the `let_go_bytes` that backward has released there. Otherwise the device would hold
+        more than at the end of forward, where most steps have their peak.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
@@ -150,29 +136,11 @@ Saved = TypeVar("Saved")
 """Bytes that are copied together and have one state: a storage in the engine, the number of a parcel in the simulator."""
 
 
-class SavedBytes(Protocol[Saved]):
-    """Interface through which the schedule queries the bytes of a lane."""
-
-    __slots__ = ()
-
-    def list_away(self, group: int) -> list[Saved]:
-        """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
-
-    def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, one of `list_away`, is `OFFLOADED`."""
-
-    def count_bytes(self, away: Iterable[Saved]) -> int:
-        """Return the number of bytes to copy for `away`."""
-
-
-class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
+class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     """Groups of one microbatch in one model chunk, in the order in which forward reached them.
 
     Backward needs them from the last to the first. The pipeline schedule decides the order of the lanes, and nothing here
     depends on it.
-
-    Args:
-        groups: Groups that forward has already reached.
     """
 
     __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "let_go_bytes")
@@ -187,6 +155,18 @@ class ScheduledLane(SavedBytes[Saved], Generic[Group, Saved]):
         self.let_go_bytes = 0
         """Bytes that backward took in layers without offloaded tensors. It releases them when the op that took them is done."""
         self._leftover: list[Group] = []
+
+    @abc.abstractmethod
+    def list_away(self, group: int) -> list[Saved]:
+        """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
+
+    @abc.abstractmethod
+    def is_offloaded(self, saved: Saved) -> bool:
+        """Return whether `saved`, one of `list_away`, is `OFFLOADED`."""
+
+    @abc.abstractmethod
+    def count_bytes(self, away: Iterable[Saved]) -> int:
+        """Return the number of bytes to copy for `away`."""
 
     def open(self, group: Group) -> None:
         """Append `group`, whose site forward has reached."""
@@ -272,9 +252,6 @@ class TransferSchedule:
     """Decides which bytes are reloaded, and when. Bytes still on the device are not copied: their offload is cancelled.
 
     Each event returns an iterator of decisions. Exhaust it, and execute each decision before you take the next.
-
-    Args:
-        policy: Window and prefetch sizes.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
@@ -359,11 +336,8 @@ class TransferSchedule:
     ) -> Iterator[CallBack[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        Args:
-            lane: Lane of the groups.
-            may_prefetch: Rule of the policy.
-            beside_bytes: Bytes ahead in another lane.
-            only: State of the bytes. Stop at a group that was not submitted or has bytes in another state. None for any state.
+        `beside_bytes` are ahead in another lane. With `only`, stop at a group that was not submitted or has bytes in another
+        state.
         """
         coming: dict[Saved, Group] = {}  # each once, though several groups may need it
         while lane.away > 0:

@@ -66,11 +66,7 @@ def _match_size(text: str) -> re.Match[str] | None:
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:
-    """Check a size that was given in code, and return it.
-
-    Args:
-        size_bytes: Size in bytes, which may be negative.
-        name: Field or argument of the size.
+    """Return `size_bytes`, which was given in code for `name` and may be negative.
 
     Raises:
         ConfigError: The size is not a whole number. Text is rejected, since only flags are text.

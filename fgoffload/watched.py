@@ -37,12 +37,10 @@ _ROUTER = frozenset({"router"})
 
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
-    """Return which ops of a layer to watch.
+    """Return which ops of a layer to watch, by its offloaded `tags`.
 
-    Args:
-        tags: Offloaded tags of the layer.
-        shares_router_input: Whether other modules save the router's input hidden states too, such as shared experts or a
-            recomputed permutation.
+    `shares_router_input`: other modules save the router's input hidden states too, such as shared experts or a recomputed
+    permutation.
     """
     shared = set(tags) - _ALONE
     if shared == _ROUTER and not shares_router_input:

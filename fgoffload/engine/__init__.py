@@ -1,7 +1,6 @@
 """Engine that offloads and reloads saved tensors. It needs torch, but no framework."""
 
 from fgoffload.engine.capture import Capture, CapturedRegion
-from fgoffload.engine.delayed import DelayedCpuDevice
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device
 from fgoffload.engine.engine import OffloadEngine
 from fgoffload.engine.group import Group, Lane
@@ -20,7 +19,6 @@ __all__ = [
     "CapturedForward",
     "CapturedRegion",
     "CpuDevice",
-    "DelayedCpuDevice",
     "Device",
     "Group",
     "Hazard",

@@ -7,6 +7,7 @@ would hold its memory. At the end of forward, when the layer's frames are gone, 
 only this capture references it. Static inputs and outputs of the graph stay on the device.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -25,32 +26,22 @@ from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class CapturedHandle:
     """Handle of a tensor saved during a capture."""
 
-    __slots__ = ("_part", "_view", "place")
-
-    def __init__(self, part: StagedPart, view: View, place: Place) -> None:
-        self._part = part
-        self._view = view
-        self.place = place
-        """Place of the save."""
+    part: StagedPart
+    view: View
+    place: Place
+    """Place of the save."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd. In a captured backward it lies at the address that a replay reads."""
-        return self._part.take(self._view)
+        return self.part.take(self.view)
 
 
 class Capture:
-    """One forward of a layer during capture or warm-up; also its pack hook.
-
-    Args:
-        device: The engine's device.
-        staging: Offloads the layer at replays.
-        registry: Decides which tensors stay on the device.
-        rules: Minimum sizes.
-        place: Layer and microbatch.
-    """
+    """One forward of a layer during capture or warm-up; also its pack hook."""
 
     def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
         self._device = device
@@ -95,24 +86,22 @@ class Capture:
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
         """Stage the tensors that regions saved. Call it after the frames of the forward are gone.
 
-        Args:
-            static: Inputs and outputs of the graph.
-
-        Returns:
-            The staged forward for replays. None during warm-up, or if nothing is offloaded.
+        `static` are inputs and outputs of the graph. The result is None during warm-up, or if nothing is offloaded.
         """
         keys = {get_key(tensor) for tensor in static}
-        parts = [part for part in self._parts.values() if part.stats is not None and self._may_leave(part, keys)]
+        parts = []
+        for part in self._parts.values():
+            if part.stats is None:
+                continue
+            reason = self._find_reason(part.saved, keys)
+            if reason is None:
+                parts.append(part)
+            else:
+                part.stats.add_kept(reason, part.saved.size_bytes)
         if not self._device.is_capturing():
             self._staging.reserve(sum(round_up(part.saved.size_bytes) for part in parts))
             return None
         return self._staging.stage(parts)
-
-    def _may_leave(self, part: StagedPart, static: set[int]) -> bool:
-        reason = self._find_reason(part.saved, static)
-        if reason is not None and part.stats is not None:
-            part.stats.add_kept(reason, part.saved.size_bytes)
-        return reason is None
 
     def _find_reason(self, saved: SavedStorage, static: set[int]) -> KeptReason | None:
         if saved.find_change("it was staged") is not None:
@@ -122,15 +111,13 @@ class Capture:
         return KeptReason.TOO_SMALL if self._rules.is_too_small(saved) else None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class CapturedRegion:
     """Region inside a captured layer, which only sets the current tag. It has the methods of `Region`."""
 
-    __slots__ = ("_before", "_capture", "_stats")
-
-    def __init__(self, capture: Capture, stats: TagStats) -> None:
-        self._capture = capture
-        self._stats = stats
-        self._before: TagStats | None = None
+    capture: Capture
+    stats: TagStats
+    _before: TagStats | None = None
 
     def enter(self, tensor: torch.Tensor) -> None:
         """Do nothing: a graph's backward needs no position."""
@@ -141,11 +128,11 @@ class CapturedRegion:
 
     def __enter__(self) -> None:
         """Set the tag."""
-        self._before, self._capture.stats = self._capture.stats, self._stats
+        self._before, self.capture.stats = self.capture.stats, self.stats
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Restore the tag."""
-        self._capture.stats = self._before
+        self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Do nothing: the whole layer is offloaded together."""

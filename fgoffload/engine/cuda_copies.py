@@ -42,11 +42,7 @@ class _Relay:
 
 
 class CudaCopies:
-    """Queues copies on streams of one device. See [Note: Copies past torch].
-
-    Args:
-        runtime: The CUDA runtime library that torch uses.
-    """
+    """Queues copies on streams of one device, by torch's CUDA runtime library. See [Note: Copies past torch]."""
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
         self._copy = runtime.cudaMemcpyAsync
@@ -57,17 +53,16 @@ class CudaCopies:
     def queue(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Queue a copy on `stream` in pieces, whichever stream is current. The host does not block.
 
-        Args:
-            destination: Contiguous tensor with the type and size of `source`, pinned or on the device.
-            source: Contiguous tensor, pinned or on the device.
-            stream: Stream of the device.
+        Both tensors are contiguous, of one type and size, and each is pinned or on the device.
 
         Raises:
             torch.cuda.CudaError: CUDA rejects the copy, or reports an earlier failure.
         """
         relay = self._relays.get(stream)
         if relay is None:
-            relay = self._relays[stream] = _make_relay(stream)
+            device = torch.device("cuda", stream.device_index)
+            second, event = torch.Stream(device=device), torch.Event(device=device)
+            relay = self._relays[stream] = _Relay(_get_address(stream), second, _get_address(second), event)
         target, origin, left_bytes = destination.data_ptr(), source.data_ptr(), destination.nbytes
         while left_bytes > 0:
             piece_bytes = min(left_bytes, PIECE_BYTES)
@@ -97,14 +92,6 @@ def find_cuda_copies() -> CudaCopies | None:
         return CudaCopies(ctypes.CDLL(None))  # torch exports the symbols of its libraries to the whole process
     except AttributeError:
         return None  # torch was linked with the runtime statically, so its symbols are not exported
-
-
-def _make_relay(stream: torch.Stream) -> _Relay:
-    device = torch.device("cuda", stream.device_index)
-    second = torch.Stream(device=device)
-    return _Relay(
-        address=_get_address(stream), stream=second, stream_address=_get_address(second), event=torch.Event(device=device)
-    )
 
 
 def _get_address(stream: torch.Stream) -> int:

@@ -210,13 +210,13 @@ class CpuDevice(Device):
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
 
 
-_NO_CONTEXT = contextlib.nullcontext()
+NO_CONTEXT = contextlib.nullcontext()
 """Shared instance, since it has no state."""
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
     """Return a context for allocations that outlive inference mode. Tensors of that mode cannot be written outside of it."""
-    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 
 class AcceleratorDevice(Device):
@@ -235,9 +235,7 @@ class AcceleratorDevice(Device):
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
-        self._get_address: Callable[[int], int] | None = None
-        if self.type == "cuda":
-            self._get_address = find_raw_stream_getter()
+        self._get_address = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
         """Streams by the driver's address. Streams with equal addresses are one queue."""
         # The driver synchronizes copies of pageable memory, so torch handles those.
@@ -293,7 +291,7 @@ class AcceleratorDevice(Device):
             self._copies.queue(destination, source, stream)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
-        return self.on(stream) if self._copies is None else _NO_CONTEXT
+        return self.on(stream) if self._copies is None else NO_CONTEXT
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
@@ -302,12 +300,11 @@ class AcceleratorDevice(Device):
         return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self._device)
 
     def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
-        if self._host_memory is HostMemory.PAGEABLE:
-            # Copies of pageable memory are synchronous, so none is in flight.
-            return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), free=lambda: None)
-        if self.type == "cuda":
+        is_pinned = self._host_memory is HostMemory.PINNED
+        if is_pinned and self.type == "cuda":
             return _register_host(size_bytes, self._device)
-        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True), free=lambda: None)
+        # Copies of pageable memory are synchronous, so none is in flight.
+        return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned), free=lambda: None)
 
 
 _CYCLES_PER_S = 1.7e9
@@ -321,9 +318,11 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
     if status != 0:
         _clear_last_error()
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
         raise StateError(
             f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit "
-            f"for pinned memory here is {_say_memlock_limit()}: raise it (`ulimit -l`) or the container's memory limit, or "
+            f"for pinned memory here is {limit}: raise it (`ulimit -l`) or the container's memory limit, or "
             f"lower {_HOST_BUDGET}."
         )
 
@@ -363,17 +362,8 @@ def _clear_last_error() -> None:
             torch.zeros(1, device="cuda")
 
 
-def _say_memlock_limit() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
-
-
 def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED) -> Device:
-    """Return the device for tensors whose `device.type` is `device_type`.
-
-    Args:
-        device_type: As in `cuda` or `cpu`.
-        host_memory: Kind of an accelerator's host memory. On the CPU all memory is pageable.
+    """Return the device for tensors whose `device.type` is `device_type`. On the CPU all memory is pageable.
 
     Raises:
         StateError: There is no such device.

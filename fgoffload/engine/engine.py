@@ -8,12 +8,14 @@ device. `fgoffload.transfer_schedule` decides when bytes are reloaded. `transfer
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from fgoffload.engine.capture import Capture
 from fgoffload.engine.device import Device
+from fgoffload.engine.execution import Execution
 from fgoffload.engine.geometry import View, get_view
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import (
@@ -26,21 +28,18 @@ from fgoffload.engine.handles import (
     wrap_like,
 )
 from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
-from fgoffload.engine.host_budget import HostBudget, get_process_budget
+from fgoffload.engine.host_budget import get_process_budget
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.region import Following, Region, Saving, add_mark, is_engine_hook, is_in_backward, is_inert
-from fgoffload.engine.reloads import Reloads
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.staging import Staging
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
-from fgoffload.engine.submission import Submission
-from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.torch_internals import wrap_internals
-from fgoffload.engine.transfers import Transfers
+from fgoffload.engine.transfers import StopWatch, Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
 from fgoffload.transfer_schedule import GroupState, TransferPolicy, TransferSchedule
@@ -83,7 +82,7 @@ class OffloadEngine:
         """Returns whether a tensor stays on the device in any case, so that `save` is not needed."""
         self.arena = HostArena(
             device,
-            budget=get_process_budget() if host_budget_bytes is None else HostBudget(host_budget_bytes),
+            budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes,
             min_part_bytes=MIN_PART_BYTES,
         )
         # Backward runs on autograd's own thread, and two models may train on two threads.
@@ -96,10 +95,16 @@ class OffloadEngine:
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self.registry = SavedRegistry(device, self._transfers, self._rules)
-        self._reloads = Reloads(device, self._transfers, self._schedule, self.registry, self.observers)
         self._counters = Counters()
-        self.submission = Submission(
-            device, self._transfers, self._schedule, self._reloads, rules=self._rules, arena=self.arena, counters=self._counters
+        self.execution = Execution(
+            device=device,
+            transfers=self._transfers,
+            schedule=self._schedule,
+            registry=self.registry,
+            rules=self._rules,
+            arena=self.arena,
+            counters=self._counters,
+            observers=self.observers,
         )
         self._captures_step = False
         """Whether a graph of a whole step is captured."""
@@ -115,7 +120,7 @@ class OffloadEngine:
         """Note that forward begins in the new `lane`. It may reload tensors of the next backward meanwhile: `pass_order.py`."""
         if not is_inert():
             with self._lock:
-                self._reloads.begin_forward(lane)
+                self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region for one run of `site`, whose group joins `lane` at once. None if offload does nothing here."""
@@ -172,17 +177,14 @@ class OffloadEngine:
         """Reload the next groups, since backward has passed a segment without offloaded tensors."""
         with self._lock:
             self._transfers.poll()
-            self._reloads.execute(self._schedule.prefetch(lane))
+            self.execution.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next.
 
-        Otherwise they would be freed just when backward needs them, and backward would wait for the reload.
-
-        Args:
-            lane: Lane of the microbatch.
-            window_bytes: Bytes that may stay in flight. Compute waits for the rest. So the loss, where memory peaks, finds the
-                planned memory, however slow copies are and however far the CPU is ahead.
+        Otherwise they would be freed just when backward needs them, and backward would wait for the reload. `window_bytes` may
+        stay in flight, and compute waits for the rest. So the loss, where memory peaks, finds the planned memory, however slow
+        copies are and however far the CPU is ahead.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
@@ -196,7 +198,7 @@ class OffloadEngine:
             for group in lane.list_held():
                 for saved in group.submit_living():
                     group.stats.recalled_bytes += saved.size_bytes
-            self._reloads.execute(self._schedule.expect_backward(lane))
+            self.execution.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
         """Return a context for the forward of a layer during capture or warm-up."""
@@ -205,16 +207,14 @@ class OffloadEngine:
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
         """Exclude the storages of `tensors` from offload, as long as they live.
 
-        Args:
-            tensors: Tensors on this device.
-            reason: Reason for the statistics. `REFERENCED` is for outputs of a captured graph. `RECOMPUTED` is for storages
-                that a recompute empties and refills in place: a copy made in between would be garbage at an unchanged version.
+        As the `reason`, `REFERENCED` is for outputs of a captured graph. `RECOMPUTED` is for storages that a recompute empties
+        and refills in place: a copy made in between would be garbage at an unchanged version.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Offload `group` now, or with `is_held` at the next `flush`. For streams see `Submission.submit`.
+        """Offload `group` now, or with `is_held` at the next `flush`. For streams see `Execution.submit`.
 
         Raises:
             StateError: The group was already ended, or one of its tensors was changed in place or resized after it was saved.
@@ -226,11 +226,11 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
-            self.submission.most_groups = max(self.submission.most_groups, len(lane.groups))
+            self.execution.most_groups = max(self.execution.most_groups, len(lane.groups))
             if is_held:
-                self.submission.hold(group)
+                self.execution.held.append(weakref.ref(group))
             else:
-                self.submission.submit(group)
+                self.execution.submit(group)
 
     def poll(self) -> None:
         """Release the memory of finished copies, as every end of a group does. The host does not block."""
@@ -246,7 +246,7 @@ class OffloadEngine:
     def flush(self) -> None:
         """Offload the held groups, in the order in which they ended."""
         with self._lock:
-            self.submission.flush()
+            self.execution.flush()
 
     # Hooks, which autograd calls.
 
@@ -280,10 +280,7 @@ class OffloadEngine:
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> FollowedHandle | KeptHandle:
         """Return the handle for a tensor that autograd saves in a segment that is only followed.
 
-        Args:
-            tensor: The saved tensor.
-            lane: Lane of the microbatch.
-            seen: Keys of storages saved earlier in that segment. Their handles keep these keys in use.
+        `seen` has the keys of storages saved earlier in that segment. Their handles keep these keys in use.
         """
         kept = keep_tensor(tensor, lane.place)
         with self._lock:
@@ -299,7 +296,7 @@ class OffloadEngine:
         """Note that backward takes a storage of `size_bytes` in a followed segment."""
         with self._lock:
             if lane.away and is_in_backward():
-                self._reloads.execute(self._schedule.let_go(lane, size_bytes))
+                self.execution.execute(self._schedule.let_go(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return the saved tensor of `view`.
@@ -313,18 +310,18 @@ class OffloadEngine:
             StateError: The bytes were changed in place, or their storage was resized, after they were saved.
         """
         with self._lock:
-            return self._reloads.take(saved, view, lane, group)
+            return self.execution.take(saved, view, lane, group)
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
         """Reload the next groups, since backward has reached `group` and left the later ones."""
         with self._lock:
-            self._reloads.approach(lane, group)
+            self.execution.approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
         """Release what backward no longer needs and reload the next groups, since it has passed the start mark of `group`."""
         with self._lock:
-            self._reloads.leave(lane, group.position)
-            self._reloads.execute(self._schedule.prefetch(lane))
+            self.execution.leave(lane, group.position)
+            self.execution.execute(self._schedule.prefetch(lane))
 
     # Graphs of whole steps.
 
@@ -392,7 +389,7 @@ class OffloadEngine:
         Memory that a graph still needs stays on the host and is freed with graph and engine. It never raises here.
         """
         with self._lock:
-            self.submission.forget_held()
+            self.execution.held.clear()  # they stay on the device
             self._transfers.close()
             if self.arena.used_bytes:
                 logger.warning("a graph still needs %s on the host: they stay there", format_bytes(self.arena.used_bytes))

@@ -30,11 +30,7 @@ class RecordedEvent:
 
 
 class EventPool:
-    """Records events of one kind. See [Note: Reused events].
-
-    Args:
-        make: Function that returns a new `torch.Event`.
-    """
+    """Records events of one kind, which `make` creates. See [Note: Reused events]."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

@@ -68,12 +68,9 @@ def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
     """Return the tensor that `view` describes, over a copy of its storage's bytes.
 
-    All tensors rebuilt over one buffer share one version counter, as views of one storage do.
-
-    Args:
-        view: View of the storage that was copied.
-        buffer: Copy of the storage's bytes. Contiguous, of any type, and at the start of its own storage.
-        buffer_start: Offset in bytes of `buffer` in the copied storage. A multiple of `ALIGNMENT_BYTES`.
+    All tensors rebuilt over one buffer share one version counter, as views of one storage do. The buffer is contiguous, of any
+    type, and at the start of its own storage. `buffer_start`, its offset in bytes in the copied storage, is a multiple of
+    `ALIGNMENT_BYTES`.
     """
     itemsize = view.dtype.itemsize
     offset = (view.start - buffer_start) // itemsize
@@ -90,42 +87,24 @@ def get_gathered_bytes(views: Sequence[View]) -> int:
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return `views` in packing order if their packed size is less than half of their range, else none.
-
-    Args:
-        views: Distinct views of one storage.
-        size_bytes: Bytes of the range that they lie in.
-    """
+    """Return distinct `views` in packing order if they pack into less than half of their range of `size_bytes`, else none."""
     packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
     return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 
 
 def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> None:
-    """Pack `views` of the storage of `tensor` into `dense`.
+    """Pack `views`, in packing order, of the storage of `tensor` into `dense`, on the current stream.
 
-    Args:
-        views: Views in packing order.
-        tensor: Any tensor on the storage.
-        dense: uint8 `[get_gathered_bytes(views)]`, on the same device.
-
-    Streams:
-        Runs on the current stream.
+    `dense` is uint8 `[get_gathered_bytes(views)]`.
     """
     for view, values in _pair(views, dense):
         values.copy_(_look(view, tensor, start=0))
 
 
 def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
-    """Unpack the views that `gather` packed. The bytes in between stay unchanged.
+    """Unpack the views that `gather` packed, on the current stream. The bytes in between stay unchanged.
 
-    Args:
-        views: Views in packing order.
-        dense: uint8 `[get_gathered_bytes(views)]`.
-        stretch: uint8 `[n]`, on the same device. All views lie in it.
-        stretch_start: Offset in bytes of `stretch` in the saved storage.
-
-    Streams:
-        Runs on the current stream.
+    All views lie in `stretch`, uint8 `[n]`, which begins at byte `stretch_start` of the saved storage.
     """
     for view, values in _pair(views, dense):
         _look(view, stretch, start=stretch_start).copy_(values)
@@ -151,6 +130,6 @@ def _reduce(view: View) -> View:
     return view._replace(size=size, dtype=torch.uint8 if view.dtype is torch.bool else view.dtype)
 
 
-def round_up(size_bytes: int, *, to: int = ALIGNMENT_BYTES) -> int:
-    """Round `size_bytes` up to a multiple of `to`."""
-    return -(-size_bytes // to) * to
+def round_up(size_bytes: int) -> int:
+    """Round `size_bytes` up to a multiple of `ALIGNMENT_BYTES`."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

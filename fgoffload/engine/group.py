@@ -17,19 +17,9 @@ class Group(ScheduledGroup):
     """Tensors that one run of a site saves for one microbatch. They are offloaded and reloaded together."""
 
     __slots__ = (
-        "__weakref__",
-        "_kept",
-        "_passed",
-        "_saved",
-        "filtered",
-        "moved_bytes",
-        "passed_bytes",
-        "passed_tensors",
-        "place",
-        "saved_tensors",
-        "site",
-        "stats",
-    )
+        "__weakref__", "_kept", "_passed", "_saved", "filtered", "moved_bytes", "passed_bytes", "passed_tensors", "place",
+        "saved_tensors", "site", "stats",
+    )  # fmt: skip
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         super().__init__(position)
@@ -54,11 +44,6 @@ class Group(ScheduledGroup):
         self._passed: set[int] = set()
         """Keys of the storages that `pass_small` has counted. Their handles keep these keys in use."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether autograd has saved nothing in this group so far."""
-        return not (self.saved_tensors or self.passed_tensors)
 
     def add(self, saved: SavedStorage) -> None:
         """Offload `saved` with this group."""
@@ -88,7 +73,7 @@ class Group(ScheduledGroup):
     def submit_living(self) -> list[SavedStorage]:
         """Submit the group, and return its saved storages that autograd still needs."""
         self.submit()
-        living = self._list_living()
+        living = self.list_saved()
         self.stats.dropped_storages += len(self._saved) - len(living)
         for saved in living:
             saved.uses += 1
@@ -97,39 +82,33 @@ class Group(ScheduledGroup):
     def spend(self) -> None:
         """Mark the group as passed by backward. From now on only autograd decides how long its tensors are needed."""
         if self.state is GroupState.SUBMITTED:
-            for saved in self._list_living():
+            for saved in self.list_saved():
                 saved.uses -= 1
         super().spend()
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still needs and that are in one of `states`, in the order of saving."""
-        references = self._saved.values()
-        return [saved for reference in references if (saved := reference()) is not None and saved.state in states]
-
-    def _list_living(self) -> list[SavedStorage]:
-        return [saved for reference in self._saved.values() if (saved := reference()) is not None]
+        """Return the saved storages that autograd still needs, in the order of saving: all, or those in one of `states`."""
+        living = [saved for reference in self._saved.values() if (saved := reference()) is not None]
+        return [saved for saved in living if saved.state in states] if states else living
 
 
 class Lane(ScheduledLane[Group, SavedStorage]):
     """Groups of one microbatch in one model chunk, in forward order."""
 
-    __slots__ = ("__weakref__", "_name", "filtered", "place")
+    __slots__ = ("__weakref__", "_name", "filtered", "number", "place")
 
     def __init__(self, *, chunk: int, microbatch: int) -> None:
         super().__init__()
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         self.place = Place(None, self._name)
         """Microbatch, and the chunk unless it is the first."""
+        self.number = -1
+        """Number of forwards before this one in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()
         """Keys of storages with a tensor that the user's filter kept. They stay whole, since moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
-        """Append a new group of `site` and return it.
-
-        Args:
-            site: Site of the group.
-            stats: Statistics of the site's tag.
-        """
+        """Append a new group of `site` and return it. `stats` are those of its tag."""
         group = Group(Place(site, self._name), stats, position=len(self.groups))
         group.filtered = self.filtered
         self.open(group)

@@ -8,6 +8,7 @@ saved tensor that requires a gradient is held detached, since its graph could cl
 object in any case, see [Note: A gradient that is a saved tensor].
 """
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,36 +19,29 @@ import torch
 from fgoffload.engine.geometry import View
 from fgoffload.engine.identity import get_version, has_bytes, is_of_leaf
 from fgoffload.engine.place import Place
-from fgoffload.engine.saved import SavedStorage, find_change
+from fgoffload.engine.saved import ON_DEVICE, SavedStorage, find_change
 from fgoffload.errors import StateError
 
 if TYPE_CHECKING:
     from fgoffload.engine.group import Group, Lane
 
 
-class TakingEngine(Protocol):
-    """The interface of an engine that handles use."""
+class _TakingEngine(Protocol):
+    """The interface of an engine that handles use. See `OffloadEngine`."""
 
-    def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor:
-        """Return the saved tensor of `view`."""
+    def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor: ...
 
-    def follow_backward(self, lane: "Lane", size_bytes: int) -> None:
-        """Note that backward takes a storage of `size_bytes` in a followed segment."""
+    def follow_backward(self, lane: "Lane", size_bytes: int) -> None: ...
 
 
 class Handle:
     """Handle of a saved tensor whose storage may be offloaded."""
 
-    __slots__ = ("_attributes", "_engine", "_group", "_lane", "_origin", "_saved", "_view")
-
-    @property
-    def place(self) -> Place:
-        """Place of the save."""
-        return self._lane.place if self._group is None else self._group.place
+    __slots__ = ("_attributes", "_engine", "_group", "_lane", "_origin", "_saved", "_view", "place")
 
     def __init__(
         self,
-        engine: TakingEngine,
+        engine: _TakingEngine,
         saved: SavedStorage,
         view: View,
         tensor: torch.Tensor,
@@ -63,13 +57,14 @@ class Handle:
         self._view = view
         self._lane = lane
         self._group = group
+        self.place = lane.place if group is None else group.place
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd, with the saved bytes."""
         taken = self._engine.take(self._saved, self._view, self._lane, self._group)
         if self._origin is not None:
             origin = self._origin()
-            if origin is not None and self._saved.is_on_device:
+            if origin is not None and self._saved.state in ON_DEVICE:
                 return origin
             if self._attributes and taken is not origin:
                 taken = taken.clone()  # other handles return the same object without these attributes
@@ -78,92 +73,58 @@ class Handle:
 
 
 class WrappedHandle:
-    """Handle of a tensor subclass whose inner tensor may be offloaded.
+    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` returns an inner tensor in the subclass."""
 
-    Args:
-        inner: Handle of the inner tensor.
-        wrap: Function that wraps an inner tensor in the subclass.
-    """
-
-    __slots__ = ("_inner", "_wrap")
+    __slots__ = ("_inner", "_wrap", "place")
 
     def __init__(self, inner: "Handle | KeptHandle | WrappedHandle", wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._inner = inner
         self._wrap = wrap
-
-    @property
-    def place(self) -> Place:
-        """Place of the save."""
-        return self._inner.place
+        self.place: Place = inner.place
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd, with the saved bytes."""
         return self._wrap(self._inner.take())
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class KeptHandle:
-    """Handle of a saved tensor that stays on the device.
+    """Handle of a saved tensor that stays on the device. Autograd unpacks `tensor`, which has no graph."""
 
-    Args:
-        tensor: Tensor that autograd unpacks, without a graph.
-        version: Version of the tensor when it was saved.
-        nbytes: Bytes of its storage, which must not change. None if the tensor has no storage, or may get another one.
-        place: Place of the save.
-    """
-
-    __slots__ = ("_nbytes", "_tensor", "_version", "place")
-
-    def __init__(self, tensor: torch.Tensor, version: int, nbytes: int | None, place: Place) -> None:
-        self._tensor = tensor
-        self._version = version
-        self._nbytes = nbytes
-        self.place = place
-        """Place of the save."""
+    tensor: torch.Tensor
+    version: int
+    """Version of the tensor, which must not change."""
+    nbytes: int | None
+    """Bytes of its storage, which must not change. None if the tensor has no storage, or may get another one."""
+    place: Place
+    """Place of the save."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd.
-
-        Raises:
-            StateError: The tensor was changed in place, or its storage was resized.
-        """
-        tensor, nbytes = self._tensor, self._nbytes
+        """Return the tensor for autograd. Raises `StateError` if it was changed in place or its storage was resized."""
+        tensor, nbytes = self.tensor, self.nbytes
         # Checked here for speed, since this runs for every weight of every step. `find_change` checks again for the message.
-        if get_version(tensor) != self._version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
-            raise StateError(
-                find_change(tensor, version=self._version, nbytes=nbytes, place=self.place, act="backward took it")
-            )
+        if get_version(tensor) != self.version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
+            raise StateError(find_change(tensor, version=self.version, nbytes=nbytes, place=self.place, act="backward took it"))
         return tensor
 
 
 class FollowedHandle:
     """Handle of a saved tensor that stays on the device and shows the position of backward.
 
-    Args:
-        engine: Engine that is notified when backward takes the tensor.
-        kept: Handle that holds the tensor.
-        size_bytes: Bytes of the tensor's storage. No other such handle counts it.
-        lane: Lane in which the tensor was saved.
+    It tells the engine when backward takes the tensor. `size_bytes` is its whole storage, which no other such handle counts.
     """
 
-    __slots__ = ("_engine", "_kept", "_lane", "_size_bytes")
+    __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")
 
-    def __init__(self, engine: TakingEngine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
+    def __init__(self, engine: _TakingEngine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
         self._engine = engine
         self._kept = kept
         self._size_bytes = size_bytes
         self._lane = lane
-
-    @property
-    def place(self) -> Place:
-        """Place of the save."""
-        return self._kept.place
+        self.place = kept.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd.
-
-        Raises:
-            StateError: The tensor was changed in place, or its storage was resized.
-        """
+        """Return the tensor for autograd. Raises as `KeptHandle.take` does."""
         size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases nothing more
         self._engine.follow_backward(self._lane, size_bytes)
         return self._kept.take()

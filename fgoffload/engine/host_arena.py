@@ -26,14 +26,12 @@ that no living block has.
 
 import bisect
 import collections
-from collections.abc import Iterable, Iterator, Sequence
-
-import torch
+import weakref
+from collections.abc import Iterable, Sequence
 
 from fgoffload.engine.device import Device, Event, HostSlab, as_normal_tensors
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
 from fgoffload.engine.host_block import BlockPlace, FreeRange, HostBlock, LentBlock
-from fgoffload.engine.host_budget import HostBudget
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
@@ -52,6 +50,28 @@ MIN_PART_BYTES = 4 * MIB
 """Bytes. At 50 GB/s a copy of this size takes 84 us, several times the CPU time to queue it."""
 
 
+class HostBudget:
+    """Host budget of `total_bytes` that arenas share."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
+
+    def add(self, arena: "HostArena") -> None:
+        """Share this budget with `arena` too, as long as it lives."""
+        self._arenas.add(arena)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that no arena has taken."""
+        return self.total_bytes - sum(arena.reserved_bytes for arena in self._arenas)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of an equal share for each arena."""
+        return self.total_bytes // max(1, len(self._arenas))
+
+
 class HostArena:
     """Allocates host blocks by best fit, and joins returned ranges with their neighbours.
 
@@ -65,12 +85,7 @@ class HostArena:
     """
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        budget: HostBudget | int,
-        slab_bytes: int = MAX_SLAB_BYTES,
-        min_part_bytes: int | None = None,
+        self, device: Device, *, budget: HostBudget | int, slab_bytes: int = MAX_SLAB_BYTES, min_part_bytes: int | None = None
     ) -> None:
         self._device = device
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
@@ -113,11 +128,7 @@ class HostArena:
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Return a block of `size_bytes`, or None if the budget is used up.
-
-        Lifetime:
-            The caller owns the block until its last reference dies.
-        """
+        """Return a block of `size_bytes`, or None if the budget is used up. It is in use until its last reference dies."""
         try:
             self._put_aside()
             found = self._find_aside(size_bytes) or self._find_free(size_bytes)
@@ -144,7 +155,13 @@ class HostArena:
                 return None
             chosen, _ = self._choose(needed_bytes)
         taken = self._take(chosen, needed_bytes)
-        return BlockPlace(size_bytes, taken, tuple(self._cut(taken, size_bytes))), _unite(part.reads for part in taken)
+        used_bytes = sum(part.size_bytes for part in taken)
+        parts, left_bytes = [], size_bytes
+        for part in taken:
+            parts.append(self._slabs[part.slab].buffer[part.start : min(part.end, part.start + left_bytes)])
+            left_bytes -= parts[-1].numel()
+        place = BlockPlace(size_bytes, used_bytes, taken, tuple(parts))
+        return place, _unite(part.reads for part in taken)
 
     def _lend(self, place: BlockPlace, reads: Sequence[Event]) -> HostBlock:
         block = HostBlock(place, reads)
@@ -183,13 +200,6 @@ class HostArena:
             and len(self._by_size) == len(self._by_start) == len(self._by_end)
         )
 
-    def _cut(self, ranges: list[FreeRange], size_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the memory of each of `ranges` as uint8 `[n]`, `size_bytes` in total."""
-        for taken in ranges:
-            end = min(taken.end, taken.start + size_bytes)
-            yield self._slabs[taken.slab].buffer[taken.start : end]
-            size_bytes -= end - taken.start
-
     def forget_reads(self) -> None:
         """Drop the events of all reads, so that no writer waits for them. All of these copies, or their graphs, are done."""
         self._put_aside()
@@ -199,11 +209,7 @@ class HostArena:
             aside[:] = [(place, ()) for place, _ in aside]
 
     def close(self) -> None:
-        """Release all slabs. No block may be in use and no copy in flight.
-
-        Raises:
-            InternalError: A block is still in use.
-        """
+        """Release all slabs. No block may be in use and no copy in flight."""
         if self.used_bytes:
             raise InternalError(f"The host arena was closed with {self._used_bytes} bytes in use.")
         self._join_aside()
@@ -213,10 +219,8 @@ class HostArena:
                 self._device.synchronize(event)
         for slab in self._slabs:
             slab.close()
-        self._slabs.clear()
-        self._by_size.clear()
-        self._by_start.clear()
-        self._by_end.clear()
+        for books in (self._slabs, self._by_size, self._by_start, self._by_end):
+            books.clear()
 
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Return free ranges for a block, and the number of bytes that do not fit into them.
@@ -274,7 +278,8 @@ class HostArena:
             lent = self._returned[0]
             if id(lent) in self._lent:  # else an exception interrupted this loop after the block was cached
                 place = lent.place
-                self._aside.setdefault(place.size_bytes, []).append((place, lent.list_reads()))
+                reads = lent.reads if place.last_read is None else (*lent.reads, place.last_read)
+                self._aside.setdefault(place.size_bytes, []).append((place, reads))
                 self._used_bytes -= place.used_bytes
                 del self._lent[id(lent)]
             self._returned.popleft()

@@ -8,8 +8,8 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
+from fgoffload.engine.host_arena import HostBudget
 from fgoffload.errors import ConfigError
 from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import GIB
@@ -24,50 +24,12 @@ may be a Slurm task."""
 _NO_LIMIT = 1 << 62
 
 
-class Reserving(Protocol):
-    """Interface of a host budget's user, such as an arena."""
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes taken from the system."""
-
-
-class HostBudget:
-    """Host budget that arenas share.
-
-    Args:
-        total_bytes: Limit of bytes of all arenas together.
-    """
-
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self._arenas: weakref.WeakSet[Reserving] = weakref.WeakSet()
-
-    def add(self, arena: Reserving) -> None:
-        """Share this budget with `arena` too, as long as it lives."""
-        self._arenas.add(arena)
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that no arena has taken."""
-        return self.total_bytes - sum(arena.reserved_bytes for arena in self._arenas)
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of an equal share for each arena."""
-        return self.total_bytes // max(1, len(self._arenas))
-
-
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
 """Budgets by process id, since a fork is another process. All engines of a process share one budget."""
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share. It is measured again once none of them is left.
-
-    Raises:
-        ConfigError: As for `get_default_budget_bytes`.
-    """
+    """Return the budget that all engines of this process share. It is measured again once none of them is left."""
     process = os.getpid()
     budget = _process_budgets.get(process)
     if budget is None:
@@ -78,10 +40,7 @@ def get_process_budget() -> HostBudget:
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
     """Return this rank's share of the free host memory, within the limits of its control groups.
 
-    A process counts as alone on its node if none of `RANKS_PER_NODE_VARIABLES` is set.
-
-    Args:
-        root: Folder of `proc` and `sys`.
+    A process counts as alone on its node if none of `RANKS_PER_NODE_VARIABLES` is set. `root` has `proc` and `sys`.
 
     Raises:
         ConfigError: One of the variables is not a number of ranks.

@@ -106,8 +106,3 @@ class StorageRef:
         """Return the storage, or None if it is freed."""
         storage: torch.UntypedStorage | None = find_referenced(self.key)
         return storage
-
-    def find_nbytes(self) -> int | None:
-        """Return the current bytes of the storage, or None if it is freed."""
-        storage = self.find_storage()
-        return None if storage is None else storage.nbytes()

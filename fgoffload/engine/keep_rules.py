@@ -11,22 +11,10 @@ from fgoffload.engine.stats import KeptReason
 
 
 class KeepRules:
-    """Keeps tensors below the user's limits, and tensors that cannot be copied faithfully.
-
-    Args:
-        device: Device of offloaded tensors.
-        min_offloaded_numel: Elements. Storages with fewer saved elements stay on the device.
-        min_offloaded_bytes: The same limit in bytes. Offloaded storages reach both.
-        keep: The user's filter. A saved tensor stays on the device if it returns true.
-    """
+    """Keeps tensors below the user's limits, and tensors that cannot be copied faithfully. See `OffloadEngine`."""
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        min_offloaded_numel: int,
-        min_offloaded_bytes: int,
-        keep: Callable[[torch.Tensor], bool] | None,
+        self, device: Device, *, min_offloaded_numel: int, min_offloaded_bytes: int, keep: Callable[[torch.Tensor], bool] | None
     ) -> None:
         self._device = device
         self._min_offloaded_numel = min_offloaded_numel

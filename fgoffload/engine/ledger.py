@@ -5,6 +5,7 @@ and saved tensor, so the time of a measured step means nothing.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -85,11 +86,11 @@ class ActivationLedger:
         resident_bytes = 0
         for key, reference in tuple(self._alive.items()):
             # The size is read each time, since a recompute empties storages that stay alive.
-            size_bytes = reference.find_nbytes()
-            if size_bytes is None:
+            storage = reference.find_storage()
+            if storage is None:
                 del self._alive[key]
             else:
-                resident_bytes += size_bytes
+                resident_bytes += storage.nbytes()
         self.samples.append(LedgerSample(self._position, resident_bytes, str(self._place)))
 
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,11 +98,11 @@ class ActivationLedger:
         return tensor
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class LedgerHook:
     """Pack hook of a ledger. The engine recognizes it by its type."""
 
-    def __init__(self, ledger: ActivationLedger) -> None:
-        self.ledger = ledger
+    ledger: ActivationLedger
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count `tensor` and return it detached from its graph. See [Note: What owns what]."""

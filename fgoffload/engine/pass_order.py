@@ -26,28 +26,25 @@ class PassOrder:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
         """Number of the lane whose backward followed each pass of the step before, at once or after one forward."""
-        self._numbers: weakref.WeakKeyDictionary[Lane, int] = weakref.WeakKeyDictionary()
-        """Numbers of the lanes that wait for their backward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
-        """The same lanes, by number."""
+        """Lanes that wait for their backward, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
         """Return the lane whose backward directly follows the forward of `lane`. None if none does or it is unknown."""
-        if not self._numbers or self._forwards >= MOST_FORWARDS:
+        if not self._lanes or self._forwards >= MOST_FORWARDS:
             self._learn()
-        number = self._numbers[lane] = self._forwards
-        self._lanes[number] = lane
+        lane.number = self._forwards
+        self._lanes[lane.number] = lane
         self._forwards += 1
-        return self._note(_Pass(is_backward=False, number=number))
+        return self._note(_Pass(is_backward=False, number=lane.number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
         """Return the lane whose backward follows that of `lane`, perhaps after one forward. None as above."""
-        number = self._numbers.pop(lane, None)
-        if number is None:  # another backward of a retained graph
+        if self._lanes.get(lane.number) is not lane:  # another backward of a retained graph
             return None
-        self._lanes.pop(number, None)
-        return self._note(_Pass(is_backward=True, number=number))
+        del self._lanes[lane.number]
+        return self._note(_Pass(is_backward=True, number=lane.number))
 
     def _note(self, one: _Pass) -> Lane | None:
         self._passes.append(one)
@@ -57,7 +54,6 @@ class PassOrder:
     def _learn(self) -> None:
         """Remember the backward that followed each pass of the step that ended."""
         passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
-        self._numbers.clear()
         self._lanes.clear()
         for one, after, later in zip(passes, passes[1:], [*passes[2:], None], strict=False):
             coming = later if one.is_backward and not after.is_backward else after

@@ -59,34 +59,24 @@ def is_engine_hook(pack: Any) -> bool:
     return isinstance(pack, (Saving, LedgerHook, Capture))
 
 
-class SavingEngine(Protocol):
-    """The interface of an engine that regions use."""
+class _SavingEngine(Protocol):
+    """The interface of an engine that regions use. See `OffloadEngine`."""
 
     observers: list[ActivationLedger]
 
-    def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays on the device, whatever else is saved of its storage."""
+    def is_always_too_small(self, tensor: torch.Tensor) -> bool: ...
 
-    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Packed:
-        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if None."""
+    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Packed: ...
 
-    def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed:
-        """Return the handle for a tensor that autograd saves in a segment that is only followed."""
+    def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed: ...
 
-    def begin_forward(self, lane: Lane) -> None:
-        """Note that forward begins in the new `lane`."""
+    def open_group(self, site: Site, lane: Lane) -> Group: ...
 
-    def open_group(self, site: Site, lane: Lane) -> Group:
-        """Return a new group of `lane`."""
+    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None: ...
 
-    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Offload `group` now, or with `is_held` at the next `flush`."""
+    def approach_backward(self, lane: Lane, group: Group) -> None: ...
 
-    def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Note that backward has reached `group` and left the later ones."""
-
-    def leave_backward(self, lane: Lane, group: Group) -> None:
-        """Note that backward has passed the start mark of `group`."""
+    def leave_backward(self, lane: Lane, group: Group) -> None: ...
 
 
 class Saving:
@@ -97,7 +87,7 @@ class Saving:
 
     __slots__ = ("_engine", "group", "lane")
 
-    def __init__(self, engine: SavingEngine, lane: Lane, group: Group | None) -> None:
+    def __init__(self, engine: _SavingEngine, lane: Lane, group: Group | None) -> None:
         self._engine = engine
         self.lane = lane
         self.group = group
@@ -107,24 +97,20 @@ class Saving:
         engine, lane, group = self._engine, self.lane, self.group
         # Tensors that are never offloaded must cost little host time: a linear of many experts saves a few dozen weights, and
         # as many missing biases, while the device waits for the host.
-        held: torch.Tensor | None = None
         if not engine.observers:
-            if type(tensor) is torch.nn.Parameter:
-                held = tensor if tensor.is_leaf else tensor.detach()
-            elif tensor.numel() == 0 and is_without_bytes(tensor):
+            if type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor)):
+                if group is not None:
+                    group.passed_tensors += 1
                 held = tensor if tensor.is_leaf else tensor.detach()  # `detach` takes the host as long as the rest here
-            elif engine.is_always_too_small(tensor):
+                place = lane.place if group is None else group.place
+                return KeptHandle(held, tensor._version, None, place)  # noqa: SLF001 - the only name
+            if engine.is_always_too_small(tensor):
                 # A router saves a few such tensors, and a rotary embedding saves its tables.
                 if group is None:
                     return keep_tensor(tensor, lane.place)
                 group.pass_small(tensor)
                 return keep_tensor(tensor, group.place)
-        if held is None:
-            return engine.save(tensor, lane=lane, group=group)
-        if group is None:
-            return KeptHandle(held, tensor._version, None, lane.place)  # noqa: SLF001 - the only name
-        group.passed_tensors += 1
-        return KeptHandle(held, tensor._version, None, group.place)  # noqa: SLF001 - the only name
+        return engine.save(tensor, lane=lane, group=group)
 
     def take_back(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
@@ -147,7 +133,7 @@ class Following(Saving):
 
     __slots__ = ("_seen",)
 
-    def __init__(self, engine: SavingEngine, lane: Lane) -> None:
+    def __init__(self, engine: _SavingEngine, lane: Lane) -> None:
         super().__init__(engine, lane, None)
         self._seen: set[int] = set()
 
@@ -195,13 +181,13 @@ class Region(Saving):
             mark_end(engine, lane, group, tensor)
 
 
-def mark_start(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_start(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the start mark of `group` on `tensor`, the input of its site, if the lane needs one. See `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
 
-def mark_end(engine: SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_end(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the end mark of `group` on `tensor`, an output of its site or of a later op."""
     add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 

@@ -13,9 +13,10 @@ no other view of it is needed. Otherwise the range is copied as bytes. So are bo
 byte into a 1. If the saves cover less than half of the range, they are gathered, and the packed bytes are copied.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,39 +28,33 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
 from fgoffload.engine.torch_internals import share_counter
 from fgoffload.errors import StateError
+from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
-if TYPE_CHECKING:
-    from fgoffload.engine.staying import Spot
+ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
+"""States in which the original storage still has the bytes."""
+
+Spot = tuple[Site, int, int]
+"""Position of a save: the site, the number of earlier saves in the region, and the bytes of the storage."""
 
 
-_ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Reload:
     """Device buffer of a reloaded storage, and the streams that use it."""
 
-    __slots__ = ("buffer", "filled", "is_dense", "owner", "taken_on", "version", "views")
-
-    def __init__(self, buffer: torch.Tensor, filled: Event, owner: Stream, *, is_dense: bool) -> None:
-        self.buffer = buffer
-        """Buffer, uint8 `[n]`. It holds the bytes once `filled` has passed."""
-        self.filled = filled
-        self.owner = owner
-        """Compute stream that the allocator gave the buffer to."""
-        self.is_dense = is_dense
-        """Whether the bytes are packed views that are not yet scattered to their offsets."""
-        self.taken_on: set[Stream] = set()
-        """Compute streams that wait for `filled` and may read the buffer after it."""
-        self.version: int | None = None
-        """Version of the buffer when the first tensor was taken from it. None before."""
-        self.views: dict[View, torch.Tensor] = {}
-        """Taken tensors by view, one object each. See [Note: Which tensor is handed back]."""
-
-    @property
-    def is_ordered(self) -> bool:
-        """Return whether the buffer may be dropped without a wait, since only its own stream used it."""
-        return self.taken_on == {self.owner}
+    buffer: torch.Tensor
+    """Buffer, uint8 `[n]`. It holds the bytes once `filled` has passed."""
+    filled: Event
+    owner: Stream
+    """Compute stream that the allocator gave the buffer to."""
+    is_dense: bool
+    """Whether the bytes are packed views that are not yet scattered to their offsets."""
+    taken_on: set[Stream] = dataclasses.field(default_factory=set)
+    """Compute streams that wait for `filled` and may read the buffer after it."""
+    version: int | None = None
+    """Version of the buffer when the first tensor was taken from it. None before."""
+    views: dict[View, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Taken tensors by view, one object each. See [Note: Which tensor is handed back]."""
 
 
 class Leftovers(Protocol):
@@ -73,35 +68,10 @@ class SavedStorage:
     """Bytes of a storage at one version, shared by all saved tensors on it."""
 
     __slots__ = (
-        "__weakref__",
-        "_aliases",
-        "_bases",
-        "_copied_views",
-        "_leftovers",
-        "block",
-        "contents",
-        "covered_bytes",
-        "d2h_done",
-        "end",
-        "fault",
-        "gathered",
-        "has_left",
-        "is_let_go",
-        "itemsize",
-        "lane",
-        "moved_bytes",
-        "owner",
-        "place",
-        "reload",
-        "spot",
-        "start",
-        "state",
-        "stats",
-        "storage",
-        "streams",
-        "uses",
-        "whole",
-    )
+        "__weakref__", "_aliases", "_bases", "_copied_views", "_leftovers", "block", "contents", "covered_bytes", "d2h_done",
+        "end", "fault", "gathered", "has_left", "is_let_go", "itemsize", "lane", "moved_bytes", "owner", "place", "reload",
+        "spot", "start", "state", "stats", "storage", "streams", "uses", "whole",
+    )  # fmt: skip
 
     def __init__(
         self, leftovers: Leftovers, tensor: torch.Tensor, contents: Contents, place: Place, stats: TagStats, *, owner: Stream
@@ -160,11 +130,6 @@ class SavedStorage:
         return self._aliases.keys() or self._copied_views
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether the original storage still has the bytes."""
-        return self.state in _ON_DEVICE
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of the range that all views lie in."""
         return self.end - self.start
@@ -183,11 +148,11 @@ class SavedStorage:
         The source of an offloaded storage may still be referenced elsewhere. When it is freed, it is ordered only behind the
         streams that had saved it before the offload.
         """
-        return self.state in _ON_DEVICE or stream in self.streams
+        return self.state in ON_DEVICE or stream in self.streams
 
     def add(self, tensor: torch.Tensor, view: View) -> None:
         """Remember that autograd saved `tensor`, which is `view` of this storage."""
-        if self.state not in _ON_DEVICE or view in self._aliases:
+        if self.state not in ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach() if tensor.requires_grad else tensor
         self._bases[view] = _find_base(tensor)
@@ -231,11 +196,9 @@ class SavedStorage:
                 break
 
     def find_change(self, act: str, view: View | None = None) -> str | None:
-        """Describe how the bytes changed since autograd saved them, or return None.
+        """Describe how the bytes of `view`, or of all views, changed since autograd saved them, or return None.
 
-        Args:
-            act: Next use of the bytes, for the message.
-            view: View of the saved tensor to check. None checks all.
+        The message names `act`, the next use of the bytes.
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
@@ -245,11 +208,7 @@ class SavedStorage:
         return None
 
     def check_unchanged(self, act: str, view: View | None = None) -> None:
-        """Reject bytes that changed since autograd saved them.
-
-        Args:
-            act: Next use of the bytes, for the message.
-            view: View of the saved tensor to check. None checks all.
+        """Reject bytes that changed since autograd saved them. See `find_change`.
 
         Raises:
             StateError: A saved tensor was changed in place, or its storage was resized, after it was saved.
@@ -295,7 +254,7 @@ class SavedStorage:
         if not hasattr(self, "has_left"):
             return  # an interrupt occurred during construction
         # Any thread may run this at any time, so only atomic appends are safe. The engine's next caller does the rest.
-        if self.reload is not None and not self.reload.is_ordered:
+        if self.reload is not None and self.reload.taken_on != {self.reload.owner}:  # else only its own stream used it
             self._leftovers.abandoned.append(self.reload)
         self._leftovers.dropped.append((self.storage, self.has_left))
 
@@ -306,30 +265,22 @@ def _find_base(tensor: torch.Tensor) -> int:
 
 
 def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:
-    """Describe how the bytes of `tensor` changed since autograd saved it, or return None.
+    """Describe how the bytes of `tensor` changed since autograd saved it at `place`, or return None.
 
-    Args:
-        tensor: Saved tensor.
-        version: Version of its bytes when it was saved.
-        nbytes: Bytes of its storage when it was saved. None skips this check.
-        place: Place of the save.
-        act: Next use of the bytes, for the message.
+    `version` and `nbytes`, the size of its storage, are from then. `nbytes` of None skips this check. `act` is the next use.
     """
+    name = f"A tensor of shape {list(tensor.shape)} that {place} saved for backward"
     found_version = get_version(tensor)
     if found_version != version:
         return (
-            f"{_name(tensor, place)} was changed in place before {act}: it is at version {found_version}, and was saved at "
+            f"{name} was changed in place before {act}: it is at version {found_version}, and was saved at "
             f"version {version}. Change a clone of it, or keep its tag out."
         )
     found_nbytes = nbytes if nbytes is None else tensor.untyped_storage().nbytes()
     if found_nbytes != nbytes:
         return (
-            f"{_name(tensor, place)} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
+            f"{name} lost its storage before {act}: the storage has {found_nbytes} bytes, and had {nbytes} "
             "when it was saved. Something frees or refills it outside of autograd; announce it with "
             "`OffloadEngine.keep` before it is saved."
         )
     return None
-
-
-def _name(tensor: torch.Tensor, place: Place) -> str:
-    return f"A tensor of shape {list(tensor.shape)} that {place} saved for backward"

@@ -2,6 +2,14 @@
 
 A storage is offloaded once, however many saves and groups share it. It is identified by its address, which a saved storage
 keeps in use. Another version of the bytes, or bytes outside of the offloaded range, are a separate saved storage.
+
+[Note: Writes that torch does not count]
+Autograd notices a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
+the version, and plain torch then gives backward whatever the memory holds. So a storage that is saved again at the same version
+after its copy to the host has begun may have been written in between. For example, Liger's cross entropy overwrites the logits
+with their gradient and saves them. The first re-saves at each pair of places are therefore compared with the copied bytes. If
+they differ, all saves of the storage get its current bytes, now and at later re-saves of this pair. If they agree, one copy
+serves all saves, and nothing is compared any more. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -10,50 +18,89 @@ from collections.abc import Iterable
 import torch
 
 from fgoffload.engine.device import Device
-from fgoffload.engine.geometry import View
+from fgoffload.engine.geometry import View, gather, get_stretch
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
-from fgoffload.engine.rewrites import Rewrites
-from fgoffload.engine.saved import SavedStorage
+from fgoffload.engine.saved import SavedStorage, Spot
 from fgoffload.engine.stats import KeptReason, TagStats
-from fgoffload.engine.staying import ReferencedSpots, StayingStorages
 from fgoffload.engine.transfers import Transfers
+from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
+
+COMPARISONS = 8
+"""Number of re-saves to compare for a pair of places. A comparison blocks the host and reads the tensor over the link."""
+
+
+class ReferencedSpots:
+    """Spots whose storages are referenced elsewhere each time, although each step has a new storage.
+
+    A quantized linear, for example, saves tensors that its own state references too. They are new storages in each step.
+    """
+
+    ENOUGH = 2
+    """Number of consecutive storages still referenced elsewhere at their reload. A single one may be an inspected value."""
+    PAUSE = 64
+    """Number of saves to keep before one is offloaded again, to check whether it is still referenced elsewhere."""
+
+    def __init__(self) -> None:
+        self._held: dict[Spot, int] = {}
+        """Number of consecutive storages that were referenced elsewhere, plus those kept since."""
+
+    def stays(self, spot: Spot) -> bool:
+        """Return whether to keep the storage that is saved at `spot` on the device."""
+        count = self._held.get(spot, 0)
+        if count < self.ENOUGH:
+            return False
+        self._held[spot] = count + 1
+        if count >= self.ENOUGH + self.PAUSE:
+            self._held[spot] = self.ENOUGH - 1
+            return False
+        return True
+
+    def note(self, spot: Spot, *, is_held: bool) -> None:
+        """Note whether a storage saved at `spot` was still referenced elsewhere when it was reloaded."""
+        if is_held:
+            self._held[spot] = self._held.get(spot, 0) + 1
+        else:
+            self._held.pop(spot, None)
 
 
 class SavedRegistry:
-    """Saved storages of an engine. Called under the engine's lock.
-
-    Args:
-        device: The engine's device.
-        transfers: Copies storages, and lists the storages that autograd dropped.
-        rules: Kinds and sizes of tensors that stay on the device.
-    """
+    """Saved storages of an engine. Called under the engine's lock."""
 
     def __init__(self, device: Device, transfers: Transfers, rules: KeepRules) -> None:
         self._device = device
         self._transfers = transfers
         self._rules = rules
-        self._staying = StayingStorages()
+        self._staying: dict[int, tuple[StorageRef, KeptReason]] = {}
+        """Storages that are never offloaded, by key."""
+        self._limit = 1024
+        """Number of them above which freed ones are dropped."""
+        self._outlived: list[StorageRef] = []
+        """Offloaded storages that autograd has dropped but that are still alive."""
         self._referenced_spots = ReferencedSpots()
-        self._rewrites = Rewrites(device, transfers)
+        self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
+        """Number of compared re-saves, by the pair of places. See [Note: Writes that torch does not count]."""
+        self._rewriting: set[tuple[Site | None, Site | None]] = set()
+        """Pairs of places between which a storage is overwritten."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         self._watched = TagStats()
         """Statistics of saves between regions that belong to no group."""
 
     def stays(self, key: int) -> bool:
         """Return whether the storage with `key` stays on the device."""
-        return self._staying.find_reason(key) is not None
+        return key in self._staying
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
         """Return why `tensor` stays on the device, or None. A storage that the filter kept in `lane` is not asked again."""
         reason = self._rules.find_kind_to_keep(tensor)
         if reason is None:
             key = get_key(tensor)
-            reason = self._staying.find_reason(key)
-            if reason is None and ((lane is not None and key in lane.filtered) or self._rules.is_filtered(tensor)):
+            if key in self._staying:
+                reason = self._staying[key][1]
+            elif (lane is not None and key in lane.filtered) or self._rules.is_filtered(tensor):
                 reason = KeptReason.FILTERED
                 if lane is not None:
                     lane.filtered.add(key)
@@ -71,7 +118,7 @@ class SavedRegistry:
         if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
             # A table or a buffer, which stays alive. Some ops change these at the same version, as batch norm does with its
             # running statistics. So an earlier copy must not be used, and offloading it again would free nothing.
-            self._staying.add(saved.storage, KeptReason.REFERENCED)
+            self._keep(saved.storage, KeptReason.REFERENCED)
             return KeptReason.REFERENCED
         spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
         if saved is None and spot is not None and self._referenced_spots.stays(spot):
@@ -81,7 +128,7 @@ class SavedRegistry:
         if saved is not None and saved.is_ordered_on(stream):
             saved.streams.add(stream)
             if saved.state is not SavedState.RESIDENT:
-                self._rewrites.follow(saved, tensor, place)
+                self._follow_rewrite(saved, tensor, place)
             return saved
         added = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
         added.lane, added.spot = lane.place, spot
@@ -89,6 +136,43 @@ class SavedRegistry:
             added.streams |= saved.streams
         self._saved[key] = weakref.ref(added)
         return added
+
+    def _follow_rewrite(self, saved: SavedStorage, tensor: torch.Tensor, place: Place) -> None:
+        """Return `saved` to its storage's current bytes if they may have been overwritten after the copy.
+
+        `saved` is offloaded or in flight, and `tensor` is now saved on its storage at `place`.
+
+        Streams:
+            For the first re-saves at a pair of places, the host blocks until the copy to the host and the work queued on the
+            current stream are done.
+        """
+        pair = (saved.place.site, place.site)
+        if pair not in self._rewriting:
+            count = self._comparisons.get(pair, 0)
+            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture did the comparisons
+                self._comparisons[pair] = count + 1
+                if not self._is_equal(saved, tensor):
+                    self._rewriting.add(pair)
+        if pair in self._rewriting:
+            saved.stats.recalled_bytes += saved.moved_bytes
+            self._transfers.drop_reloaded(saved)
+            saved.return_to(tensor)
+
+    def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
+        if saved.block is None or saved.block.parts[0].is_meta:
+            return True  # nothing was copied, as in an estimate
+        stretch = get_stretch(tensor, start=saved.start, end=saved.end)
+        if saved.gathered:
+            # The padding between the views has arbitrary bytes, so it is taken from the copy.
+            if saved.d2h_done is not None:
+                self._device.synchronize(saved.d2h_done)
+            stretch = torch.cat(saved.block.parts).to(tensor.device)
+            gather(saved.gathered, tensor, stretch)
+        stretches = torch.split(stretch, [part.numel() for part in saved.block.parts])
+        return all(
+            self._device.is_equal(part, now, after=saved.d2h_done)
+            for part, now in zip(saved.block.parts, stretches, strict=True)
+        )
 
     def make(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
         """Return the storage of `tensor`, saved on the current stream, without registering it."""
@@ -104,10 +188,15 @@ class SavedRegistry:
             if reference is not None and reference() is None:
                 del self._saved[key]
             if has_left and not storage.is_freed:
-                self._staying.suspect(storage)
-        if self._staying.has_suspects:
+                self._outlived.append(storage)
+        if self._outlived:
             self._transfers.poll()
-            self._staying.add_suspects(are_copies_done=self._transfers.in_flight_bytes == 0)
+            self._outlived = [storage for storage in self._outlived if not storage.is_freed]
+            if not self._transfers.in_flight_bytes:  # a copy in flight may itself reference one
+                # Whatever references one, such as a buffer or a table that all layers share, will do so the next time too.
+                for storage in self._outlived:
+                    self._keep(storage, KeptReason.REFERENCED)
+                self._outlived.clear()
 
     def note_reload(self, saved: SavedStorage) -> None:
         """Remember a storage and its spot if something else referenced it while it was on the host."""
@@ -116,10 +205,20 @@ class SavedRegistry:
             self._referenced_spots.note(saved.spot, is_held=is_held)
         if is_held:
             saved.stats.held_elsewhere_bytes += saved.size_bytes
-            self._staying.add(saved.storage, KeptReason.REFERENCED)
+            self._keep(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
         """Keep the storages of `tensors` on the device for `reason`, as long as they live."""
         for tensor in tensors:
-            if self._staying.find_reason(get_key(tensor)) is not reason:
-                self._staying.add(StorageRef(tensor), reason)
+            entry = self._staying.get(get_key(tensor))
+            if entry is None or entry[1] is not reason:
+                self._keep(StorageRef(tensor), reason)
+
+    def _keep(self, storage: StorageRef, reason: KeptReason) -> None:
+        """Keep `storage` on the device for `reason` from now on."""
+        if storage.is_freed:
+            return
+        self._staying[storage.key] = (storage, reason)
+        if len(self._staying) > self._limit:
+            self._staying = {key: entry for key, entry in self._staying.items() if not entry[0].is_freed}
+            self._limit = max(1024, 2 * len(self._staying))

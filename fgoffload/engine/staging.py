@@ -16,6 +16,7 @@ Replays in another order stay correct, since taking a slot first offloads its by
 """
 
 import collections
+import dataclasses
 import enum
 import threading
 from collections.abc import Callable, Sequence
@@ -37,52 +38,41 @@ from fgoffload.units import format_bytes
 Result = TypeVar("Result")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address that passes use one after another.
+    """Device memory at a fixed address that passes use one after another."""
 
-    Args:
-        buffer: uint8 `[size_bytes]` on the device.
-    """
-
-    __slots__ = ("buffer", "captured_for", "holder", "last_use")
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.captured_for: CapturedForward | None = None
-        """Forward whose bytes are in the slot at this point of the capture."""
-        self.holder: CapturedForward | None = None
-        """Forward whose bytes are in the slot now."""
-        self.last_use: Event | None = None
-        """Event after which the slot may be written."""
+    buffer: torch.Tensor
+    """uint8 `[size_bytes]` on the device."""
+    captured_for: "CapturedForward | None" = None
+    """Forward whose bytes are in the slot at this point of the capture."""
+    holder: "CapturedForward | None" = None
+    """Forward whose bytes are in the slot now."""
+    last_use: Event | None = None
+    """Event after which the slot may be written."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class StagedPart:
     """Storage of a captured forward, either staged or kept on the device."""
 
-    __slots__ = ("_views", "forward", "saved", "start", "stats")
-
-    def __init__(self, saved: SavedStorage) -> None:
-        self.saved = saved
-        self.stats: TagStats | None = None
-        """Statistics of the region's tag. None between regions."""
-        self.forward: CapturedForward | None = None
-        """Forward that staged the storage. None if it stays on the device."""
-        self.start = 0
-        """Offset of the storage in a slot, in bytes."""
-        self._views: dict[View, torch.Tensor] = {}
+    saved: SavedStorage
+    stats: TagStats | None = None
+    """Statistics of the region's tag. None between regions."""
+    forward: "CapturedForward | None" = None
+    """Forward that staged the storage. None if it stays on the device."""
+    start: int = 0
+    """Offset of the storage in a slot, in bytes."""
+    _views: dict[View, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def take(self, view: View) -> torch.Tensor:
-        """Return the saved tensor of `view`.
-
-        Raises:
-            StateError: The storage stayed on the device and was changed in place.
-        """
+        """Return the saved tensor of `view`. Raises `StateError` if it stayed on the device and was changed in place."""
         if self.forward is None:
             self.saved.check_unchanged("backward took it", view)
             return self.saved.get_alias(view)
         tensor = self._views.get(view)
         if tensor is None:
-            slot = self.forward.find_read_slot()
+            slot = self.forward.staging.find_read_slot(self.forward)
             tensor = self._views[view] = rebuild(view, slot.buffer, buffer_start=self.saved.start - self.start)
         return tensor
 
@@ -96,56 +86,39 @@ class ForwardState(enum.Enum):
     RELOADED = enum.auto()  # in the slot that the backward reads, or in flight to it
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Turn:
     """Pass in the order of the capture."""
 
-    __slots__ = ("forward", "is_backward", "next")
-
-    def __init__(self, forward: "CapturedForward", *, is_backward: bool) -> None:
-        self.forward = forward
-        self.is_backward = is_backward
-        self.next: _Turn | None = None
+    forward: "CapturedForward"
+    is_backward: bool
+    next: "_Turn | None" = None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class CapturedForward:
     """Captured forward of a layer for one microbatch, and the backward that was captured with it."""
 
-    __slots__ = (
-        "_staging", "block", "d2h_done", "filled", "h2d_done", "read_slot",
-        "reads_in_place", "size_bytes", "slot", "state", "tags", "turns",
-    )  # fmt: skip
-
-    def __init__(self, staging: "Staging", slot: StagingSlot, size_bytes: int, tags: Sequence[tuple[TagStats, int]]) -> None:
-        self._staging = staging
-        self.slot = slot
-        """Slot that the forward writes."""
-        self.read_slot: StagingSlot | None = None
-        """Slot that the backward reads. None before the backward is captured."""
-        self.reads_in_place = False
-        """Whether the backward reads the forward's slot in place, since no pass takes the slot in between."""
-        self.size_bytes = size_bytes
-        self.tags = tags
-        """Statistics of each tag that saved a part, and the bytes of the tag."""
-        self.state = ForwardState.SPENT
-        self.block: HostBlock | None = None
-        self.d2h_done: Event | None = None
-        self.filled: Event | None = None
-        """Event after which the backward's slot has the bytes. None if the forward wrote them there."""
-        self.turns: list[_Turn] = []
-
-    def find_read_slot(self) -> StagingSlot:
-        """Return the slot that the backward reads. The capture of the backward is the first caller."""
-        return self._staging.find_read_slot(self)
+    staging: "Staging"
+    slot: StagingSlot
+    """Slot that the forward writes."""
+    size_bytes: int
+    tags: Sequence[tuple[TagStats, int]]
+    """Statistics of each tag that saved a part, and the bytes of the tag."""
+    read_slot: StagingSlot | None = None
+    """Slot that the backward reads. None before the backward is captured."""
+    reads_in_place: bool = False
+    """Whether the backward reads the forward's slot in place, since no pass takes the slot in between."""
+    state: ForwardState = ForwardState.SPENT
+    block: HostBlock | None = None
+    d2h_done: Event | None = None
+    filled: Event | None = None
+    """Event after which the backward's slot has the bytes. None if the forward wrote them there."""
+    turns: list[_Turn] = dataclasses.field(default_factory=list)
 
 
 class Staging:
-    """Ring of slots and their copies. See [Note: Staging].
-
-    Args:
-        device: Device of the graphs.
-        arena: Host memory for their bytes.
-        lock: The engine's lock.
-    """
+    """Ring of slots and their copies. See [Note: Staging]."""
 
     def __init__(self, device: Device, arena: HostArena, lock: threading.RLock) -> None:
         self._device = device
@@ -204,7 +177,7 @@ class Staging:
             return forward
 
     def find_read_slot(self, forward: CapturedForward) -> StagingSlot:
-        """Return the slot that the backward of `forward` reads. It is the same in each replay."""
+        """Return the slot that the backward of `forward` reads, the same in each replay. Its capture is the first caller."""
         with self._lock:
             if forward.read_slot is None:
                 if forward.slot.captured_for is forward:
@@ -241,7 +214,9 @@ class Staging:
         """
         device = self._device
         with self._lock:
-            self._claim(forward.slot, forward)
+            self._evict(forward.slot, forward)
+            if forward.slot.last_use is not None:
+                device.wait_event(device.current_stream(), forward.slot.last_use, Hazard.SLOT_STILL_USED)
         result = replay()
         with self._lock:
             forward.slot.holder, forward.state = forward, ForwardState.STAGED
@@ -280,12 +255,6 @@ class Staging:
             if slot.holder is forward:
                 slot.holder = None
                 slot.last_use = self._device.record_event(self._device.current_stream())
-
-    def _claim(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Make `slot` writable for `forward` on the current stream."""
-        self._evict(slot, forward)
-        if slot.last_use is not None:
-            self._device.wait_event(self._device.current_stream(), slot.last_use, Hazard.SLOT_STILL_USED)
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
         """Take `slot` from its current holder."""
@@ -337,7 +306,7 @@ class Staging:
             with device.copying_on(h2d):
                 for part, destination in block.pair(slot.buffer[: forward.size_bytes]):
                     device.copy_bytes(destination=destination, source=part, stream=h2d)
-            block.last_read = forward.filled = slot.last_use = device.record_event(h2d)
+            block.place.last_read = forward.filled = slot.last_use = device.record_event(h2d)
             slot.holder, forward.state = forward, ForwardState.RELOADED
             for stats, size_bytes in forward.tags:
                 stats.h2d_bytes += size_bytes

@@ -1,5 +1,6 @@
 """Statistics of a step: bytes that each tag offloaded and kept, and its waits."""
 
+import collections
 import dataclasses
 import enum
 from typing import TYPE_CHECKING
@@ -66,10 +67,6 @@ class TagStats:
         """Count `size_bytes` that stay on the device for `reason`."""
         self.kept_bytes[reason.value] = self.kept_bytes.get(reason.value, 0) + size_bytes
 
-    def add_seconds(self, kind: TimeKind, seconds: float) -> None:
-        """Count `seconds` of `kind`."""
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
-
 
 @dataclasses.dataclass(slots=True)
 class StepStats:
@@ -133,15 +130,12 @@ class Counters:
     """Statistics of the current step. The objects live as long as the engine, so groups may hold them."""
 
     def __init__(self) -> None:
-        self._tags: dict[str, TagStats] = {}
+        self._tags: collections.defaultdict[str, TagStats] = collections.defaultdict(TagStats)
         self.window_waits = 0
 
     def get_tag(self, tag: str) -> TagStats:
         """Return the statistics of `tag`, which are created on first use."""
-        stats = self._tags.get(tag)
-        if stats is None:
-            stats = self._tags[tag] = TagStats()
-        return stats
+        return self._tags[tag]
 
     def read_tags(self) -> dict[str, TagStats]:
         """Return the statistics of every active tag."""

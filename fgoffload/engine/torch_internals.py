@@ -118,11 +118,7 @@ _IS_WRAPPED = "_fgoffload_is_wrapped"
 
 
 def wrap_internals(is_ours: Callable[[Any], bool]) -> None:
-    """Wrap both functions, once per process.
-
-    Args:
-        is_ours: Returns whether a pack hook is the engine's.
-    """
+    """Wrap both functions, once per process. `is_ours` returns whether a pack hook is the engine's."""
     if not hasattr(_autograd._saved_tensors_hooks_disable, _IS_WRAPPED):  # noqa: SLF001
         _autograd._saved_tensors_hooks_disable = _let_ours_be_disabled(_autograd._saved_tensors_hooks_disable, is_ours)  # noqa: SLF001
     for name in ("apply", "apply_boxed"):

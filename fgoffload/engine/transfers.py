@@ -5,13 +5,15 @@ Every wait names the hazard that it prevents; the notes in `hazards.py` explain 
 
 import collections
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence, Set
+from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from fgoffload.engine.device import Device, Event, Stream, as_normal_tensors
+from fgoffload.engine.device import NO_CONTEXT, Device, Event, Stream, as_normal_tensors
 from fgoffload.engine.geometry import View, gather, rebuild, scatter
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.host_arena import HostArena
@@ -21,7 +23,6 @@ from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import Reload, SavedStorage
 from fgoffload.engine.stats import TagStats, TimeKind
-from fgoffload.engine.timing import StopWatch
 from fgoffload.engine.torch_internals import is_profiled
 from fgoffload.errors import InternalError, StateError
 from fgoffload.transfer_schedule import SavedState
@@ -41,15 +42,42 @@ class _InFlight(NamedTuple):
     """Statistics of the group's tag."""
 
 
-class Transfers:
-    """Copies in flight in both directions on one device.
+@dataclasses.dataclass(slots=True, eq=False)
+class _Span:
+    """Context that measures what its body queues on `stream`, with two timed events."""
 
-    Args:
-        device: Device of the tensors.
-        arena: Host memory for offloaded tensors.
-        observers: Ledgers that count each device buffer that is allocated here.
-        watch: Measures copies and waits. None measures nothing.
-    """
+    watch: "StopWatch"
+    stream: Stream
+    stats: TagStats
+    kind: TimeKind
+    start: Event = None
+
+    def __enter__(self) -> None:
+        self.start = self.watch.device.record_event(self.stream, is_timed=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            end = self.watch.device.record_event(self.stream, is_timed=True)
+            self.watch.spans.append((self.start, end, self.stats, self.kind))
+
+
+class StopWatch:
+    """Measures spans of streams by the device's clock. That costs extra events, so an engine has it only on request."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.spans: collections.deque[tuple[Event, Event, TagStats, TimeKind]] = collections.deque()
+
+    def collect(self) -> None:
+        """Add the seconds measured so far to their statistics. The host blocks until the copies and waits are done."""
+        while self.spans:
+            start, end, stats, kind = self.spans.popleft()
+            self.device.synchronize(end)
+            stats.seconds[kind] = stats.seconds.get(kind, 0.0) + self.device.measure_seconds(start, end)
+
+
+class Transfers:
+    """Copies in flight in both directions on one device. Ledgers in `observers` count each device buffer."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
@@ -78,12 +106,7 @@ class Transfers:
         return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
-        """Start the copies of one group to the host, and return their bytes.
-
-        Args:
-            leaving: Storages to offload, each with its host block.
-            place: Place of the group, for profilers.
-            stats: Statistics of the group's tag.
+        """Start the copies of one group's storages to their host blocks, and return their bytes.
 
         Streams:
             Queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note: Ordering of a
@@ -93,11 +116,8 @@ class Transfers:
             The sources live until they are released.
         """
         device, d2h = self._device, self._device.d2h_stream
-        streams = {device.current_stream()}
-        gathers = False
-        for saved, _ in leaving:
-            streams.update(saved.streams)
-            gathers = gathers or bool(saved.gathered)
+        streams = {device.current_stream()}.union(*(saved.streams for saved, _ in leaving))
+        gathers = any(saved.gathered for saved, _ in leaving)
         if gathers:
             self._join(streams, Hazard.GATHER_UNWRITTEN)
         sources = [self._gather(saved) if saved.gathered else saved.get_stretch() for saved, _ in leaving]
@@ -109,15 +129,10 @@ class Transfers:
         for _, block in leaving:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
-        watch = self._watch
-        start = None if watch is None else watch.start(d2h)
-        if is_profiled():
-            with _name_range("offload", place):
-                self._copy_out(leaving, sources)
-        else:
-            self._copy_out(leaving, sources)
-        if watch is not None:
-            watch.stop(start, d2h, stats, TimeKind.D2H)
+        with self._measure(d2h, stats, TimeKind.D2H), _name_range("offload", place), device.copying_on(d2h):
+            for (_, block), source in zip(leaving, sources, strict=True):
+                for part, stretch in block.pair(source):
+                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
         d2h_done = device.record_event(d2h)
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
@@ -149,20 +164,14 @@ class Transfers:
         """
         entry = self._in_flight[0]
         current = self._device.current_stream()
-        watch = self._watch
-        start = None if watch is None else watch.start(current)
-        # The current stream too, since it has run ahead of the link.
-        for stream in {current} | _unite_streams(entry, _list_living(entry)):
-            self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
-        if watch is not None:
-            watch.stop(start, current, entry.stats, TimeKind.WAIT)
+        with self._measure(current, entry.stats, TimeKind.WAIT):
+            # The current stream too, since it has run ahead of the link.
+            for stream in {current} | _unite_streams(entry, _list_living(entry)):
+                self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._release(entry, is_done=False)
 
     def reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Start the copies to the device of `away`, which are on the host only.
-
-        Args:
-            away: Storages in the order of their reload, each with the place of the group that needs it, for profilers.
+        """Start the copies to the device of `away`, which are on the host only, in order. Profilers show their places.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
@@ -176,13 +185,9 @@ class Transfers:
         for owner in {saved.owner for saved in away}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
         self._used.add(h2d)
-        has_ranges = is_profiled()
         with device.copying_on(h2d):
             for (saved, place), buffer in zip(away.items(), buffers, strict=True):
-                if has_ranges:
-                    with _name_range("reload", place):
-                        self._fill(saved, buffer)
-                else:
+                with _name_range("reload", place):
                     self._fill(saved, buffer)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
@@ -199,11 +204,8 @@ class Transfers:
             raise InternalError(f"What {saved.place} saved was taken and has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
-            watch = self._watch
-            start = None if watch is None else watch.start(stream)
-            self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
-            if watch is not None:
-                watch.stop(start, stream, saved.stats, TimeKind.WAIT)
+            with self._measure(stream, saved.stats, TimeKind.WAIT):
+                self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
             reload.taken_on.add(stream)
         if reload.is_dense:
             reload = saved.reload = self._put_in_place(saved, reload, stream)
@@ -261,12 +263,10 @@ class Transfers:
             self._filling.clear()
 
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
-        """Release the sources of `entry`, whose copies are done or are waited for.
+        """Release the sources of `entry`, the oldest one, whose copies are done or are waited for.
 
-        Args:
-            entry: Oldest entry in flight.
-            is_done: Whether the host knows that the copies are done. Then no stream needs to wait for them: all work that the
-                host queues from now on runs later anyway.
+        With `is_done` the host knows that the copies are done. Then no stream needs to wait for them: all work that the host
+        queues from now on runs later anyway.
         """
         living = _list_living(entry)
         self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
@@ -281,13 +281,6 @@ class Transfers:
             if is_done:
                 saved.d2h_done = None
 
-    def _copy_out(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], sources: Sequence[torch.Tensor]) -> None:
-        device, d2h = self._device, self._device.d2h_stream
-        with device.copying_on(d2h):
-            for (_, block), source in zip(leaving, sources, strict=True):
-                for part, stretch in block.pair(source):
-                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
-
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
         """Start the copy of `saved` into `buffer`. The host-to-device stream must be current."""
         device, h2d = self._device, self._device.h2d_stream
@@ -296,17 +289,18 @@ class Transfers:
         if saved.d2h_done is not None:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
-        watch = self._watch
-        start = None if watch is None else watch.start(h2d)
-        for part, stretch in saved.block.pair(buffer):
-            device.copy_bytes(destination=stretch, source=part, stream=h2d)
-        if watch is not None:
-            watch.stop(start, h2d, saved.stats, TimeKind.H2D)
+        with self._measure(h2d, saved.stats, TimeKind.H2D):
+            for part, stretch in saved.block.pair(buffer):
+                device.copy_bytes(destination=stretch, source=part, stream=h2d)
         h2d_done = device.record_event(h2d)
-        saved.block.last_read = h2d_done
+        saved.block.place.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))
         saved.state = SavedState.RELOADED
         self._filling.pop()
+
+    def _measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> contextlib.AbstractContextManager[object]:
+        """Return a context that measures what it queues on `stream`, if times are measured."""
+        return NO_CONTEXT if self._watch is None else _Span(self._watch, stream, stats, kind)
 
     def _gather(self, saved: SavedStorage) -> torch.Tensor:
         """Return the packed views of `saved` to offload, as uint8 `[n]` on the device."""
@@ -365,12 +359,7 @@ def _list_living(entry: _InFlight) -> list[SavedStorage]:
 
 
 def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stream]:
-    """Return the compute streams that used the sources of `entry`, before and after the start of the copies.
-
-    Args:
-        entry: Copies in flight.
-        living: Storages of `entry` that autograd still needs.
-    """
+    """Return the compute streams that used the sources of `entry`, before and after the start of the copies."""
     streams = entry.streams
     for saved in living:
         if saved.streams != streams:  # nearly always equal, since one stream does all
@@ -386,5 +375,5 @@ def _say_changed(saved: SavedStorage) -> str:
 
 
 def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range named like the debug log's line."""
-    return torch.profiler.record_function(f"fgoffload::{act} ({place})")
+    """Return a profiler range named like the debug log's line, if a profiler runs."""
+    return torch.profiler.record_function(f"fgoffload::{act} ({place})") if is_profiled() else NO_CONTEXT

@@ -15,11 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[str, Any]:

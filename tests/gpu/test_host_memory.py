@@ -40,7 +40,7 @@ def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(devi
     reserved_bytes = arena.reserved_bytes
     assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up it would be 2 GiB
     assert abs(read_resident_bytes() - before - reserved_bytes) < SLACK_BYTES
-    assert all(is_locked(block.buffer) for block in blocks)
+    assert all(is_locked(block.parts[0]) for block in blocks)
     blocks.clear()
     arena.close()
     assert read_resident_bytes() - before < SLACK_BYTES
@@ -87,14 +87,14 @@ def read_late(device):
     """Return an arena whose only block, full of sevens and free again, is still copied; the copy, and the event of its end."""
     arena = HostArena(device, budget=64 * MIB, slab_bytes=64 * MIB)
     block = arena.find_block(64 * MIB)
-    block.buffer.fill_(7)
+    block.parts[0].fill_(7)
     target = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
     torch.cuda.synchronize()
     with device.on(device.h2d_stream):
         torch.cuda._sleep(200_000_000)  # about 100 ms
-        device.copy_bytes(destination=target, source=block.buffer, stream=device.h2d_stream)
-    block.last_read = device.record_event(device.h2d_stream)
-    return arena, target, block.last_read
+        device.copy_bytes(destination=target, source=block.parts[0], stream=device.h2d_stream)
+    block.place.last_read = device.record_event(device.h2d_stream)
+    return arena, target, block.place.last_read
 
 
 def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
@@ -103,7 +103,7 @@ def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
     assert again.reads_to_wait_for == (read,)
     for event in again.reads_to_wait_for:
         device.synchronize(event)
-    again.buffer.fill_(9)
+    again.parts[0].fill_(9)
     assert bool((target == 7).all())
     del again
     assert arena.find_block(64 * MIB).reads_to_wait_for == ()

@@ -95,8 +95,7 @@ TRAININGS = {
     ),
     "experts": Training(MOE, [MOE_SHAPE] * LAYERS),
     "layer norm, experts": Training(
-        MOE.replace(RMSNORM, "--normalization LayerNorm"),
-        [dataclasses.replace(MOE_SHAPE, normalization="LayerNorm")] * LAYERS,
+        MOE.replace(RMSNORM, "--normalization LayerNorm"), [dataclasses.replace(MOE_SHAPE, normalization="LayerNorm")] * LAYERS
     ),
     "fused permutation": Training(f"{MOE} --moe-permute-fusion", [with_experts(has_fused_permutation=True)] * LAYERS),
     "no activation fusion": Training(
@@ -108,10 +107,7 @@ TRAININGS = {
         [dataclasses.replace(with_experts(router=RouterShape(balancing="aux_loss", dtype_bytes=4)), has_fused_activation=False)]
         * LAYERS,
     ),
-    "no balancing": Training(
-        MOE.replace("--moe-aux-loss-coeff 1e-2", ""),
-        [with_experts(router=RouterShape())] * LAYERS,
-    ),
+    "no balancing": Training(MOE.replace("--moe-aux-loss-coeff 1e-2", ""), [with_experts(router=RouterShape())] * LAYERS),
     "router in fp32, sigmoid, bias, balanced sequences": Training(
         f"{MOE} {SIGMOID}", [with_experts(router=SIGMOID_ROUTER)] * LAYERS
     ),
@@ -162,7 +158,7 @@ OPEN_BLOCKS = {
     "open blocks": Training(
         f"{MIXED} {GROUPS}".replace("--seq-length 192", "--seq-length 208"),
         [dataclasses.replace(shape, seq_length=208) for shape in MIXED_SHAPES],
-    ),
+    )
 }
 FP8_TRAININGS = {
     f"{recipe}, {name}": training._replace(

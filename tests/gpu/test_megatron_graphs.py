@@ -40,11 +40,7 @@ GRAPHS = {
     "whole dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules full", OF_LAYERS),
     "attention": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", OF_LAYERS),
     "router": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", OF_LAYERS),
-    "preprocess": (
-        MOE,
-        "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
-        OF_LAYERS,
-    ),
+    "preprocess": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess", OF_LAYERS),
     "shared experts": (
         SHARED,
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",

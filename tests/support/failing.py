@@ -9,18 +9,9 @@ from typing import Any
 import torch
 
 from fgoffload import StateError
-from fgoffload.engine import DelayedCpuDevice
-from fgoffload.engine.delayed import _count_holders
+from support.sites import DelayedCpuDevice, count_holders
 
-OPERATIONS = (
-    "current_stream",
-    "record_event",
-    "wait_event",
-    "is_done",
-    "copy_bytes",
-    "allocate_device",
-    "allocate_host",
-)
+OPERATIONS = ("current_stream", "record_event", "wait_event", "is_done", "copy_bytes", "allocate_device", "allocate_host")
 """What the engine calls in a step."""
 
 
@@ -52,7 +43,7 @@ class FailingCpuDevice(DelayedCpuDevice):
         bare.set_(destination.untyped_storage(), destination.storage_offset(), destination.size(), destination.stride())
 
         def look() -> None:
-            self.lost_destinations += _count_holders(bare) == self._count_of_one_holder
+            self.lost_destinations += count_holders(bare) == self._count_of_one_holder
 
         self._queues[stream].append(look)
         super().copy_bytes(destination=bare, source=source, stream=stream)

@@ -123,7 +123,8 @@ def poison_blocks(engine: OffloadEngine) -> OffloadEngine:
     def find_poisoned_block(size_bytes: int) -> HostBlock | None:
         block = find_block(size_bytes)
         if block is not None and not block.reads_to_wait_for:
-            block.buffer.fill_(POISON)
+            for part in block.parts:
+                part.fill_(POISON)
         return block
 
     arena.find_block = find_poisoned_block

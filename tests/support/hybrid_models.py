@@ -49,8 +49,7 @@ def _build_spec() -> Any:
             load_module("megatron.core.ssm.mlp_layer").MLPLayer, submodules=take("pre_mlp_layernorm", "mlp", "mlp_bda")
         ),
         mtp_block_spec=spec(
-            predicting.MultiTokenPredictionBlock,
-            submodules=predicting.MultiTokenPredictionBlockSubmodules(layer_specs=[depth]),
+            predicting.MultiTokenPredictionBlock, submodules=predicting.MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
         ),
     )
     return spec(hybrid.HybridStack, submodules=submodules)

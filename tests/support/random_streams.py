@@ -83,10 +83,7 @@ def steps() -> st.SearchStrategy[Step]:
 
 def setups() -> st.SearchStrategy[Setup]:
     microbatch = st.builds(
-        Microbatch,
-        steps=st.lists(steps(), min_size=2, max_size=7),
-        ending=st.sampled_from(Ending),
-        ends_late=st.booleans(),
+        Microbatch, steps=st.lists(steps(), min_size=2, max_size=7), ending=st.sampled_from(Ending), ends_late=st.booleans()
     )
     return st.builds(
         Setup,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import torch
 
 from fgoffload import Site, TransferPolicy
-from fgoffload.engine import CpuDevice, Device, Lane, OffloadEngine
+from fgoffload.engine import CpuDevice, Device, Hazard, HostSlab, Lane, OffloadEngine
+from fgoffload.engine.geometry import get_bytes
+from fgoffload.engine.identity import get_key
+from fgoffload.engine.torch_internals import count_storage_references
+from support.hostile import POISON
 
 Function = Callable[..., torch.Tensor]
 
@@ -87,3 +92,63 @@ def check_same_bits(
 def has_hooks() -> bool:
     """Return whether saved-tensor hooks are installed on this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003 - no public name
+
+
+Point = tuple[Any, int]
+"""An event: a stream, and the number of its operations before the event."""
+
+
+class DelayedCpuDevice(CpuDevice):
+    """The CPU with copies that run as late as possible. Compute is not delayed.
+
+    On the CPU a copy is done when the call returns, so a missing wait would go unnoticed. Here a copy is only queued, and runs
+    when something waits for it. Until then its destination holds poison. A source without other references is poisoned before
+    it is read. So a missing wait gives a wrong result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        streams = (self.d2h_stream, self.h2d_stream)
+        self._queues: dict[Any, collections.deque[Callable[[], None]]] = {stream: collections.deque() for stream in streams}
+        self._done = dict.fromkeys(streams, 0)
+        self._count_of_one_holder = count_holders(torch.empty(1, device="cpu"))
+
+    def record_event(self, stream: Any, *, is_timed: bool = False) -> Point:
+        queue = self._queues.get(stream)
+        return stream, 0 if queue is None else self._done[stream] + len(queue)
+
+    def wait_event(self, stream: Any, event: Point, hazard: Hazard) -> None:
+        if stream in self._queues:
+            self._queues[stream].append(lambda: self.synchronize(event))
+        else:
+            self.synchronize(event)
+
+    def is_done(self, event: Point) -> bool:
+        stream, position = event
+        return stream not in self._queues or self._done[stream] >= position
+
+    def synchronize(self, event: Point) -> None:
+        while not self.is_done(event):
+            self._queues[event[0]].popleft()()
+            self._done[event[0]] += 1
+
+    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        source = source.detach()  # the queue's own reference, so that it can tell whether it is the last one
+
+        def copy() -> None:
+            if count_holders(source) == self._count_of_one_holder:
+                get_bytes(source).fill_(POISON)  # only this queue holds it: an allocator could have reused the memory
+            destination.copy_(source)
+
+        self._queues[stream].append(copy)
+
+    def allocate_device(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu")
+
+    def allocate_host(self, size_bytes: int) -> HostSlab:
+        return HostSlab(torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu"), free=lambda: None)
+
+
+def count_holders(tensor: torch.Tensor) -> int:
+    """Return torch's count of references to the storage of `tensor`, which differs by version."""
+    return count_storage_references(get_key(tensor))

@@ -2,14 +2,7 @@
 
 import pytest
 
-from fgoffload.transfer_schedule import (
-    GroupState,
-    SavedState,
-    ScheduledGroup,
-    ScheduledLane,
-    TransferPolicy,
-    TransferSchedule,
-)
+from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, ScheduledLane, TransferPolicy, TransferSchedule
 
 pytestmark = pytest.mark.quick
 

@@ -2,10 +2,10 @@
 
 [Note: Steps of a budget] In the first step every part is offloaded, and each layer is rerun right after its forward to be
 measured. The second step follows a plan, which is corrected if its first steps exceed the budget. The plan's 11th to 13th step
-are timed, since the engine compares storages that are saved twice until then (`engine/rewrites.py`). Peak and fastest time are
-compared with the prediction. Later steps are compared at powers of two. All processes compare at the same steps, since a
-comparison exchanges readings. A forward with a larger input than planned is offloaded whole. The next compared step, or the next forward
-if the process is alone, measures again.
+are timed, since the engine compares storages that are saved twice until then (`engine/saved_registry.py`). Peak and fastest
+time are compared with the prediction. Later steps are compared at powers of two. All processes compare at the same steps,
+since a comparison exchanges readings. A forward with a larger input than planned is offloaded whole. The next compared step,
+or the next forward if the process is alone, measures again.
 """
 
 import functools

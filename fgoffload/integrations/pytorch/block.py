@@ -19,11 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def saved_tensors(
-    config: TransferConfig | None = None,
-    *,
-    group_bytes: int | None = None,
-    device: DeviceChoice = None,
-    tag: str = "saved",
+    config: TransferConfig | None = None, *, group_bytes: int | None = None, device: DeviceChoice = None, tag: str = "saved"
 ) -> "SavedTensors":
     """Return a context that offloads the tensors that autograd saves inside, and reloads them before backward needs them.
 

@@ -1,18 +1,17 @@
 """Estimates the memory that offload would save, by one forward without copies to the host."""
 
-import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fgoffload.engine import Device, Group, HostSlab, KeptReason, Lane, OffloadEngine
-from fgoffload.engine.device import Event, Stream
+from fgoffload.engine.device import Stream
 from fgoffload.engine.handles import Handle, KeptHandle, WrappedHandle
-from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
-from fgoffload.errors import ConfigError, InternalError
+from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.block import SavedTensors
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
@@ -104,7 +103,7 @@ def estimate_savings(
     check_device(device)
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
     config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
-    stand_in = HostlessDevice(make_device(device, tensors=tensors, host_memory=config.host_memory))
+    stand_in = _make_hostless(make_device(device, tensors=tensors, host_memory=config.host_memory))
     if model is None:
         block = SavedTensors(config, group_bytes=None, device=stand_in, tag="saved")
         block.engine_type = _FollowingEngine
@@ -119,64 +118,31 @@ def estimate_savings(
         finally:
             handle.put_back()
         engine = handle.get_engine()
-    if not isinstance(engine, _FollowingEngine):
-        raise InternalError(f"the engine of an estimate is a {type(engine).__name__}.")
-    estimate = engine.estimate()
+    estimate = cast("_FollowingEngine", engine).estimate()
     del output
     return estimate
 
 
-class HostlessDevice(Device):
-    """Device without host memory. Offloaded bytes stay where they are, and a reload copies them on the device.
+def _make_hostless(device: Device) -> Device:
+    """Return a copy of `device` without host memory. Offloaded bytes stay where they are, and a reload copies them there.
 
     So the engine's statistics and results are as usual, and nothing crosses the link.
-
-    Args:
-        device: Real device.
     """
+    sources: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __init__(self, device: Device) -> None:
-        self._real = device
-        self.type = device.type
-        self.d2h_stream = device.d2h_stream
-        self.h2d_stream = device.h2d_stream
-        self._sources: dict[tuple[int, int], torch.Tensor] = {}
-
-    def owns(self, tensor: torch.Tensor) -> bool:  # noqa: D102
-        return self._real.owns(tensor)
-
-    def current_stream(self) -> Stream:  # noqa: D102
-        return self._real.current_stream()
-
-    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
-        return self._real.on(stream)
-
-    def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        return self._real.record_event(stream, is_timed=is_timed)
-
-    def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
-        self._real.wait_event(stream, event, hazard)
-
-    def is_done(self, event: Event) -> bool:  # noqa: D102
-        return self._real.is_done(event)
-
-    def synchronize(self, event: Event) -> None:  # noqa: D102
-        self._real.synchronize(event)
-
-    def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
-        return self._real.measure_seconds(start, end)
-
-    def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:  # noqa: D102
+    def copy_bytes(*, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         if destination.is_meta:
-            self._sources[_place(destination)] = source
+            sources[_place(destination)] = source
         else:
-            self._real.copy_bytes(destination=destination, source=self._sources[_place(source)], stream=stream)
+            device.copy_bytes(destination=destination, source=sources[_place(source)], stream=stream)
 
-    def allocate_device(self, size_bytes: int) -> torch.Tensor:  # noqa: D102
-        return self._real.allocate_device(size_bytes)
-
-    def allocate_host(self, size_bytes: int) -> HostSlab:  # noqa: D102
+    def allocate_host(size_bytes: int) -> HostSlab:
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="meta"), free=lambda: None)
+
+    stand_in = copy.copy(device)
+    stand_in.copy_bytes, stand_in.allocate_host = copy_bytes, allocate_host  # type: ignore[method-assign]
+    stand_in.has_blocking_copies = False
+    return stand_in
 
 
 def _place(host: torch.Tensor) -> tuple[int, int]:
@@ -196,12 +162,6 @@ class _Fate:
     """Reason why one of the storage's tensors, and so the storage, stays on the device."""
     last_reason: str | None = None
     """Reason why the storage was not offloaded at the end of its region. A later region may have offloaded it."""
-
-    def find_reason(self) -> str | None:
-        """Return why the storage stays on the device, or None."""
-        if self.kept_reason is not None or self.has_left:
-            return self.kept_reason
-        return self.last_reason or OUTSIDE
 
 
 class _FollowingEngine(OffloadEngine):
@@ -247,7 +207,7 @@ class _FollowingEngine(OffloadEngine):
         stats = self.finish_step()
         staying: dict[str, int] = {}
         for fate in self._fates.values():
-            reason = fate.find_reason()
+            reason = fate.kept_reason or (None if fate.has_left else fate.last_reason or OUTSIDE)
             if reason is not None:
                 staying[reason] = staying.get(reason, 0) + fate.nbytes
         return SavingsEstimate(

@@ -19,7 +19,7 @@ import torch
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, keep_tensor
 from fgoffload.engine.identity import get_key
-from fgoffload.engine.region import SavingEngine, is_in_backward, mark_end, mark_start
+from fgoffload.engine.region import is_in_backward, mark_end, mark_start
 from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks, skip
 from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
 from fgoffload.integrations.pytorch.owner import EngineOwner
@@ -84,24 +84,15 @@ def enter_layer(layer: int) -> None:
 
 
 def note_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Count in `owner` why nothing is offloaded here, unless the user chose that.
-
-    Args:
-        owner: Owner of the region or forward.
-        tag: Tag of the region. None for a forward.
-    """
-    if not torch.is_grad_enabled():
-        return
-    if is_in_backward():
-        owner.count_recomputed(tag)
-    elif is_inert():
-        owner.count_shadowed(tag, _find_top_hook())
+    """Count in `owner` why a region of `tag`, or a forward if None, offloads nothing here, unless the user chose that."""
+    if torch.is_grad_enabled() and is_inert():
+        owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
 
-def begin_lane(owner: EngineOwner, engine: SavingEngine) -> Lane:
+def begin_lane(owner: EngineOwner) -> Lane:
     """Return the lane of the next microbatch of `owner`."""
     lane = Lane(chunk=0, microbatch=owner.count_forward())
-    engine.begin_forward(lane)
+    owner.get_engine().begin_forward(lane)
     return lane
 
 
@@ -133,12 +124,7 @@ class SizedSaving(UncompiledSaving):
     ends at the next save with another number. By then the op that filled it has returned, and its kernel is queued on a stream
     that the copy waits for. A group that is full at the end of the site ends there.
 
-    Args:
-        engine: Engine that offloads the groups.
-        lane: Lane of the microbatch.
-        tag: Tag of all groups.
-        layer: Layer of all groups. None numbers the groups of the lane.
-        group_bytes: Bytes from which a group is full.
+    A group of `group_bytes` is full. A `layer` of None numbers the groups of the lane.
     """
 
     __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "tag")
@@ -205,18 +191,12 @@ class BlockSaving(SizedSaving):
     Tensors saved by a backward inside the block stay on the device, since a double backward or a recompute needs them at once.
     Saves after such a backward belong to a new microbatch with its own lane. Otherwise the lane would grow with every step of
     a training loop in the block.
-
-    Args:
-        owner: Block that counts microbatches.
-        engine: The block's engine.
-        tag: Tag of all groups.
-        group_bytes: As for `SizedSaving`.
     """
 
     __slots__ = ("_owner",)
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, tag: str, group_bytes: int) -> None:
-        super().__init__(engine, begin_lane(owner, engine), tag=tag, layer=None, group_bytes=group_bytes)
+        super().__init__(engine, begin_lane(owner), tag=tag, layer=None, group_bytes=group_bytes)
         self._owner = owner
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -232,18 +212,14 @@ class BlockSaving(SizedSaving):
         """End the current group, and return the lane to continue in. It is new if backward has begun."""
         self.close_group()
         if self.lane.away < len(self.lane.groups):
-            self.lane = begin_lane(self._owner, self._engine)
+            self.lane = begin_lane(self._owner)
         return self.lane
 
 
 class Forward:
     """Forward of a model or a block, from `begin` to `finish`.
 
-    Args:
-        owner: Handle or block of the forward.
-        engine: The owner's engine.
-        hook: Hook for saves outside of regions. None only watches them, so that they join the groups whose storages they
-            share.
+    `hook` gets the saves outside of regions. None only watches them, so that they join the groups whose storages they share.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
@@ -253,7 +229,7 @@ class Forward:
         self._around = Surroundings()
         self._engine = engine
         self._hook = hook
-        self._saving = hook or UncompiledSaving(engine, begin_lane(owner, engine), None)
+        self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
         """Start to receive autograd's saves."""
@@ -268,10 +244,7 @@ class Forward:
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
         """Begin a run of a site and return its region, or None if offload does nothing here.
 
-        Args:
-            tag: Tag of the site.
-            given: Input of the site, for the start mark.
-            layer: Layer of the site. None takes the layer of the enclosing region, or 0.
+        `given` is the site's input, for the start mark. A `layer` of None takes that of the enclosing region, or 0.
         """
         if layer is None:
             layer = _layer.get()
@@ -303,13 +276,7 @@ class SavingRegion:
     """Open region. Autograd's saves go to its groups until `close`.
 
     A long region, such as one around many checkpoints, is offloaded in parts. As one group, its first tensors would stay on
-    the device until its end, and backward would reload all of it at once.
-
-    Args:
-        owner: Owner, which counts regions that saved nothing.
-        engine: The owner's engine.
-        saving: Hook that receives the saves.
-        given: Input of the region, for the start mark.
+    the device until its end, and backward would reload all of it at once. `given` is its input, for the start mark.
     """
 
     __slots__ = ("_around", "_engine", "_owner", "_saving", "_start")
@@ -334,18 +301,15 @@ class SavingRegion:
         group = saving.close_group()
         if group is None:
             return
-        if self._owner.is_watching and group.is_unused and saves_something(tensor, start=self._start):
+        is_unused = not (group.saved_tensors or group.passed_tensors)
+        if self._owner.is_watching and is_unused and saves_something(tensor, start=self._start):
             self._owner.count_hidden(saving.tag)
         if tensor is not None:
             mark_end(self._engine, saving.lane, group, tensor)
 
 
 class KeptRun:
-    """Run of a module inside of a region, whose saved tensors stay on the device.
-
-    Args:
-        forward: Running forward.
-    """
+    """Run of a module inside of a region, whose saved tensors stay on the device."""
 
     __slots__ = ("_around",)
 

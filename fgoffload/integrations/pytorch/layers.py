@@ -13,10 +13,7 @@ def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
     """Return a region for each layer of `model`: modules of the classes in `_no_split_modules`, else FSDP's units.
 
     Embeddings are left out. If layers are nested, only the outer one is a region. The tag is the last word of the layer's
-    name, such as `layers` for `model.layers.3`.
-
-    Raises:
-        ConfigError: No layers were found, or `model` is not a module.
+    name, such as `layers` for `model.layers.3`. Raises `ConfigError` if there are no layers.
     """
     check_model(model)
     whole = set(getattr(unwrap_model(model), "_no_split_modules", None) or ())

@@ -3,6 +3,15 @@
 [Note: A replaced forward]
 explains how a region wraps a module. The handle has no strong reference to a module, so weights,
 handle, engine and host memory are freed with the last reference to the model, without the cyclic garbage collector.
+
+[Note: Buffers stay]
+Batch norm updates its running statistics without a new version, so an old graph's copy on the host would
+pass for the current values. Saved buffers therefore stay on the device, as without offload. They are small, and the module
+would hold their memory anyway.
+
+Buffers are collected at the outermost module of each forward, since `to`, `register_buffer` and `functional_call` replace
+them, and copies of a model have their own. A walk costs 0.7 us per module, and calling a module costs ten or more. Only new
+buffers are passed to the engine. A buffer created during a forward counts from the next forward on.
 """
 
 import collections
@@ -18,7 +27,6 @@ import torch
 
 from fgoffload.engine import OffloadEngine, is_inert
 from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.pytorch.buffers import BufferWatch
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, enter_layer, find_running, note_inert
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
@@ -51,12 +59,7 @@ class ModelOffload(EngineOwner):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        sites: list[ModuleSite],
-        config: TransferConfig | None,
-        *,
-        device: DeviceChoice,
+        self, model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice
     ) -> None:
         name = type(getattr(model, "_orig_mod", model)).__name__
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
@@ -67,7 +70,8 @@ class ModelOffload(EngineOwner):
             )
         self._model = weakref.ref(model)  # weak, since the model references the handle
         self._sites = _list_weakly(sites)
-        self._buffers = BufferWatch()
+        self._buffers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Buffers of the last forward by id, with their data pointers, since `buffer.data` may be replaced."""
         self._replaced: list[weakref.ref[ReplacedForward]] = []  # weak, since they reference the handle
         if not self.config.enabled:
             return
@@ -162,11 +166,7 @@ class ModelOffload(EngineOwner):
             )
 
     def explain(self) -> str:
-        """Raise, since there is no plan without a budget.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise `ConfigError`, since there is no plan without a budget."""
         raise ConfigError(f"the offload of {self.name} has no plan to explain. Give `offload` a budget, as in memory='60GiB'.")
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
@@ -175,13 +175,9 @@ class ModelOffload(EngineOwner):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
-        """Begin a run of `module`, or return None if offload does nothing here.
+        """Begin a run of `module` with the arguments `given`, or return None if offload does nothing here.
 
-        Args:
-            module: Model, or a part of it.
-            given: Arguments of the call.
-            tag: Tag of the module's region. None for the model itself.
-            layer: Layer of the module's region.
+        `tag` and `layer` are those of the module's region. The model itself has the tag None.
         """
         if is_inert():
             note_inert(self, tag)
@@ -199,10 +195,30 @@ class ModelOffload(EngineOwner):
         """Begin a forward of `module`."""
         engine = self._engine or self.get_engine(given)
         if module is not None:
-            self._buffers.mark_new(module, engine.keep)  # see [Note: Buffers stay]
+            self._keep_buffers(module, engine)
         forward = Forward(self, engine)
         forward.begin()
         return forward
+
+    def _keep_buffers(self, module: torch.nn.Module, engine: OffloadEngine) -> None:
+        """Keep the buffers below `module` that are new or have moved since the last forward. See [Note: Buffers stay]."""
+        known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        new = []
+        for buffer in module.buffers():
+            if type(buffer) is not torch.Tensor:
+                continue  # the engine keeps subclasses on the device anyway
+            try:
+                address = buffer.data_ptr()
+            except RuntimeError:
+                continue  # without its own storage: a wrapper of `torch.func`, or sparse
+            entry = self._buffers.get(id(buffer))
+            if entry is None or entry[0]() is not buffer or entry[1] != address:
+                entry = weakref.ref(buffer), address
+                new.append(buffer)
+            known[id(buffer)] = entry
+        if new:
+            engine.keep(new)
+        self._buffers = known  # last, so that a second thread does not see a buffer as marked too early
 
     def _find_tensors(self, given: Any) -> Iterator[torch.Tensor]:
         model = self._model()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fgoffload.engine import Lane, OffloadEngine, StepStats, TagStats
-from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device
 from fgoffload.integrations.pytorch.report import RunTotals, TagUse, explain_idle, say_where
-from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, offload_with
+from fgoffload.integrations.pytorch.tensors import OffloadedTensor, check_config, check_tensor, make_engine, offload_with
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import MIB, format_bytes
 
@@ -28,17 +28,11 @@ WATCHED_FORWARDS = 3
 class EngineOwner:
     """Owns one engine, created on first use, and reads its statistics. Copies share the owner.
 
-    `engine_type` is the engine's class, which `estimate_savings` replaces.
-
-    Args:
-        config: Options of offload.
-        device: Device of the engine. None takes the device of the tensors when the engine is created.
-        name: Name of the offloaded model or block.
-        tags: Tags that should offload something.
-        group_bytes: Bytes of a full group, see the property. None derives it.
+    A `device` of None takes the device of the tensors when the engine is created. All `tags` should offload something.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine
+    """The engine's class, which `estimate_savings` replaces."""
 
     def __init__(
         self,
@@ -69,7 +63,8 @@ class EngineOwner:
         """Number of forwards with gradients, even if offload could do nothing there. Counted up to `WATCHED_FORWARDS`."""
         self._uses = {tag: TagUse() for tag in tags}
         self._totals = RunTotals()
-        self._is_checked = False
+        self.is_watching = True
+        """Whether idle tags have not been reported yet."""
         self._is_reported = False
 
     def __repr__(self) -> str:
@@ -95,21 +90,11 @@ class EngineOwner:
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
     def get_engine(self, given: Any = ()) -> OffloadEngine:
-        """Return the engine, and create it if needed.
-
-        Args:
-            given: Input of the forward, which may show the device.
-        """
+        """Return the engine, and create it if needed. `given`, the input of the forward, may show the device."""
         with self._lock:
             if self._engine is None:
-                config = self.config
-                self._engine = self.engine_type(
-                    device=make_device(self._device, tensors=self._find_tensors(given), host_memory=config.host_memory),
-                    policy=self._policy,
-                    min_offloaded_bytes=config.min_offloaded_bytes,
-                    keep=config.keep,
-                    is_timed=config.is_timed,
-                    host_budget_bytes=config.host_budget_bytes,
+                self._engine = make_engine(
+                    self.config, self._device, self._find_tensors(given), policy=self._policy, engine_type=self.engine_type
                 )
             return self._engine
 
@@ -119,11 +104,6 @@ class EngineOwner:
             self._forwards += 1
             self._is_reported = False
             return self._forwards - 1
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether idle tags have not been reported yet."""
-        return not self._is_checked
 
     def count_finished(self, lane: Lane) -> None:
         """Count a forward with gradients that ended without an exception, with its groups in `lane`."""
@@ -142,26 +122,21 @@ class EngineOwner:
         )
         self._engine.set_policy(self._policy)
 
-    def count_shadowed(self, tag: str | None, hook: Any) -> None:
-        """Count a region of `tag`, or a forward if None, that ran below the foreign pack hook `hook`.
+    def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
+        """Count a region of `tag`, or a forward if None, that did nothing.
 
-        Without a `hook`, it ran where hooks are not allowed.
+        It ran in a backward, or below the foreign pack `hook` or, without one, where hooks are not allowed.
         """
         if tag is None:
             self._watch_forward()
             return
         with self._lock:
             use = self._uses.setdefault(tag, TagUse())
-            use.shadowed += 1
-            use.shadow = use.shadow or say_where(hook)
-
-    def count_recomputed(self, tag: str | None) -> None:
-        """Count a region of `tag`, or a forward if None, that ran in a backward."""
-        if tag is None:
-            self._watch_forward()
-            return
-        with self._lock:
-            self._uses.setdefault(tag, TagUse()).recomputed += 1
+            if is_in_backward:
+                use.recomputed += 1
+            else:
+                use.shadowed += 1
+                use.shadow = use.shadow or say_where(hook)
 
     def count_hidden(self, tag: str) -> None:
         """Count a region of `tag` inside which foreign hooks took all saved tensors."""
@@ -186,8 +161,8 @@ class EngineOwner:
             self.last_totals = RunTotals()
             self.last_totals.add(stats, forwards=forwards)
             self._totals.add(stats, forwards=forwards)
-            is_first = not self._is_checked and (finished > 0 or any(use.was_inert for use in self._uses.values()))
-            self._is_checked = self._is_checked or is_first
+            is_first = self.is_watching and (finished > 0 or any(use.shadowed or use.recomputed for use in self._uses.values()))
+            self.is_watching = self.is_watching and not is_first
         if is_first:
             self._warn_of_idle(stats.tags)
         self.last_stats = stats
@@ -217,7 +192,7 @@ class EngineOwner:
             return
         self.stats()
         self._is_reported = True
-        if self._engine is None and self.config.enabled and not self._is_checked:
+        if self._engine is None and self.config.enabled and self.is_watching:
             logger.warning(
                 "offload of %s had no effect: no forward with gradients went through it. Call the offloaded model, and "
                 "compile it after `offload`.",
@@ -235,12 +210,12 @@ class EngineOwner:
         return self
 
     def _watch_forward(self) -> None:
-        if self._is_checked:
+        if not self.is_watching:
             return
         with self._lock:
             self._watched_forwards += 1
-            is_due = not self._is_checked and self._watched_forwards >= WATCHED_FORWARDS
-            self._is_checked = self._is_checked or is_due
+            is_due = self.is_watching and self._watched_forwards >= WATCHED_FORWARDS
+            self.is_watching = self.is_watching and not is_due
         if is_due:
             self._warn_of_idle({} if self._engine is None else self._engine.read_tags())
 

@@ -49,12 +49,10 @@ class ModuleSite:
 
 
 def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
-    """Return the modules of `model` that match `patterns`, in the model's order.
+    """Return the modules of `model` that match `patterns`, in the model's order. See [Note: Globs].
 
-    Args:
-        model: Module tree.
-        patterns: See [Note: Globs]. Without tags, a module's tag is the last part of its name that is a word, such as `attn`
-            for `layers.3.attn` and `mlp` for `mlp.0`. If no part is a word, the tag is the name of its class.
+    Without tags, a module's tag is the last part of its name that is a word, such as `attn` for `layers.3.attn` and `mlp` for
+    `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
         ConfigError: `model` is not a module, a pattern is not text or matches no module, two patterns give a module different
@@ -71,21 +69,13 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
 
 
 def check_model(model: object) -> None:
-    """Reject a value that is not a module.
-
-    Raises:
-        ConfigError: `model` is not a module.
-    """
+    """Raise `ConfigError` unless `model` is a module."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model {model!r} is not a torch.nn.Module. Give the model itself.")
 
 
 def check_tag(tag: object) -> None:
-    """Reject a tag that is not one word.
-
-    Raises:
-        ConfigError: `tag` is not one word.
-    """
+    """Raise `ConfigError` unless `tag` is one word."""
     if not isinstance(tag, str) or not tag.isidentifier():
         raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, as in 'core_attn'.")
 
@@ -173,15 +163,9 @@ def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]) -> ModuleSite:
-    """Return the region around `module`.
+    """Return the region around `module`, whose `name` is without the parts of wrappers.
 
-    Args:
-        module: Module of the region.
-        name: Name of the module, without the parts of wrappers.
-        tags: Tags by matching pattern. None takes the last word of the name.
-
-    Raises:
-        ConfigError: Two patterns give different tags.
+    `tags` has a tag by matching pattern. None takes the last word of the name. Raises `ConfigError` if two tags differ.
     """
     parts = name.split(".")
     words = [part for part in parts if part.isidentifier()]

@@ -45,38 +45,25 @@ _CALLED = (_FORWARD, CHECKPOINT)
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
 
-class Run(Protocol):
-    """Run of a module with gradients."""
+class _OffloadHandle(Protocol):
+    """The interface of a handle that replaced forwards use. See `ModelOffload`."""
 
-    def finish(self, output: Any) -> None:
-        """End the run, after the module has returned `output`."""
+    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any: ...
 
-
-class OffloadHandle(Protocol):
-    """Interface of a handle that replaced forwards use."""
-
-    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return the function to run instead of `forward`."""
-
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Run | None:
-        """Begin a run of `module`, or return None if offload does nothing here."""
+    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any: ...
 
 
 class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
-    Args:
-        module: Module whose forward is replaced.
-        handle: Handle of the model. None for a copy, which runs without offload.
-        site: Region of the module. None for the model itself.
-        name: Name of the replaced attribute.
-        before: The module's own attribute, such as another wrapper. `put` sets it.
+    A copy has no `handle` and runs without offload. The model itself has no `site`. `before` is the module's own attribute of
+    this `name`, such as another wrapper. `put` sets it.
     """
 
     def __init__(
         self,
         module: torch.nn.Module | None,
-        handle: OffloadHandle | None = None,
+        handle: _OffloadHandle | None = None,
         *,
         site: ModuleSite | None = None,
         name: str = _FORWARD,
@@ -108,12 +95,7 @@ class ReplacedForward:
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
-            _leave_out_removed(vars(module))
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether the replacement only calls the original forward."""
-        return self._handle is None
+            _leave_out(vars(module), only_removed=True)
 
     @skip  # only the called function is compiled, since torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,31 +220,19 @@ def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | N
     return ReplacedForward(module, before=before)
 
 
-def _leave_out_removed(attributes: dict[str, Any]) -> None:
-    """Delete removed forwards from a module's attributes. Delete all our attributes with the last one."""
+def _leave_out(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
+    """Unwrap our outermost replaced forwards in a module's attributes. Delete our other attributes with the last one."""
     for name in _CALLED:
-        _leave_out(attributes, name, lambda replaced: replaced.is_removed)
+        found = attributes.get(name)
+        while isinstance(found, ReplacedForward) and not (only_removed and found._handle is not None):  # noqa: SLF001
+            found = found._before  # noqa: SLF001 - of this class
+        if found is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = found
     if not any(isinstance(attributes.get(name), ReplacedForward) for name in _CALLED):
-        _leave_out_ours(attributes)
-
-
-def _leave_out_ours(attributes: dict[str, Any]) -> None:
-    """Delete all our attributes from a module's attributes."""
-    for name in _CALLED:
-        _leave_out(attributes, name, lambda replaced: True)
-    for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
-        attributes.pop(name, None)
-
-
-def _leave_out(attributes: dict[str, Any], name: str, is_chosen: Callable[[ReplacedForward], bool]) -> None:
-    """Unwrap the chosen outermost replaced forwards in the attribute `name`."""
-    found = attributes.get(name)
-    while isinstance(found, ReplacedForward) and is_chosen(found):
-        found = found._before  # noqa: SLF001 - of this class
-    if found is None:
-        attributes.pop(name, None)
-    else:
-        attributes[name] = found
+        for name in (_STATE, _REDUCE, _REPLICATE, HANDLE):
+            attributes.pop(name, None)
 
 
 def _get_plain_state(module: torch.nn.Module) -> Any:
@@ -271,7 +241,7 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
     state = kind.__getstate__(module)
     if isinstance(state, dict):
         state = dict(state)
-        _leave_out_ours(state)
+        _leave_out(state)
     return state
 
 
@@ -285,7 +255,7 @@ def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
     kind: Any = type(module)
     plain = object.__new__(kind)  # not by a call: `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
-    _leave_out_ours(vars(plain))
+    _leave_out(vars(plain))
     return plain.__reduce_ex__(protocol)
 
 
@@ -293,5 +263,5 @@ def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without our attributes."""
     kind: Any = type(module)
     replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
-    _leave_out_ours(vars(replica))
+    _leave_out(vars(replica))
     return replica

@@ -67,11 +67,6 @@ class TagUse:
     hidden: int = 0
     """Number of runs in which foreign hooks took all saved tensors."""
 
-    @property
-    def was_inert(self) -> bool:
-        """Whether some regions ran where offload does nothing."""
-        return self.shadowed > 0 or self.recomputed > 0
-
 
 def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
     """Return why `tag` offloaded nothing and what to do. None if it offloaded something."""

@@ -1,5 +1,8 @@
 """Offloads and reloads a single tensor by hand."""
 
+import dataclasses
+from collections.abc import Iterable
+
 import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine
@@ -9,18 +12,14 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
 from fgoffload.plan import Site
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.transfer_schedule import SavedState
+from fgoffload.transfer_schedule import SavedState, TransferPolicy
 
 TAG = "by_hand"
 """Tag of manually offloaded tensors in the statistics."""
 
 
 def check_config(config: object) -> TransferConfig | None:
-    """Check the type of `config` and return it.
-
-    Raises:
-        ConfigError: `config` is neither a `TransferConfig` nor None.
-    """
+    """Return `config`. Raise `ConfigError` if it is neither a `TransferConfig` nor None."""
     if config is None or isinstance(config, TransferConfig):
         return config
     raise ConfigError(
@@ -29,11 +28,7 @@ def check_config(config: object) -> TransferConfig | None:
 
 
 def check_tensor(tensor: object) -> None:
-    """Reject values without a strided storage.
-
-    Raises:
-        ConfigError: `tensor` is not a strided tensor.
-    """
+    """Raise `ConfigError` unless `tensor` is a strided tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"offload_tensor was given a {type(tensor).__name__}. Give one tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -126,16 +121,28 @@ def offload_tensor(
     if not config.enabled:
         return offload_with(None, tensor)
     needed_bytes = round_up(max(1, tensor.untyped_storage().nbytes()))
-    engine = OffloadEngine(
-        device=make_device(device, tensors=(tensor,), host_memory=config.host_memory),
-        policy=config.derive_policy(),
+    # The arena reserves whole slabs, up to its budget.
+    config = dataclasses.replace(config, host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes))
+    return offload_with(make_engine(config, device, (tensor,), policy=config.derive_policy()), tensor)
+
+
+def make_engine(
+    config: TransferConfig,
+    device: DeviceChoice,
+    tensors: Iterable[torch.Tensor] | None,
+    *,
+    policy: TransferPolicy,
+    engine_type: type[OffloadEngine] = OffloadEngine,
+) -> OffloadEngine:
+    """Return an engine with the options of `config`. For `device` and `tensors` see `make_device`."""
+    return engine_type(
+        device=make_device(device, tensors=tensors, host_memory=config.host_memory),
+        policy=policy,
         min_offloaded_bytes=config.min_offloaded_bytes,
         keep=config.keep,
         is_timed=config.is_timed,
-        # The arena reserves whole slabs, up to its budget.
-        host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes),
+        host_budget_bytes=config.host_budget_bytes,
     )
-    return offload_with(engine, tensor)
 
 
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:

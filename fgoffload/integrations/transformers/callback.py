@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fgoffload.engine import TimeKind
@@ -12,7 +13,6 @@ from fgoffload.integrations.pytorch.entry import NO_MEMORY, offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
-from fgoffload.integrations.transformers.rivals import warn_of_rivals
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import GIB, is_size
 
@@ -83,7 +83,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
         if self.handle is None:
-            warn_of_rivals(args, model)
+            _warn_of_rivals(args, model)
         elif not self.handle.is_of(model):
             self.handle.close()
         elif self._memory is not None:
@@ -119,7 +119,10 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         """Add the last step's numbers to the trainer's log."""
         if self.handle is None or logs is None or "loss" not in logs:
             return
-        found = _list_numbers(self.handle)
+        totals, stats = self.handle.last_totals, self.handle.last_stats
+        found = {"offload/saved_gib": totals.freed_bytes_per_forward / GIB, "offload/percent": totals.percent}
+        if stats is not None and self.handle.config.is_timed:
+            found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
         logs.update(found)
         state.log_history[-1].update(found)  # its last entry is a copy of `logs`
 
@@ -146,9 +149,21 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         return self._plan if self.handle is None else self.handle.explain()
 
 
-def _list_numbers(handle: ModelOffload) -> dict[str, float]:
-    totals, stats = handle.last_totals, handle.last_stats
-    found = {"offload/saved_gib": totals.freed_bytes_per_forward / GIB, "offload/percent": totals.percent}
-    if stats is not None and handle.config.is_timed:
-        found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
-    return found
+def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
+    """Warn once about other switches, in `args` of any version or in wrappers of `model`, that offload activations."""
+    rivals = []
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
+    found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
+    if found:
+        rivals.append(f"transformers' {found}={{'offload': True}}")
+    if any(type(module).__name__ == "OffloadWrapper" for module in model.modules()):
+        rivals.append("accelerate's fsdp_activation_checkpointing_offload")
+    if getattr(args, "activation_offloading", False):
+        rivals.append("TRL's activation_offloading")
+    if rivals:
+        logger.warning(
+            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the "
+            "others off. Results stay bitwise identical.",
+            " and ".join(rivals),
+            "are" if len(rivals) > 1 else "is",
+        )

@@ -37,7 +37,8 @@ def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
     finally:
         sys.meta_path.remove(finder)
         if _MODULE in sys.modules:
-            _restore(sys.modules[_MODULE])
+            trainer = sys.modules[_MODULE].Trainer
+            trainer.__init__ = trainer.__init__.__wrapped__
 
 
 def _patch(module: ModuleType, *, made: list[str], memory: str | int | None) -> None:
@@ -49,10 +50,6 @@ def _patch(module: ModuleType, *, made: list[str], memory: str | int | None) -> 
         _add_callback(self, made, memory)
 
     module.Trainer.__init__ = make
-
-
-def _restore(module: ModuleType) -> None:
-    module.Trainer.__init__ = module.Trainer.__init__.__wrapped__
 
 
 def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> None:

@@ -22,7 +22,7 @@ def make_arena(budget_bytes: int = 1 << 20, slab_bytes: int = 1 << 16, device: C
 def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_two():
     arena = make_arena()
     block = arena.find_block(100_000)
-    assert block.buffer.shape == (100_000,)
+    assert block.parts[0].shape == (100_000,)
     assert arena.reserved_bytes == 100_352  # the next multiple of 512
     assert arena.used_bytes == 100_352
 
@@ -157,11 +157,11 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data):
         _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would hold them
-        before, block.last_read = block.last_read, Read()
+        before, block.place.last_read = block.place.last_read, Read()
         for slab, unit in self.list_units(block):
             self.readers[slab][unit].discard(before)  # who waits for the last copy waits for those before it
-            self.readers[slab][unit].add(block.last_read)
-        self.reads.append(block.last_read)
+            self.readers[slab][unit].add(block.place.last_read)
+        self.reads.append(block.place.last_read)
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
@@ -228,7 +228,7 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
 def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_and_joined():
     arena = make_arena(budget_bytes=8 * 512, slab_bytes=8 * 512, device=ModelDevice())
     block = arena.find_block(8 * 512)
-    block.last_read = Read()
+    block.place.last_read = Read()
     del block
     for _ in range(20):
         blocks = [arena.find_block(512) for _ in range(8)]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.sites import Sites, make_engine
+from support.sites import DelayedCpuDevice, Sites, make_engine
 from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+from fgoffload.engine import CpuDevice, OffloadEngine
 
 pytestmark = pytest.mark.quick
 

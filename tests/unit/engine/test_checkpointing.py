@@ -7,16 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.sites import Sites, has_hooks, make_engine
+from support.sites import DelayedCpuDevice, Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import ActivationLedger, DelayedCpuDevice, OffloadEngine
+from fgoffload.engine import ActivationLedger, OffloadEngine
 
 pytestmark = pytest.mark.quick
 

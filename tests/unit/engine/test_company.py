@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, get_gradients, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, get_gradients, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import Site, StateError, TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, Lane
+from fgoffload.engine import CpuDevice, Lane
 
 pytestmark = pytest.mark.quick
 

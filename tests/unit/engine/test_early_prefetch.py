@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, make_engine
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import DelayedCpuDevice
 from fgoffload.engine.ledger import ActivationLedger
 from fgoffload.engine.stats import TagStats
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.failing import OPERATIONS, FailingCpuDevice, refuse_to_lock, run_out_of_memory
-from support.sites import Sites, has_hooks, make_engine
+from support.sites import DelayedCpuDevice, Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, Device, OffloadEngine
+from fgoffload.engine import CpuDevice, Device, OffloadEngine
 
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 NBYTES = 32 * 32 * 4
@@ -127,11 +127,7 @@ def raise_in_tensor_hook(make_error: MakeError) -> Callable[[torch.Tensor], torc
     return act
 
 
-PLACES = {
-    "forward": raise_in_forward,
-    "backward": raise_in_backward,
-    "tensor hook": raise_in_tensor_hook,
-}
+PLACES = {"forward": raise_in_forward, "backward": raise_in_backward, "tensor hook": raise_in_tensor_hook}
 
 
 @DEVICES

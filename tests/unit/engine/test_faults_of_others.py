@@ -6,13 +6,13 @@ The order is that of a list of faults found in public source and threads, most o
 import pytest
 import torch
 from support.clocks import ClockedCpuDevice
-from support.sites import Sites, check_same_bits, get_gradients, has_hooks, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, get_gradients, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, Site, StateError, TransferPolicy
-from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
+from fgoffload.engine import ActivationLedger, CpuDevice, KeptReason, OffloadEngine
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.patching.imports import load_module
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.sites import Sites, has_hooks, make_engine
+from support.sites import DelayedCpuDevice, Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+from fgoffload.engine import CpuDevice, OffloadEngine
 
 pytestmark = pytest.mark.quick
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, make_engine
 from support.tensors import get_bits, leaf
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fgoffload import StateError
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
+from fgoffload.engine import CpuDevice, KeptReason
 
 pytestmark = pytest.mark.quick
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.sites import Sites, make_engine
+from support.sites import DelayedCpuDevice, Sites, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import StateError, TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+from fgoffload.engine import CpuDevice, OffloadEngine
 
 pytestmark = pytest.mark.quick
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.sites import Sites, make_engine
+from support.sites import DelayedCpuDevice, Sites, make_engine
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
+from fgoffload.engine import CpuDevice, KeptReason, OffloadEngine
 
 N = 128
 NBYTES = N * N * 4

@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
-from support.sites import Sites, make_engine
+from support.sites import DelayedCpuDevice, Sites, make_engine
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice, HostSlab, KeptReason
+from fgoffload.engine import ActivationLedger, CpuDevice, HostSlab, KeptReason
 
 pytestmark = pytest.mark.quick
 
@@ -116,7 +116,7 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
 @pytest.mark.parametrize(("most", "waits"), [(None, 0), (0, 4), (1, 2)])
 def test_of_each_tag_so_many_groups_may_be_in_flight(most, waits):
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(prefetch_bytes=0))
-    engine.submission.most_in_flight = most
+    engine.execution.most_in_flight = most
     output = run_layers(Sites(engine), [weight(seed) for seed in range(4)], ["a", "b", "a", "b"])
     assert engine.finish_step().window_waits == waits
     output.sum().backward()

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.clocks import ClockedCpuDevice
-from support.sites import Sites, check_same_bits, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, make_engine
 
 from fgoffload import StateError
-from fgoffload.engine import DelayedCpuDevice, Lane
+from fgoffload.engine import Lane
 from fgoffload.plan import Site
 
 pytestmark = pytest.mark.quick

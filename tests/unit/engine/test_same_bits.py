@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, make_engine
-
-from fgoffload.engine import DelayedCpuDevice
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, make_engine
 
 pytestmark = pytest.mark.quick
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from support.sites import Sites, check_same_bits, make_engine
+from support.sites import DelayedCpuDevice, Sites, check_same_bits, make_engine
 from support.tensors import assert_same_bits, leaf, without_the_cyclic_collector
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason, OffloadEngine
+from fgoffload.engine import CpuDevice, KeptReason, OffloadEngine
 
 pytestmark = pytest.mark.quick
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.sites import Sites, has_hooks, make_engine
+from support.sites import DelayedCpuDevice, Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
 
 from fgoffload import TransferPolicy
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, OffloadEngine
+from fgoffload.engine import CpuDevice, OffloadEngine
 
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 STEPS = 4

@@ -137,9 +137,7 @@ def make_spec(model, config, stage):
     if model.experts is not None:
         return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
     return specs.get_gpt_layer_local_spec(
-        qk_layernorm=model.has_qk_norm,
-        multi_latent_attention=model.latent is not None,
-        normalization=model.normalization,
+        qk_layernorm=model.has_qk_norm, multi_latent_attention=model.latent is not None, normalization=model.normalization
     )
 
 

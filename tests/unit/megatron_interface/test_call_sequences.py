@@ -169,7 +169,7 @@ def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
     with with_offload("core_attn") as training:
         training.models[0].settings["max_inflight_offloads"] = 2
         training.step()
-        assert training.offload.engine.submission.most_in_flight == 2
+        assert training.offload.engine.execution.most_in_flight == 2
         training.models[0].settings["max_inflight_offloads"] = -1
         with pytest.raises(ConfigError, match="fine_grained_offloading_max_inflight_offloads -1 is below 0"):
             training.step()

@@ -37,10 +37,7 @@ REFUSED = {
         lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),
         "modules \\('layers',\\) are named without a model",
     ),
-    "a forward that was run": (
-        lambda: fgoffload.estimate_savings(torch.ones(1)),
-        "forward is a Tensor, which is not callable",
-    ),
+    "a forward that was run": (lambda: fgoffload.estimate_savings(torch.ones(1)), "forward is a Tensor, which is not callable"),
     "an estimate of no model": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),
 }
 

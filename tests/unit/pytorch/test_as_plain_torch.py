@@ -5,12 +5,13 @@ import contextlib
 import pytest
 import torch
 from support.models import ALL
+from support.sites import DelayedCpuDevice
 from torch import nn
 from torch.nn import functional
 
 import fgoffload
 from fgoffload import StateError
-from fgoffload.engine import CpuDevice, DelayedCpuDevice, KeptReason
+from fgoffload.engine import CpuDevice, KeptReason
 
 pytestmark = pytest.mark.quick
 

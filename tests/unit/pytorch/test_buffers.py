@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 from support.models import ALL, WIDTH, check_equal, make_inputs
+from support.sites import DelayedCpuDevice
 from torch import nn
 
 import fgoffload
-from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload.engine import KeptReason
 
 
 def make_model() -> nn.Sequential:
@@ -57,12 +58,7 @@ def swap_buffers(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (run(inputs).sin() + older).sum()
 
 
-SEQUENCES = [
-    keep_an_older_graph,
-    change_the_model_in_between,
-    run_a_copy,
-    swap_buffers,
-]
+SEQUENCES = [keep_an_older_graph, change_the_model_in_between, run_a_copy, swap_buffers]
 
 
 def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:

@@ -6,10 +6,11 @@ import weakref
 import pytest
 import torch
 from support.models import ALL, make_net
+from support.sites import DelayedCpuDevice
 
 import fgoffload
 from fgoffload import StateError, TransferConfig
-from fgoffload.engine import DelayedCpuDevice, KeptReason
+from fgoffload.engine import KeptReason
 from fgoffload.engine.identity import StorageRef
 
 pytestmark = pytest.mark.quick

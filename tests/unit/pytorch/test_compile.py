@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.models import (
-    ALL,
-    LAYERS,
-    MLP_BYTES,
-    PATTERNS,
-    ROW_BYTES,
-    WIDTH,
-    check_equal,
-    get_gradients,
-    make_inputs,
-    make_net,
-)
+from support.models import ALL, LAYERS, MLP_BYTES, PATTERNS, ROW_BYTES, WIDTH, check_equal, get_gradients, make_inputs, make_net
 from support.sites import has_hooks
 from torch import nn
 

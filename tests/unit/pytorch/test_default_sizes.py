@@ -2,10 +2,11 @@
 
 import pytest
 from support.models import ATTN_BYTES, MLP_BYTES, check_equal, get_gradients, make_inputs, make_net
+from support.sites import DelayedCpuDevice
 
 import fgoffload
 from fgoffload import TransferConfig
-from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice
+from fgoffload.engine import ActivationLedger, CpuDevice
 from fgoffload.units import GIB, MIB
 
 LAYERS = 16

@@ -18,11 +18,10 @@ from support.models import (
     make_inputs,
     make_net,
 )
-from support.sites import has_hooks
+from support.sites import DelayedCpuDevice, has_hooks
 from torch import nn
 
 import fgoffload
-from fgoffload.engine import DelayedCpuDevice
 from fgoffload.engine.identity import StorageRef
 
 pytestmark = pytest.mark.quick

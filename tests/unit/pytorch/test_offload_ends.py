@@ -10,17 +10,7 @@ import weakref
 
 import pytest
 import torch
-from support.models import (
-    ALL,
-    LAYERS,
-    PATTERNS,
-    ROW_BYTES,
-    WIDTH,
-    check_equal,
-    get_gradients,
-    make_inputs,
-    make_net,
-)
+from support.models import ALL, LAYERS, PATTERNS, ROW_BYTES, WIDTH, check_equal, get_gradients, make_inputs, make_net
 from support.sites import has_hooks
 from torch import nn
 
@@ -173,6 +163,16 @@ def test_remove_puts_all_forwards_back_and_a_second_call_does_no_harm():
     handle.close()
     handle.close()
     assert handle.last_stats is not None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_handles_on_one_module_either_may_be_removed_first(first):
+    shared = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    models = (nn.Sequential(shared), shared)
+    handles = [fgoffload.offload(model, {glob: "mlp"}, ALL) for model, glob in zip(models, ("0.0", "0"), strict=True)]
+    handles.pop(first).remove()
+    models[1 - first](torch.ones(4, WIDTH)).sum().backward()
+    assert handles[0].stats().d2h_bytes > 0
 
 
 def test_the_users_filter_and_the_minimum_size_are_obeyed():

@@ -20,12 +20,13 @@ from support.models import (
     make_inputs,
     make_net,
 )
+from support.sites import DelayedCpuDevice
 from torch import nn
 
 import fgoffload
 from fgoffload import HostMemory
-from fgoffload.engine import CpuDevice, DelayedCpuDevice
-from fgoffload.integrations.pytorch import devices, owner
+from fgoffload.engine import CpuDevice
+from fgoffload.integrations.pytorch import devices
 
 pytestmark = pytest.mark.quick
 
@@ -107,7 +108,7 @@ def test_two_threads_that_begin_at_once_make_one_engine(monkeypatch):
         time.sleep(0.05)
         return CpuDevice()
 
-    monkeypatch.setattr(owner, "make_device", make_slowly)
+    monkeypatch.setattr("fgoffload.integrations.pytorch.tensors.make_device", make_slowly)
     with fgoffload.offload(make_net(), PATTERNS, ALL) as handle:
         threads = [threading.Thread(target=handle.get_engine) for _ in range(2)]
         for thread in threads:

@@ -8,12 +8,13 @@ import contextlib
 import pytest
 import torch
 from support.models import ALL, check_equal, copy_gradients, make_inputs, make_net
+from support.sites import DelayedCpuDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import TransferConfig
-from fgoffload.engine import ActivationLedger, CpuDevice, DelayedCpuDevice
+from fgoffload.engine import ActivationLedger, CpuDevice
 
 ROWS, WIDTH = 10, 100
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import HealthCheck, event, given, reject, settings
 from support.models import check_equal
 from support.random_models import Training, make_model, trainings
-from support.sites import has_hooks
+from support.sites import DelayedCpuDevice, has_hooks
 from torch import nn
 
 import fgoffload
-from fgoffload.engine import CpuDevice, DelayedCpuDevice
+from fgoffload.engine import CpuDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.models import ALL, ROW_BYTES, WIDTH, check_equal, get_gradients, make_inputs
-from support.sites import has_hooks
+from support.sites import DelayedCpuDevice, has_hooks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import ConfigError, StateError
-from fgoffload.engine import DelayedCpuDevice, Group
+from fgoffload.engine import Group
 
 pytestmark = pytest.mark.quick
 

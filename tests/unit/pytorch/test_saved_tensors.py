@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 from support.models import ALL, ROW_BYTES, check_equal, copy_gradients, get_gradients, make_inputs, make_net
-from support.sites import has_hooks
+from support.sites import DelayedCpuDevice, has_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fgoffload
 from fgoffload import ConfigError
-from fgoffload.engine import DelayedCpuDevice, Group, KeptReason
+from fgoffload.engine import Group, KeptReason
 
 pytestmark = pytest.mark.quick
 

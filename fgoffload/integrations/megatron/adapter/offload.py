@@ -118,7 +118,7 @@ class MegatronOffload:
             raise ConfigError(
                 f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Give 0 or more, or leave it out."
             )
-        self.engine.submission.most_in_flight = most_in_flight
+        self.engine.execution.most_in_flight = most_in_flight
         self._chunk = chunk
         if torch.is_grad_enabled():
             self._begin_lane()
