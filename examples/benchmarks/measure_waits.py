@@ -175,8 +175,8 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
                 f"--tags {' '.join(tags)} move nothing in this model. Give others, or a smaller --min-offloaded-tensor-size."
             )
         idle = None
-        if repeat == 0 and job.trace_folder is not None:
-            idle = trace_step(trainer, job.trace_folder / f"trace_{remedies.name.lower()}.json.gz")
+        if repeat == 0 and job.writes_traces:
+            idle = trace_step(trainer, job.folder / f"trace_{remedies.name.lower()}.json.gz")
     return Run(
         remedies=remedies,
         repeat=repeat,
@@ -296,8 +296,8 @@ def make_job(options: argparse.Namespace, flags: Sequence[str], folder: Path) ->
         own_flags=("--tags", "--steps", "--warmup", "--repeats", "--trace", "--out"),
         warmup=options.warmup,
         steps=options.steps,
-        plan_folder=folder,
-        trace_folder=folder,
+        folder=folder,
+        writes_traces=True,
     )
 
 

@@ -46,7 +46,7 @@ from rich.text import Text
 from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.measurement import Summary, find_quantiles
 from fgoffload.benchmark.report import ABSENT, Workload, has_intervals, name_row, name_run, name_versions
-from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, check_plans, parse_setting
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
@@ -284,7 +284,8 @@ def run_all(
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
-    check_plans(settings)  # before a process starts: this script makes no plans
+    for setting in settings:
+        setting.list_flags()  # before a process starts, since this script makes no plans for budgets
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
@@ -292,7 +293,7 @@ def run_all(
         own_flags=("--settings", "--rounds", "--warmup", "--repeats", "--steps-a-round", "--energy", "--out"),
         warmup=options.warmup,
         steps=options.rounds * options.steps_a_round,
-        plan_folder=folder,
+        folder=folder,
     )
     players = list_players(settings)
     repeats: list[Steps] = []

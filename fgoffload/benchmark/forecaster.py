@@ -3,10 +3,11 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.prediction import Prediction, Source
-from fgoffload.benchmark.rank_models import build_job_ranks, build_profile_ranks
+from fgoffload.benchmark.rank_models import build_profile_ranks, build_table_ranks, load_profile
 from fgoffload.benchmark.settings import BASELINE, FULL, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import OffloadError, PlanError
@@ -15,6 +16,7 @@ from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
+from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.tags import find_recompute_unit
 
@@ -25,31 +27,26 @@ SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System
 
 
 class Forecaster:
-    """Predicts step time and peak memory of settings.
+    """Predicts step time and peak memory of settings. It is no error if the hardware table lacks the device.
 
     Args:
-        job: The benchmark's options.
-        profile: An existing profile; None if there is none, or if the benchmark measures one.
+        job: The benchmark's options. If the benchmark measures a profile, it is written by now.
+        device: Name of the benchmark's device in torch.
     """
 
-    def __init__(self, job: Job, *, profile: Profile | None = None) -> None:
+    def __init__(self, job: Job, device: str) -> None:
         self._job = job
-        self._profile = profile
         self._ranks: dict[Source, Sequence[RankModel]] = {}
-
-    def meet(self, device: str) -> None:
-        """Prepare predictions for the benchmark's device. It is no error if the hardware table lacks the device."""
-        hardware, profile = find_hardware(device), self._profile
-        if hardware is not None:
-            self._learn(Source.TABLE, lambda: build_job_ranks(self._job, hardware))
-        if profile is not None and profile.device != device:
-            logger.warning("The profile gives no predictions: it is of %s, and this is %s", profile.device, device)
-        elif profile is not None:
-            self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, profile))
-
-    def read_profile(self) -> None:
-        """Also predict from the profile that the benchmark measured."""
-        self._learn(Source.PROFILE, lambda: build_profile_ranks(self._job, Profile.load(self._job.profile_path)))
+        sources: dict[Source, tuple[Callable[[Job, Any], Sequence[RankModel]], Hardware | Profile | None]] = {
+            Source.TABLE: (build_table_ranks, find_hardware(device)),
+            Source.PROFILE: (build_profile_ranks, load_profile(job, device)),
+        }
+        for source, (build_ranks, times) in sources.items():
+            try:
+                if times is not None:
+                    self._ranks[source] = build_ranks(job, times)
+            except OffloadError as error:
+                logger.warning("Nothing is predicted from the %s: %s", source.value, error)
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
         """Return each source's prediction for a setting. An error costs the prediction, never the measurement."""
@@ -61,12 +58,6 @@ class Forecaster:
             except Exception as error:
                 logger.warning("%s is not predicted from the %s: %s", setting.name, source.value, error, exc_info=True)
         return found
-
-    def _learn(self, source: Source, build_ranks: Callable[[], Sequence[RankModel]]) -> None:
-        try:
-            self._ranks[source] = build_ranks()
-        except OffloadError as error:
-            logger.warning("Nothing is predicted from the %s: %s", source.value, error)
 
 
 def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:

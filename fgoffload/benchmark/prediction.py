@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.settings import Setting
@@ -40,22 +40,3 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 def choose_source(predictions: Predictions) -> Source:
     """Return the source for the table's columns: the profile if there is one, since it was measured on this training."""
     return Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
-
-
-COLUMNS: Sequence[str] = tuple(
-    f"{source.value}_{what}" for source in Source for what in ("step_s", "over_baseline", "peak_bytes")
-)
-"""Columns of predictions in the CSV file."""
-
-
-def list_numbers(measurement: Measurement, predictions: Mapping[Source, Prediction]) -> dict[str, float]:
-    """Return the predictions for one measurement, by the names in `COLUMNS`."""
-    numbers: dict[str, float] = {}
-    for source, one in predictions.items():
-        values = {
-            "step_s": round(one.step_s, 6),
-            "over_baseline": round(one.ratio, 6),
-            "peak_bytes": one.find_peak(measurement),
-        }
-        numbers |= {f"{source.value}_{what}": value for what, value in values.items()}
-    return numbers

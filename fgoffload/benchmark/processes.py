@@ -15,8 +15,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
 
-from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Purpose, Run, Task
-from fgoffload.benchmark.measurement import Outcome
+from fgoffload.benchmark.job import Crashed, Finished, Job, Message, Task
+from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
@@ -30,8 +30,8 @@ _JOIN_SECONDS = 10.0
 class Session:
     """The processes of one session. Leaving the context ends them, even if they are busy."""
 
-    def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
-        self._log = log
+    def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> None:
+        self._log = job.folder / f"log_{kind.value}_{session}.txt"
         self._folder = contextlib.ExitStack()
         store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
         self._processes: list[SpawnProcess] = []
@@ -39,7 +39,7 @@ class Session:
         # Spawn, since a forked process would inherit imports that have already read their environment switches.
         context = multiprocessing.get_context("spawn")
         for rank in range(job.world_size):
-            task = Task(job=job, runs=tuple(runs), rank=rank, store=store, environment=kind.environment, log=log)
+            task = Task(job=job, runs=tuple(runs), kind=kind, session=session, rank=rank, store=store, log=self._log)
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=run_worker, args=(task, writer), daemon=True)
             process.start()
@@ -92,7 +92,7 @@ class Session:
         self._folder.close()
 
 
-StartSession = Callable[[Job, Sequence[Run], ProcessKind, Path], contextlib.AbstractContextManager[Session]]
+StartSession = Callable[[Job, Sequence[Run], ProcessKind, int], contextlib.AbstractContextManager[Session]]
 """Starts the processes of one session: `Session`, or a fake in tests."""
 
 
@@ -102,7 +102,6 @@ def run_sessions(
     *,
     kind: ProcessKind,
     first_session: int,
-    log_folder: Path,
     on_message: Callable[[Message], None] = lambda message: None,
     start: StartSession = Session,
 ) -> Iterator[Outcome]:
@@ -113,37 +112,35 @@ def run_sessions(
         runs: Runs in order, `baseline` first.
         kind: Kind of the processes.
         first_session: Number of the first session; later ones count up.
-        log_folder: Folder of the processes' logs.
         on_message: Called with each message of rank 0.
         start: Starts a session.
     """
     pending, session = list(runs), first_session
     while pending:
         ended, crash = 0, None
-        log = log_folder / f"log_{kind.value}_{session}.txt"
-        with start(job, pending, kind, log) as processes:
+        with start(job, pending, kind, session) as processes:
             for rank, message in processes.listen():
                 if rank == 0:
                     on_message(message)
-                if isinstance(message, Ended) and rank == 0:
+                if isinstance(message, Outcome) and rank == 0:
                     ended += 1
-                    yield _make_outcome(message, session)
+                    yield message
                 if isinstance(message, Crashed):
                     crash = message
         if crash is None or ended == len(pending):
             return
         failed, *rest = pending[ended:]
-        yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
+        yield Outcome(run=failed, process=kind, session=session, failure=crash.reason)
         if ended == 0:
             # The first `baseline` crashed, so no other session would get further. After a later crash, it is known to run.
             for run in rest:
                 reason = f"not measured, since the baseline failed: {crash.reason}"
-                yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
+                yield Outcome(run=run, process=kind, session=session, failure=reason)
             return
-        pending, session = plan_rest(failed, rest, purpose=job.purpose), session + 1
+        pending, session = plan_rest(failed, rest, baselines=2 if job.compares_bits else 1), session + 1
 
 
-def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
+def plan_rest(failed: Run, rest: Sequence[Run], *, baselines: int) -> list[Run]:
     """Return the runs of the session that follows the crash of `failed`: `baseline`, then the rest without that setting.
 
     If bits are compared, `baseline` runs twice. It must reproduce itself in each process that compares other settings.
@@ -151,18 +148,6 @@ def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TI
     left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in left):
         return []  # without other settings, `baseline` has no use
-    first = 2 if purpose is Purpose.BITS else 1
-    while [run.setting for run in left[:first]].count(BASELINE) < first:
+    while [run.setting for run in left[:baselines]].count(BASELINE) < baselines:
         left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))
     return left
-
-
-def _make_outcome(ended: Ended, session: int) -> Outcome:
-    return Outcome(
-        setting=ended.run.setting,
-        repeat=ended.run.repeat,
-        session=session,
-        measurement=ended.measurement,
-        bits=ended.bits,
-        failure=ended.failure,
-    )

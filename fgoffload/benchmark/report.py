@@ -1,4 +1,4 @@
-"""Formats the results of a benchmark: tables for the terminal and for a page, CSV and JSON."""
+"""Formats the results of a benchmark: tables for the terminal, CSV and JSON."""
 
 import csv
 import dataclasses
@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
-from fgoffload.benchmark.prediction import COLUMNS, Prediction, Predictions, choose_source, list_numbers
-from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting, System
-from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
+from fgoffload.benchmark.prediction import Prediction, Predictions, Source, choose_source
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, System
+from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.units import format_bytes
 
@@ -85,49 +85,42 @@ def build_times_table(
         if summary.worst is not None:
             table.add_row(*map(Text, cells))
     legend = [INTERVALS] if has_intervals(summaries) else []
-    failed = (line for summary in summaries if (line := _describe_failure(summary)))
+    failed = (f"{name_row(one.setting, one.process)}: {one.failure}" for one in summaries if one.failure)
     table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
 
 
-def format_csv(
-    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, predictions: Predictions
-) -> str:
+def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Predictions) -> str:
     """Return CSV text with one row for each run, in order, and its prediction."""
     text = io.StringIO()
     measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
-    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *COLUMNS, "failure"], lineterminator="\n")
+    predicted = (f"{source.value}_{name}" for source in Source for name in ("step_s", "over_baseline", "peak_bytes"))
+    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *predicted, "failure"], lineterminator="\n")
     writer.writeheader()
-    for index, outcome in enumerate(outcomes):
+    for outcome in outcomes:
         row: dict[str, Any] = {
             "setting": outcome.setting.name,
-            "process": processes[outcome.session].value,
+            "process": outcome.process.value,
             "session": outcome.session,
-            "repeat": outcome.repeat,
-            "over_baseline": _round(find_ratio(outcomes, index)),
+            "repeat": outcome.run.repeat,
+            "over_baseline": _round(find_ratio(outcomes, outcome)),
             "failure": outcome.failure,
         }
         if outcome.measurement is not None:
-            row |= _list_numbers(outcome.measurement)
-            if outcome.setting != PROFILE:  # measuring slows its only step
-                row |= _list_rates(outcome.measurement, workload)
-            row |= list_numbers(outcome.measurement, predictions.get(outcome.setting, {}))
+            row |= _list_numbers(outcome.measurement, workload)
+            for source, prediction in predictions.get(outcome.setting, {}).items():
+                row |= _list_predictions(outcome.measurement, source, prediction)
         writer.writerow(row)
     return text.getvalue()
 
 
 def format_json(
-    outcomes: Sequence[Outcome],
-    processes: Sequence[ProcessKind],
-    workload: Workload,
-    surroundings: Surroundings | None,
-    about: Mapping[str, Any],
+    outcomes: Sequence[Outcome], workload: Workload, surroundings: Surroundings | None, about: Mapping[str, Any]
 ) -> str:
     """Return all data of a benchmark as JSON, including the time of each step.
 
     Args:
         outcomes: Outcomes in the order of their runs.
-        processes: Kind of process of each session.
         workload: Description of the training.
         surroundings: Machine and versions; None until a process reports them.
         about: Date, command and other metadata.
@@ -139,10 +132,11 @@ def format_json(
         "runs": [
             {
                 "setting": outcome.setting.name,
-                "flags": _list_flags(outcome.setting),
-                "process": processes[outcome.session].value,
+                # The flags of a budget are in its plan.
+                "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
+                "process": outcome.process.value,
                 "session": outcome.session,
-                "repeat": outcome.repeat,
+                "repeat": outcome.run.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
                 # Written after each setting, so that an interrupted benchmark has compared the earlier ones.
                 "bits": [step.digest for step in outcome.bits],
@@ -156,11 +150,9 @@ def format_json(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BitsRow:
-    """Result of the bitwise comparison of one setting with `baseline`."""
+    """Result of the bitwise comparison of one run with `baseline`."""
 
-    setting: Setting
-    session: int
-    """Number of the run's session."""
+    outcome: Outcome
     differences: tuple[str, ...] = ()
     """First differences of losses and gradients; empty if all are bitwise identical."""
     failure: str = ""
@@ -170,10 +162,6 @@ class BitsRow:
     def is_equal(self) -> bool:
         """Whether all losses and all gradients of all steps are bitwise identical."""
         return not self.differences and not self.failure
-
-
-_BITS = "losses and gradients, bitwise"
-_BITS_HEADINGS = ("setting", "identical to baseline", "first difference")
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
@@ -191,39 +179,29 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
                 continue
         failure = outcome.failure or ("" if reference is not None and reference.bits else "no baseline to compare with")
         differences = () if failure or reference is None else tuple(_describe_differences(reference, outcome))
-        rows.append(BitsRow(setting=outcome.setting, session=outcome.session, differences=differences, failure=failure))
+        rows.append(BitsRow(outcome=outcome, differences=differences, failure=failure))
     return rows
 
 
 def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of a bitwise comparison."""
-    table = _start_table(f"{name_run(workload, surroundings)}: {_BITS}")
+    table = _start_table(f"{name_run(workload, surroundings)}: losses and gradients, bitwise")
     table.caption = Text(name_versions(surroundings))
-    for heading in _BITS_HEADINGS:
+    for heading in ("setting", "identical to baseline", "first difference"):
         table.add_column(heading)
-    styles = {"yes": "green", "no": "bold red"}
-    for name, answer, why in map(_list_bits, rows):
-        table.add_row(Text(name), Text(answer, style=styles.get(answer, "yellow")), Text(why))
+    for row in rows:
+        setting = row.outcome.setting
+        answer = Text("yes", style="green") if row.is_equal else Text("no", style="bold red")
+        if row.failure:
+            answer = Text("not run", style="yellow")
+        name = f"{setting.name}, again" if setting == BASELINE else setting.name
+        table.add_row(Text(name), answer, Text(row.failure or "; ".join(row.differences)))
     return table
-
-
-def _list_bits(row: BitsRow) -> tuple[str, str, str]:
-    name = f"{row.setting.name}, again" if row.setting == BASELINE else row.setting.name
-    if row.failure:
-        return name, "not run", row.failure
-    return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
 
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
     """Return whether a table of `summaries` shows an interval, and so needs the caption."""
     return any(one.setting != BASELINE and one.find_interval() is not None for one in summaries)
-
-
-def note_missed(summary: Summary) -> str:
-    """Return a suffix with the number of measured repeats, for a name or number; empty if no repeat was missed."""
-    if summary.worst is None or not summary.missed_repeats:
-        return ""
-    return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
@@ -266,41 +244,28 @@ def _start_table(title: str) -> Table:
 
 def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | None) -> tuple[str, ...]:
     name = name_row(summary.setting, summary.process)
-    worst, seconds = summary.worst, summary.seconds
-    if worst is None or seconds is None:
+    worst = summary.worst
+    if worst is None:
         return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
-    low, middle, high = (f"{1e3 * one:.1f}" for one in find_quantiles(summary.step_seconds))
-    utilization = workload.find_utilization(seconds)
+    low, middle, high = find_quantiles(summary.step_seconds)
+    utilization = workload.find_utilization(middle)
     return (
         name,
-        f"{middle} ({low} {high}){note_missed(summary)}",
+        f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
         _format_ratio(summary),
         ABSENT if simulated is None else f"{simulated.ratio:.3f}",
-        *(
-            ABSENT if size_bytes is None else format_bytes(size_bytes)
-            for size_bytes in (
-                summary.peak_bytes,
-                None if simulated is None else simulated.find_peak(worst),
-                worst.peak_reserved_bytes,
-                worst.host_bytes,
-                worst.d2h_bytes,
-            )
-        ),
-        f"{workload.tokens / seconds:.0f}",
+        _format_size(summary.peak_bytes),
+        _format_size(None if simulated is None else simulated.find_peak(worst)),
+        _format_size(worst.peak_reserved_bytes),
+        _format_size(worst.host_bytes),
+        _format_size(worst.d2h_bytes),
+        f"{workload.tokens / middle:.0f}",
         ABSENT if utilization is None else f"{utilization:.1%}",
     )
 
 
-def _describe_failure(summary: Summary) -> str:
-    """Return one line with the failed setting, its measured repeats and the reason; empty without a failure."""
-    if not summary.failure:
-        return ""
-    name = name_row(summary.setting, summary.process)
-    if summary.worst is None:
-        return f"{name}: {summary.failure}"
-    # `baseline` may run several times in a repeat.
-    where = note_missed(summary).removeprefix(", ") or "all repeats, where another run of it failed"
-    return f"{name}: measured in {where}: {summary.failure}"
+def _format_size(size_bytes: int | None) -> str:
+    return ABSENT if size_bytes is None else format_bytes(size_bytes)
 
 
 def _format_ratio(summary: Summary) -> str:
@@ -315,27 +280,25 @@ def _format_ratio(summary: Summary) -> str:
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
 
 
-def _list_flags(setting: Setting) -> list[str] | None:
-    # The flags of a budget are in its plan, and a profile is not a setting.
-    return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
-
-
-def _list_numbers(measurement: Measurement) -> dict[str, Any]:
+def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:
     low, middle, high = find_quantiles(measurement.step_seconds)
-    numbers = {field.name: getattr(measurement, field.name) for field in dataclasses.fields(measurement)}
+    numbers = dataclasses.asdict(measurement)
     del numbers["step_seconds"]
     return numbers | {
         "steps": len(measurement.step_seconds),
         "step_p20_s": _round(low),
         "step_p50_s": _round(middle),
         "step_p80_s": _round(high),
+        "tokens_per_s": round(workload.tokens / middle, 1),
+        "model_flop_utilization": _round(workload.find_utilization(middle)),
     }
 
 
-def _list_rates(measurement: Measurement, workload: Workload) -> dict[str, Any]:
+def _list_predictions(measurement: Measurement, source: Source, prediction: Prediction) -> dict[str, Any]:
     return {
-        "tokens_per_s": round(workload.tokens / measurement.seconds, 1),
-        "model_flop_utilization": _round(workload.find_utilization(measurement.seconds)),
+        f"{source.value}_step_s": _round(prediction.step_s),
+        f"{source.value}_over_baseline": _round(prediction.ratio),
+        f"{source.value}_peak_bytes": prediction.find_peak(measurement),
     }
 
 
@@ -345,10 +308,6 @@ def _round(value: float | None) -> float | None:
 
 
 def _describe_differences(reference: Outcome, outcome: Outcome) -> Iterable[str]:
-    found: tuple[tuple[str, Difference | None], ...] = (
-        ("losses", find_loss_difference(reference.bits, outcome.bits)),
-        ("gradients", find_gradient_difference(reference.bits, outcome.bits)),
-    )
-    for what, difference in found:
-        if difference is not None:
+    for what, find in (("losses", find_loss_difference), ("gradients", find_gradient_difference)):
+        if (difference := find(reference.bits, outcome.bits)) is not None:
             yield f"{what} from step {difference.step}, {difference.what}"

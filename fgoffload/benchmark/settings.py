@@ -48,7 +48,6 @@ class System(enum.Enum):
     OURS = "ours"  # this package, by modules
     PLAN = "plan"  # this package, by a plan file
     BUDGET = "budget"  # this package, by the planner's plan for a memory budget
-    PROFILE = "profile"  # not for users: one measured step with everything on the device, the source of predictions
 
 
 class ProcessKind(enum.Enum):
@@ -116,7 +115,7 @@ class Setting:
         The flags of `budget` are known once it has a plan; see `with_plan`.
 
         Raises:
-            ConfigError: The setting needs a plan and has none, or is a profile, which is not a setting.
+            ConfigError: The setting needs a plan and has none.
         """
         return (*self._list_offload_flags(), *self._list_recompute_flags())
 
@@ -135,8 +134,6 @@ class Setting:
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
-        elif self.system is System.PROFILE:
-            raise ConfigError("profile is a measured step, not a setting. Measure one with fgoffload bench --profile.")
         else:
             # Never run such a setting without offload: its row would look like a plan's.
             raise ConfigError(
@@ -154,12 +151,6 @@ class Setting:
 BASELINE = Setting(system=System.BASELINE)
 """The setting that all others are compared with."""
 
-PROFILE = Setting(system=System.PROFILE)
-"""The measured step that predictions come from."""
-
-NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
-"""Systems that users may name."""
-
 _NAME = re.compile(
     r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
 )
@@ -175,11 +166,11 @@ def parse_setting(text: str) -> Setting:
         # A path may contain characters that have a meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
-    system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
+    system = next((one for one in System if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
             f"--settings {text!r} is not a setting. Give one that begins with "
-            f"{', '.join(one.value for one in NAMED_SYSTEMS)}, as in ours:core_attn+attn_proj."
+            f"{', '.join(one.value for one in System)}, as in ours:core_attn+attn_proj."
         )
     what, fraction = match["what"] or "", match["fraction"]
     _check_parts(text, system, what, has_more=any(match[one] is not None for one in ("fraction", "delay", "recompute")))
@@ -198,21 +189,11 @@ def parse_setting(text: str) -> Setting:
     )
 
 
-def list_default_settings(
-    transformer: Mapping[str, Any], *, plans: Sequence[Path] = (), budgets_bytes: Sequence[int] = ()
-) -> tuple[Setting, ...]:
-    """Return the settings that are informative for a model, `baseline` first.
-
-    Args:
-        transformer: Given fields of Megatron's config.
-        plans: Plan files.
-        budgets_bytes: Device bytes to plan for.
-    """
+def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """Return the settings that are informative for a model with the given fields of Megatron's config, `baseline` first."""
     recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
     found = [BASELINE, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
-    found += [Setting(system=System.PLAN, plan=path) for path in plans]
-    found += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
     found += [Setting(system=System.OURS, modules=one, recompute=also) for one, also in modules]
     found.append(Setting(system=System.SAVE_ON_CPU))
     if transformer.get("transformer_impl") == "transformer_engine":
@@ -247,22 +228,23 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]
             yield (*latent, *norms, *whole)
 
 
-def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
-    """Return the settings that `words` name, without duplicates and with `baseline` first.
+def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
+    """Return the settings to measure, without duplicates and with `baseline` first.
 
     Args:
-        words: Names of settings. The name of a system stands for its default settings.
+        words: Names of settings. The name of a system stands for its default settings. Without names, all defaults are taken.
         defaults: Default settings of the model.
+        given: Plans and budgets to measure too.
 
     Raises:
         ConfigError: A word is not a setting.
     """
-    systems = {one.value: one for one in NAMED_SYSTEMS}
+    systems = {one.value: one for one in System}
     chosen = [BASELINE]
     for word in words:
-        own = [setting for setting in defaults if setting.system is systems.get(word)]
+        own = [setting for setting in (*defaults, *given) if setting.system is systems.get(word)]
         chosen += own or [parse_setting(word)]
-    return tuple(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys((*(chosen if words else defaults), *given)))
 
 
 def check_names(settings: Iterable[Setting]) -> None:
@@ -276,16 +258,6 @@ def check_names(settings: Iterable[Setting]) -> None:
         if setting.name in seen:
             raise ConfigError(f"two settings have the name {setting.name}. Give their plan files different names.")
         seen.add(setting.name)
-
-
-def check_plans(settings: Iterable[Setting]) -> None:
-    """Check that each setting can run without a planner. A setting with a budget cannot.
-
-    Raises:
-        ConfigError: A setting needs a plan and has none.
-    """
-    for setting in settings:
-        setting.list_flags()
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

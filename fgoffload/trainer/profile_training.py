@@ -57,8 +57,6 @@ def profile_training(
     link: LinkProfile,
     *,
     update: Update = Update.ADAMW,
-    plain_step_s: float | None = None,
-    has_own_host: bool | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Profile a training. All processes of the training call this and get the profile.
@@ -69,9 +67,6 @@ def profile_training(
         text: Training text.
         link: Link of this process.
         update: Parameter update at the end of a step, if any.
-        plain_step_s: Seconds of an unmeasured step of the same training without offload, if it was just timed. None times some
-            steps first. Baseline steps of the comparison count equally.
-        has_own_host: Whether the host is separate from the device, so that training may be launch-bound. None asks the device.
         on_step: Called after each step except the unmeasured ones.
 
     Raises:
@@ -83,11 +78,10 @@ def profile_training(
             "a profile is measured without --cuda-graph-impl %s: what graphs replay cannot be watched.",
             arguments.cuda_graph_impl,
         )
-        arguments, plain_step_s = arguments.without_graphs(), None
+        arguments = arguments.without_graphs()
     # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
     policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
-    if plain_step_s is None:
-        plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
+    plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
         engine = trainer.integration.engine
@@ -101,10 +95,8 @@ def profile_training(
                 has_optimizer=update is not Update.NONE,
                 plain_step_s=plain_step_s,
             )
-            if has_own_host is None:
-                has_own_host = engine.device.type != "cpu"
-            # Steps differ if the batch grows or if sequence lengths vary.
-            if has_own_host and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
+            # On a CPU, device and host are one. Steps differ if the batch grows or if sequence lengths vary.
+            if engine.device.type != "cpu" and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
                 profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
 

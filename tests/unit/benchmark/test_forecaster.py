@@ -20,17 +20,15 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile
-from fgoffload.trainer.training_policy import Update
 
 ARGUMENTS = Path(__file__).parents[3] / "arguments"
-GIB = 2**30
 DEVICE = "NVIDIA H200"
 
 
-def make_job(folder=Path(), *, name="w2_moe"):
+def make_job(folder=Path(), *, name="w2_moe", profile=None):
     path = ARGUMENTS / f"{name}.sh"
     flags = tuple(read_argument_file(path, variables={}))
-    return Job(source=f"{name}.sh", file_flags=flags, warmup=1, steps=1, plan_folder=folder)
+    return Job(source=f"{name}.sh", file_flags=flags, warmup=1, steps=1, folder=folder, profile=profile)
 
 
 def make_profile(*, layers=6, device=DEVICE, **options):
@@ -50,12 +48,6 @@ def make_profile(*, layers=6, device=DEVICE, **options):
     copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=1e6),)
     link = LinkProfile(copies=copies, compute_slowdown=0.0)
     return Profile(device=device, versions={}, date="today", link=link, ranks=(rank,), **options)
-
-
-def make_forecaster(job=None, *, device=DEVICE, profile=None):
-    forecaster = Forecaster(job or make_job(), profile=profile)
-    forecaster.meet(device)
-    return forecaster
 
 
 RANKS = [make_toy_rank(pipeline=Pipeline(microbatches=3), static_bytes=100)]
@@ -102,17 +94,18 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
         predict(RANKS, parse_setting("budget:1GiB").with_plan(Path("none.json")))
 
 
-def test_nothing_is_predicted_from_the_profile_of_another_device():
-    profile = make_profile(has_optimizer=False)
-    assert set(make_forecaster(profile=profile).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
-    assert set(make_forecaster(profile=profile, device="NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
+def test_nothing_is_predicted_from_the_profile_of_another_device(tmp_path):
+    make_profile(has_optimizer=False).save(tmp_path / "p.json")
+    job = make_job(profile=tmp_path / "p.json")
+    assert set(Forecaster(job, DEVICE).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
+    assert set(Forecaster(job, "NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
 
 
 @pytest.mark.parametrize("name", ["mla_moe"])
 def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(name, tmp_path):
     job = make_job(tmp_path, name=name)
-    forecaster = make_forecaster(job)
-    settings = list_default_settings(parse_setting_arguments(job, BASELINE).transformer, budgets_bytes=[20 * GIB])
+    forecaster = Forecaster(job, DEVICE)
+    settings = [*list_default_settings(parse_setting_arguments(job, BASELINE).transformer), parse_setting("budget:20GiB")]
     write_plan(job.find_plan_path(parse_setting("budget:20GiB")), {(0, "layer"): Action.RECOMPUTE})
     nothing = forecaster.predict(BASELINE)[Source.TABLE]
     assert nothing.ratio == 1
@@ -133,7 +126,7 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
         (make_profile(), r"p.json was measured with an optimizer, and this benchmark runs without an optimizer"),
     ],
 )
-def test_a_profile_of_another_training_is_refused(profile, message):
-    arguments = parse_setting_arguments(make_job(), BASELINE)
+def test_a_profile_of_another_training_is_refused(profile, message, tmp_path):
+    profile.save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=message):
-        check_profile(profile, arguments, update=Update.NONE, source="p.json")
+        check_profile(make_job(profile=tmp_path / "p.json"), parse_setting_arguments(make_job(), BASELINE))
