@@ -3,7 +3,7 @@
 | part | contents |
 |---|---|
 | `settings` | names that users type for settings, and the Megatron flags behind them |
-| `steps`, `measurement` | results of steps, measurements of settings, and ratios, all as plain numbers |
+| `measurement` | measurements of settings, and ratios, all as plain numbers |
 | `model_flop` | the floating-point operations of a model, for its utilization |
 | `job`, `processes` | runs settings one after another, in separate processes, on every rank |
 | `worker`, `runner` | the code of those processes: one setting, one model, one measurement |

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
-from fgoffload.benchmark.steps import StepRecord
+from fgoffload.trainer.steps import StepResult
 
 CONFIDENCE = 0.95
 """Confidence level of a ratio's interval."""
@@ -74,7 +74,7 @@ class Outcome:
     """Number of the run's session, from 0 over the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
     """Measured times and memory; None if the run failed or bits are compared."""
-    bits: tuple[StepRecord, ...] = ()
+    bits: tuple[StepResult, ...] = ()
     """Results of each step, if bits are compared."""
     failure: str = ""
     """Reason for a failure, in one line."""

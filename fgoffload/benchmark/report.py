@@ -13,8 +13,8 @@ from rich.text import Text
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
 from fgoffload.benchmark.prediction import Prediction, Predictions, Source, choose_source
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, System
-from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
 from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.trainer.steps import find_differences
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
@@ -178,7 +178,8 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
             if not outcome.failure:
                 continue
         failure = outcome.failure or ("" if reference is not None and reference.bits else "no baseline to compare with")
-        differences = () if failure or reference is None else tuple(_describe_differences(reference, outcome))
+        found = {} if failure or reference is None else find_differences(reference.bits, outcome.bits)
+        differences = tuple(f"{what} from step {one.step}, {one.what}" for what, one in found.items())
         rows.append(BitsRow(outcome=outcome, differences=differences, failure=failure))
     return rows
 
@@ -305,9 +306,3 @@ def _list_predictions(measurement: Measurement, source: Source, prediction: Pred
 def _round(value: float | None) -> float | None:
     # Repeats do not agree to a microsecond of a step or a hundredth of a percent of a ratio.
     return None if value is None else round(value, 6)
-
-
-def _describe_differences(reference: Outcome, outcome: Outcome) -> Iterable[str]:
-    for what, find in (("losses", find_loss_difference), ("gradients", find_gradient_difference)):
-        if (difference := find(reference.bits, outcome.bits)) is not None:
-            yield f"{what} from step {difference.step}, {difference.what}"

@@ -23,7 +23,6 @@ from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, Run, merge_ranks
 from fgoffload.benchmark.rank_models import ANY_OF_OURS, build_profile_ranks, build_table_ranks, load_profile
 from fgoffload.benchmark.settings import BASELINE, Setting, System
-from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
@@ -37,7 +36,8 @@ from fgoffload.trainer.arguments import TrainingArguments
 from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
 from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
-from fgoffload.trainer.trainer import StepResult, Trainer
+from fgoffload.trainer.steps import StepResult, merge_steps
+from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_policy import Engine, Kernels, TrainingPolicy, Update
 
 OnStep = Callable[[float | None], None]
@@ -86,15 +86,12 @@ class Runner:
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.folder / name)
         return merge_ranks(gather(measurement))
 
-    def record_bits(self, setting: Setting) -> tuple[StepRecord, ...]:
+    def record_bits(self, setting: Setting) -> tuple[StepResult, ...]:
         """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
         # No trial: deterministic kernels have temporary tensors that the budget does not cover.
         with self.train(self._plan(setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps_of_run)]
-        records = [
-            StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
-        ]
-        return tuple(merge_steps(ranks) for ranks in zip(*gather(records), strict=True))
+        return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
 
     def measure_profile(self) -> None:
         """Profile the training, and write the profile on rank 0."""

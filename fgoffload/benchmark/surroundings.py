@@ -43,7 +43,7 @@ class Surroundings:
 
 def find_surroundings(*, device: str) -> Surroundings:
     """Return the machine and versions of this process, whose device has the name `device` in torch."""
-    machine = Machine.here()
+    machine = Machine()
     gpus, _ = find_gpus(machine)
     versions = {name: machine.find_version(name) for name in PACKAGES}
     return Surroundings(

@@ -1,6 +1,6 @@
 """Checks a machine for problems that make offload slow, wrong or impossible.
 
-    for result in check_machine(Machine.here()):
+    for result in check_machine(Machine()):
         print(result.name, result.status.value, result.found, result.fix)
 
 Each check is a function from a `Machine` to results. Each file covers one topic. Checks read everything through `Machine`, so

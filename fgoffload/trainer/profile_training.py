@@ -24,7 +24,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
-from fgoffload.trainer.compared_steps import MOST_COMPARED_STEPS, compare_steps
+from fgoffload.trainer.compared_steps import compare_steps
 from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.parallel import name_device
 from fgoffload.trainer.trainer import Trainer
@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
 """Number of steps timed without a measurement, after one warm-up step. The median of three ignores a slow step."""
-
-LONGEST_RUN = max(1 + PLAIN_STEPS, 2 + MOST_COMPARED_STEPS)
-"""Maximum number of steps that a profile runs with one trainer."""
 
 
 def get_training_device() -> Device:

@@ -6,7 +6,6 @@ timing measurement omits the parts that it does not need.
 """
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import time
@@ -37,24 +36,11 @@ from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.microbatches import count_microbatches, iterate_microbatches
 from fgoffload.trainer.models import build_chunks, forget_embeddings
 from fgoffload.trainer.process_state import keep_environment, use_deterministic_algorithms
+from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_graphs import choose_graphs
 from fgoffload.trainer.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Results of one step on this rank."""
-
-    step: int
-    """Number of the step, from 0."""
-    losses: tuple[float, ...]
-    """Losses of this rank's microbatches, in order, over this rank's tokens; empty on all pipeline stages but the last."""
-    gradient_digests: dict[str, str]
-    """SHA-256 of each gradient's bytes, reduced over all ranks, by parameter name as `chunk.name`. Empty if not requested."""
-    seconds: float
-    """Seconds from the start of forward until the device finished the optimizer, without digests."""
 
 
 class Trainer:

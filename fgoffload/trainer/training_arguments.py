@@ -271,7 +271,7 @@ class TrainingArguments:
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
                 yield (
                     f"{what} {size} processes ({factors} parallel sizes), and {started}. Start a multiple of {needed}, as in "
-                    f"torchrun --nproc-per-node {needed} -m fgoffload train."
+                    f"torchrun --nproc-per-node {needed} -m fgoffload COMMAND."
                 )
 
     def _check_batch(self) -> Iterator[str]:

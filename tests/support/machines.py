@@ -43,22 +43,23 @@ def make_machine(root, **changes):
     write(root / "sys/devices/system/node/online", "0-1\n")
     write(root / "sys/devices/system/node/node0/cpulist", "0-3,8-11\n")
     write(root / "sys/devices/system/node/node1/cpulist", "4-7,12-15\n")
-    machine = Machine(
-        root=root,
-        environment={},
-        python_version="3.12.1",
-        run=Answers().run,
-        find_version=VERSIONS.get,
-        find_import_fault=lambda module: None,
-        find_cuda_version=lambda: "13.0",
-        count_gpus=lambda: 1,
-        find_gpu_uuid=lambda index: UUID,
-        measure_copies=lambda index: CopyRates(d2h=50e9, h2d=53e9),
-        try_pinning=lambda: None,
-        memlock_limit_bytes=None,
-        cpus=frozenset({0, 1, 2, 3}),
-    )
-    return dataclasses.replace(machine, **changes)
+    machine = Machine(root)
+    usual = {
+        "environment": {},
+        "python_version": "3.12.1",
+        "run": Answers().run,
+        "find_version": VERSIONS.get,
+        "find_import_fault": lambda module: None,
+        "find_cuda_version": lambda: "13.0",
+        "count_gpus": lambda: 1,
+        "find_gpu_uuid": lambda index: UUID,
+        "measure_copies": lambda index: CopyRates(d2h=50e9, h2d=53e9),
+        "try_pinning": lambda: None,
+        "memlock_limit_bytes": None,
+        "cpus": frozenset({0, 1, 2, 3}),
+    }
+    vars(machine).update(usual | changes)
+    return machine
 
 
 def write(path, text):

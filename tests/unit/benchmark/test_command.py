@@ -11,9 +11,9 @@ from support.trainings import write_plan
 from fgoffload import Action, OffloadPlan
 from fgoffload.benchmark import results
 from fgoffload.benchmark.measurement import Measurement, Outcome
-from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.cli import main
+from fgoffload.trainer.steps import StepResult
 
 REFUSED = [
     ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench tiny_moe."),
@@ -127,7 +127,7 @@ def answer(monkeypatch, make_outcome):
 def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     def make_outcome(number):
         digest = "other" if number == 2 else "same"
-        return {"bits": (StepRecord(losses=(1.0,), gradient_digests={"0.weight": digest}, seconds=1.0),)}
+        return {"bits": (StepResult(losses=(1.0,), gradient_digests={"0.weight": digest}, seconds=1.0),)}
 
     answer(monkeypatch, make_outcome)
     assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu", "--out", "bits"]) == 1

@@ -13,7 +13,7 @@ from fgoffload.benchmark.report import (
     list_rows,
 )
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
-from fgoffload.benchmark.steps import StepRecord
+from fgoffload.trainer.steps import StepResult
 
 GIB = 2**30
 FULL = parse_setting("recompute:full")
@@ -121,7 +121,7 @@ def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
 
 
 def step(loss=1.0, digest="aa"):
-    return StepRecord(losses=(loss,), gradient_digests={"0.weight": digest}, seconds=0.1)
+    return StepResult(losses=(loss,), gradient_digests={"0.weight": digest}, seconds=0.1)
 
 
 def test_settings_are_compared_with_the_first_baseline_of_their_process():

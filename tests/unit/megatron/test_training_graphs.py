@@ -4,7 +4,7 @@ import pytest
 from support.trainings import DENSE, make_trainer, train
 from support.versions import is_installed
 
-from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
+from fgoffload.cli.measurement import load_training, measure_training
 from fgoffload.errors import ConfigError, IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.trainer import limits
@@ -147,10 +147,7 @@ def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
 
 
 def load(steps):
-    flags = TE.split()
-    return load_training(
-        TrainingSource(arguments_file="x.sh", file_flags=flags, typed_flags=(), own_flags=(), data=None, steps=steps)
-    )
+    return load_training("x.sh", TE.split(), steps=steps)
 
 
 def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch):
