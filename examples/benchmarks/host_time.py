@@ -37,7 +37,6 @@ from fgoffload.benchmark.settings import Setting, parse_setting
 from fgoffload.errors import OffloadError
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
-from fgoffload.trainer.training_policy import Kernels, Update
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 HEADINGS = ("setting", "step", "forward", "waits in it", "backward", "waits in it")
@@ -125,7 +124,7 @@ def clocked() -> Iterator[Clock]:
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
     """Return the host time of each timed step of a setting."""
     found = []
-    with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, quiet_collector():
         for _ in range(warmup):
             trainer.run_step(with_digests=False)
         for _ in range(steps):

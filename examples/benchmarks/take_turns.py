@@ -120,14 +120,13 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
     from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
     from fgoffload.trainer.parallel import initialize_parallel, name_device
-    from fgoffload.trainer.training_policy import Kernels
 
     arguments = load_arguments(job)
     if arguments.world_size > 1:
         raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
     initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda _: None)
-    with runner.train(setting, Kernels.FASTEST, job.update) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, quiet_collector():
         for _ in range(job.warmup):
             trainer.run_step(with_digests=False)
         reset_peaks()

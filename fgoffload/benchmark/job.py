@@ -7,7 +7,6 @@ from pathlib import Path
 from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings
-from fgoffload.trainer.training_policy import Update
 
 
 def make_file_name(name: str) -> str:
@@ -41,8 +40,8 @@ class Job:
     """Number of steps before all steps replay CUDA graphs: eager steps and the capture step. 0 without graphs."""
     compares_bits: bool = False
     """Whether to compare losses and gradients, with deterministic kernels, in place of times."""
-    update: Update = Update.NONE
-    """Parameter update at the end of a step, if any."""
+    has_optimizer: bool = False
+    """Whether a step updates the parameters."""
     folder: Path
     """Folder of all output."""
     profile: Path | None = None

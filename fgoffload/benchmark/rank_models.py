@@ -18,7 +18,6 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.trainer.training_arguments import TrainingArguments
-from fgoffload.trainer.training_policy import Update
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def check_profile(job: Job, arguments: TrainingArguments) -> None:
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
     if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
         raise ConfigError(f"{source} has {layers} layers, but the model has {wanted}. {here}")
-    if profile.has_optimizer != (job.update is not Update.NONE):
+    if profile.has_optimizer != job.has_optimizer:
         words = ("without an optimizer", "with an optimizer")
         raise ConfigError(
             f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
@@ -102,7 +101,7 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),
         has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),
     )
-    state = _GRADIENTS_ALONE if job.update is Update.NONE else ADAM
+    state = ADAM if job.has_optimizer else _GRADIENTS_ALONE
     assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution, graphs=read_graphs(fields))
     if offload is not None:
         assumptions = dataclasses.replace(

@@ -37,8 +37,7 @@ from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
 from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
 from fgoffload.trainer.steps import StepResult, merge_steps
-from fgoffload.trainer.trainer import Trainer
-from fgoffload.trainer.training_policy import Engine, Kernels, TrainingPolicy, Update
+from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
 OnStep = Callable[[float | None], None]
 """Called with the mean loss of each step, or with None for a step of a profile or of a plan's trial."""
@@ -70,7 +69,7 @@ class Runner:
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, merged over all ranks."""
         setting = self._plan(run.setting, self._try_plan)
-        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
             for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
@@ -89,7 +88,7 @@ class Runner:
     def record_bits(self, setting: Setting) -> tuple[StepResult, ...]:
         """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
         # No trial: deterministic kernels have temporary tensors that the budget does not cover.
-        with self.train(self._plan(setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
+        with self.train(self._plan(setting, None), is_deterministic=True) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps_of_run)]
         return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
 
@@ -100,7 +99,7 @@ class Runner:
             arguments = self._parse_flags(ANY_OF_OURS)
             link = profile_link(get_training_device()).link
             profile = profile_training(
-                arguments, self._tokens, link, update=self._job.update, on_step=lambda: self._on_step(None)
+                arguments, self._tokens, link, has_optimizer=self._job.has_optimizer, on_step=lambda: self._on_step(None)
             )
         empty_caches()
         if torch.distributed.get_rank() == 0 and self._job.profile is not None:
@@ -109,12 +108,15 @@ class Runner:
             dataclasses.replace(profile, training=training).save(self._job.profile)
 
     @contextlib.contextmanager
-    def train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
+    def train(self, setting: Setting, *, is_deterministic: bool = False, has_optimizer: bool = False) -> Iterator[Trainer]:
         """Yield the trainer of a setting, and free everything at the end."""
         arguments = self._parse_flags(setting)
         empty_caches()
-        engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
-        policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)
+        policy = TrainingPolicy(
+            is_deterministic=is_deterministic,
+            has_optimizer=has_optimizer,
+            uses_megatrons_engine=setting.system is System.MEGATRON,
+        )
         with contextlib.closing(Trainer(arguments, self._tokens, offload=arguments.offload, policy=policy)) as trainer:
             if setting.system is System.SAVE_ON_CPU:
                 save_on_cpu(trainer.chunks)
@@ -135,7 +137,7 @@ class Runner:
         """Return the peak bytes of a few steps of a setting on any rank; None if no allocator counts them, as on a CPU."""
         if needs_cpu_support():
             return None
-        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
             try:
                 for number in range(1 + self._job.steps_until_replay + _TRIED_STEPS):
                     if number == 1 + self._job.steps_until_replay:

@@ -124,7 +124,6 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     """
     from fgoffload.benchmark.job import Job
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
-    from fgoffload.trainer.training_policy import Update
 
     path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
     given = {"--trace": options.trace, "--profile": options.profile is not None, "--baseline-every": options.baseline_every}
@@ -150,7 +149,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         repeats=_read_count(options.repeats, "--repeats", REPEATS),
         baseline_every=None if options.baseline_every is None else _read_count(options.baseline_every, "--baseline-every", 1),
         compares_bits=options.check_bits,
-        update=Update.ADAMW if options.with_optimizer else Update.NONE,
+        has_optimizer=options.with_optimizer,
         folder=folder,
         profile=folder / "profile.json" if measures_profile else profile,
         measures_profile=measures_profile,

@@ -3,9 +3,6 @@
 Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
 library that swallows exceptions can delay that for any time. So a second thread receives the signal through a pipe and ends
 the process if the main thread has not stopped in time.
-
-During an import, KeyboardInterrupt is deferred: extension modules abort the process or turn it into an ImportError or
-RuntimeError (torch, SciPy and dataclasses do, about once in 300 imports each).
 """
 
 import contextlib
@@ -19,9 +16,6 @@ from types import FrameType
 
 GRACE_SECONDS = 1.0
 """How long the main thread may take to close files. Half of the two seconds within which the process must end."""
-
-IMPORT_POLL_SECONDS = 0.02
-"""How soon a deferred interrupt is retried, for at most `GRACE_SECONDS`."""
 
 
 @contextlib.contextmanager
@@ -62,23 +56,8 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
 
 
 def _interrupt(on_interrupt: Callable[[], None], number: int, frame: FrameType | None) -> None:
-    if _is_importing(frame):
-        # A real signal, not only an interpreter flag: it must wake a call that sleeps in the kernel.
-        again = threading.Timer(IMPORT_POLL_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        again.daemon = True  # the process may have ended
-        again.start()
-        return
     on_interrupt()
     signal.default_int_handler(number, frame)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether `frame` runs within an import. Compiled code has no frame, but the importer that calls it has."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 _STOP = 0

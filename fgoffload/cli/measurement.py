@@ -23,7 +23,7 @@ from fgoffload.integrations.megatron.profile.device_memory import check_static, 
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.data import TextData
 from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.parallel import join_processes, name_device
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 from fgoffload.trainer.plan_check import check_plan_file
 from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.trainer import Trainer
@@ -100,11 +100,11 @@ def process_groups(arguments: TrainingArguments, launch: Launch) -> Iterator[Non
     """
     if launch.world_size > 1:
         join_processes(rank=launch.rank, world_size=launch.world_size, local_rank=launch.local_rank)
-    Trainer.initialize_parallel(arguments)
+    initialize_parallel(arguments)
     try:
         yield
     finally:
-        Trainer.destroy_parallel()
+        destroy_parallel()
 
 
 def describe_training(arguments: TrainingArguments) -> Description:

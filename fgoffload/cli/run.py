@@ -4,12 +4,15 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
+from fgoffload.cli.launch import set_up_process
 from fgoffload.cli.options import suggest
-from fgoffload.cli.script import find_fault, imports_any
+from fgoffload.cli.script import EXIT_FAILED, find_fault, imports_any, run_script, script_folder_first
+from fgoffload.cli.streams import collect_info
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import SIZE_UNITS
 
@@ -79,8 +82,6 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     request = read_request(words)
     if request.torchrun_options:
         return _run_by_torchrun(request)
-    from fgoffload.cli.process import set_up_process
-
     # A Trainer creates a process group if the environment has a rank, so a single process must have none.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
     with _named_in_errors(rank):
@@ -112,16 +113,45 @@ def read_request(words: Sequence[str]) -> RunRequest:
 
 
 def _run_by_torchrun(request: RunRequest) -> int:
-    from fgoffload.cli.process import run_torchrun
-
     _take_own_flags(request)  # here an error is one line; later each rank would print it
     return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
 
 
-def _run_here(request: RunRequest, *, is_first: bool) -> int:
-    from fgoffload.cli.script import run_script, script_folder_first
-    from fgoffload.cli.streams import collect_info
+def run_torchrun(words: Sequence[str]) -> int:
+    """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
+    torchrun itself always exits with 1 if a rank fails. Errors of its own parser exit with 2.
+
+    Raises:
+        ConfigError: An option has a value that torchrun cannot use.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import config_from_args, main, parse_args
+
+    try:
+        options = parse_args(list(words))  # type: ignore[no-untyped-call]
+        if config_from_args(options)[0].nproc_per_node < 1:
+            raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"torchrun refuses its options: {error}. See `torchrun --help`.") from error
+    try:
+        main(list(words))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        _, failure = error.get_first_failure()
+        return _to_exit_code(failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def _to_exit_code(code: int) -> int:
+    """Return the exit code that a shell reports for `code`, which is negative for a signal."""
+    return 128 - code if code < 0 else code or EXIT_FAILED
+
+
+def _run_here(request: RunRequest, *, is_first: bool) -> int:
     with script_folder_first(request.script):
         own = _take_own_flags(request)
         if is_first:
@@ -154,7 +184,6 @@ def _makes_trainers(request: RunRequest) -> bool:
 
 def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> int:
     """Run the script, and add the callback to each Trainer that it makes."""
-    from fgoffload.cli.script import run_script
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     makes_trainers = _makes_trainers(request)

@@ -112,7 +112,10 @@ def parse_arguments(
         offload = OffloadConfig.from_flags(argparse.Namespace(**values))
     except ConfigError as error:
         raise sources.refuse(str(error)) from error
-    _warn_of_flags_without_effect(values, offload, is_switched="--fine-grained-activation-offloading" in given)
+    if offload is None and values.get("offload_modules") and "--fine-grained-activation-offloading" not in given:
+        _logger.warning(
+            "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
+        )
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
     transformer = _collect_transformer_fields(values, sources)
@@ -262,22 +265,3 @@ def _count_processes(transformer: Mapping[str, Any]) -> int:
     tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
     experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
     return math.lcm(max(1, _count_model_parallel(transformer)), max(1, experts))
-
-
-def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
-    """Log a warning, with the reason, for each flag that has no effect.
-
-    Args:
-        values: Values of all flags.
-        offload: Offload options from the flags; None if offload is off.
-        is_switched: Whether a flag turns offload on or off explicitly, so that off is intended.
-    """
-    if offload is None and values.get("offload_modules") and not is_switched:
-        _logger.warning(
-            "--offload-modules has no effect without --fine-grained-activation-offloading: nothing leaves. Add that flag."
-        )
-    if offload is not None and offload.activation_offload_fraction == 0:
-        _logger.warning(
-            "--activation-offload-fraction 0 keeps all sites on the device: nothing leaves. Give a part above 0, or "
-            "--no-fine-grained-activation-offloading."
-        )

@@ -5,6 +5,7 @@ can be random.
 """
 
 import dataclasses
+import math
 import os
 import random
 import sysconfig
@@ -15,10 +16,14 @@ from typing import Protocol
 import torch
 
 from fgoffload.errors import ConfigError
+from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
 LARGEST_TEXT_BYTES = 4 * MIB
 """Maximum bytes to read. A demonstration needs far less."""
+
+FP8_ROWS = 16
+"""Number that must divide the row counts of FP8 matrix products. Source: Transformer Engine."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +59,36 @@ class Batches:
     split: str = ""
     """Name of the split. Each split reads at different offsets."""
 
+    @classmethod
+    def read(cls, arguments: TrainingArguments, *, data_parallel_rank: int, is_evaluation: bool) -> "Batches":
+        """Return the options of a training: whole sequences, the same on all ranks of a model copy.
+
+        Args:
+            arguments: The training.
+            data_parallel_rank: Data-parallel rank; each copy of the model sees different text.
+            is_evaluation: Whether to use text that no training step uses.
+        """
+        multiple = arguments.sequence_shares
+        if arguments.transformer.get("fp8"):
+            multiple = math.lcm(multiple, FP8_ROWS * multiple)
+        return cls(
+            seq_length=arguments.seq_length,
+            micro_batch_size=arguments.micro_batch_size,
+            seed=arguments.seed,
+            data_parallel_rank=data_parallel_rank,
+            shortest=max(multiple, arguments.seq_length // 2) if arguments.has_variable_lengths else None,
+            length_multiple=multiple,
+            split="evaluation" if is_evaluation else "",
+        )
+
+    def draw_length(self, step: int, microbatch: int) -> int:
+        """Return the sequence length of a microbatch."""
+        if self.shortest is None:
+            return self.seq_length
+        draw = random.Random(f"length {self.split}{self.seed}/{step}/{microbatch}")
+        multiple = self.length_multiple
+        return multiple * draw.randint(-(-self.shortest // multiple), self.seq_length // multiple)
+
 
 class TokenSource(Protocol):
     """Source of a training's microbatches."""
@@ -65,8 +100,8 @@ class TokenSource(Protocol):
             ConfigError: The text is too short.
         """
 
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches of step `step`."""
+    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
+        """Return microbatch `microbatch` of step `step`. The same source and arguments give identical bits."""
 
 
 class RandomTokens:
@@ -83,35 +118,29 @@ class RandomTokens:
     def check_length(self, seq_length: int) -> None:
         """Do nothing: random tokens do not run out."""
 
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches, the same in every step."""
-        for microbatch in range(count):
-            key = batches, microbatch
-            if key not in self._drawn:
-                self._drawn[key] = self._draw(batches, microbatch)
-            yield self._drawn[key]
-
-    def _draw(self, batches: Batches, microbatch: int) -> Microbatch:
-        # As in `TextData.get_microbatch`, each microbatch has its own seed, and torch's random state is unchanged.
-        seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
-        size = batches.micro_batch_size, _draw_length(batches, 0, microbatch) + 1
-        rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
-        return _cut(rows.to(self._device))
+    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
+        """Return microbatch `microbatch`, the same in every step."""
+        if (batches, microbatch) not in self._drawn:
+            # As in `TextData`, each microbatch has its own seed, and torch's random state is unchanged.
+            seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
+            size = batches.micro_batch_size, batches.draw_length(0, microbatch) + 1
+            rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
+            self._drawn[batches, microbatch] = _cut(rows.to(self._device))
+        return self._drawn[batches, microbatch]
 
 
 class TextData:
-    """A text in memory that is cut into microbatches."""
+    """A text in memory that is cut into microbatches.
+
+    Args:
+        text: At least two bytes, which are copied.
+        name: Name of the text, for messages and errors.
+
+    Raises:
+        ConfigError: The text is too short for one token and its successor.
+    """
 
     def __init__(self, text: bytes, *, name: str) -> None:
-        """Copy `text` into memory.
-
-        Args:
-            text: At least two bytes.
-            name: Name of the text, for messages and errors.
-
-        Raises:
-            ConfigError: The text is too short for one token and its successor.
-        """
         if len(text) < 2:
             raise ConfigError(f"--data {name} has {len(text)} bytes. Give a text of at least one sequence.")
         self.name = name
@@ -129,15 +158,17 @@ class TextData:
             ConfigError: `path` does not exist, or has nothing to read.
         """
         if path is None:
-            library = Path(sysconfig.get_path("stdlib"))
-            return cls(_read(_find_library_files(library)), name="Python standard library")
-        if not os.path.exists(path):
-            raise ConfigError(f"--data {path} does not exist. Give a text file or a folder of them, or leave --data out.")
+            return cls(_read(_find_library_files()), name="Python standard library")
+        other = "Give a text file or a folder of them, or leave --data out."
         if not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"--data {path} is no regular file. Give a text file or a folder of them, or leave --data out.")
-        text = _read(iter([path]) if path.is_file() else _find_files(path))
+            raise ConfigError(f"--data {path} {'is no regular file' if os.path.exists(path) else 'does not exist'}. {other}")
+        try:
+            text = _read(iter([path]) if path.is_file() else _find_files(path))
+        except OSError as error:
+            why = f"{error.filename} cannot be read: {error.strerror}"
+            raise ConfigError(f"--data {why}. Make it readable or leave it out.") from error
         if not text:
-            raise ConfigError(f"--data {path} holds no bytes. Give a text file or a folder of them, or leave --data out.")
+            raise ConfigError(f"--data {path} holds no bytes. {other}")
         return cls(text, name=str(path))
 
     def __len__(self) -> int:
@@ -157,7 +188,7 @@ class TextData:
             )
 
     def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`, on the CPU. The same text and arguments give identical bits.
+        """Return microbatch `microbatch` of step `step`, on the CPU.
 
         Raises:
             ConfigError: The text is shorter than a sequence.
@@ -165,15 +196,10 @@ class TextData:
         self.check_length(batches.seq_length)
         # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
         draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
-        length = _draw_length(batches, step, microbatch)
+        length = batches.draw_length(step, microbatch)
         starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
         rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
         return _cut(rows)
-
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches of step `step`."""
-        for microbatch in range(count):
-            yield self.get_microbatch(batches, step=step, microbatch=microbatch)
 
 
 def _cut(rows: torch.Tensor) -> Microbatch:
@@ -187,45 +213,30 @@ def _cut(rows: torch.Tensor) -> Microbatch:
     )
 
 
-def _draw_length(batches: Batches, step: int, microbatch: int) -> int:
-    if batches.shortest is None:
-        return batches.seq_length
-    draw = random.Random(f"length {batches.split}{batches.seed}/{step}/{microbatch}")
-    multiple = batches.length_multiple
-    return multiple * draw.randint(-(-batches.shortest // multiple), batches.seq_length // multiple)
-
-
-def _find_library_files(library: Path) -> Iterator[Path]:
+def _find_library_files() -> Iterator[Path]:
     # Installed packages, tests and optional parts differ between machines; the rest comes with every Python.
     left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
-    for folder, folders, files in os.walk(library):
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - left_out)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def _find_files(folder: Path) -> Iterator[Path]:
     """Yield the regular files under `folder` in name order. Each folder is listed only when it is reached."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ConfigError(f"--data {folder} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
-    for entry in entries:
-        if entry.is_file():
-            yield Path(entry.path)
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
         # Do not follow links: a link to a parent folder would never end.
-        elif entry.is_dir(follow_symlinks=False):
-            yield from _find_files(Path(entry.path))
+        elif path.is_dir() and not path.is_symlink():
+            yield from _find_files(path)
 
 
 def _read(files: Iterator[Path]) -> bytes:
     """Return the first `LARGEST_TEXT_BYTES` of `files`. Later files are neither opened nor read."""
     text = bytearray()
     for path in files:
-        try:
-            with path.open("rb") as file:
-                text += file.read(LARGEST_TEXT_BYTES - len(text))
-        except OSError as error:
-            raise ConfigError(f"--data {path} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
+        with path.open("rb") as file:
+            text += file.read(LARGEST_TEXT_BYTES - len(text))
         if len(text) >= LARGEST_TEXT_BYTES:
             break
     return bytes(text)

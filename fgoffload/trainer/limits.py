@@ -9,8 +9,6 @@ from fgoffload.integrations.megatron.patching.cpu_support import has_transformer
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.trainer.training_arguments import TrainingArguments
 
-_TE_LAYERS = "give --transformer-impl transformer_engine"
-
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
     """Check that this version can run the training `arguments` on this machine.
@@ -25,24 +23,19 @@ def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
 
 def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     given = arguments.transformer
-    implementations = ("local", "transformer_engine")
-    for flag, is_given, instead in (
-        ("--fp16, which needs loss scaling,", given.get("fp16", False), "give --bf16"),
-        ("--fp8-param-gather, which needs an optimizer that knows FP8,", given.get("fp8_param", False), "leave it out"),
-        (
-            f"--transformer-impl {given.get('transformer_impl')}",
-            given.get("transformer_impl", "local") not in implementations,
-            f"give one of {', '.join(implementations)}",
-        ),
-        ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "give --cuda-graph-impl local"),
-        (
-            "--external-cuda-graph, a deprecated flag,",
-            given.get("external_cuda_graph"),
-            f"give --cuda-graph-impl {TRANSFORMER_ENGINE}",
-        ),
-    ):
-        if is_given:
-            yield f"{flag} is not built yet in this version: {instead}."
+    impl = given.get("transformer_impl", "local")
+    faults = {
+        "--fp16, which needs loss scaling,": given.get("fp16") and "give --bf16",
+        "--fp8-param-gather, which needs an optimizer that knows FP8,": given.get("fp8_param") and "leave it out",
+        f"--transformer-impl {impl}": impl not in ("local", "transformer_engine") and "give one of local, transformer_engine",
+        "--enable-cuda-graph, a deprecated flag,": given.get("enable_cuda_graph") and "give --cuda-graph-impl local",
+        "--external-cuda-graph, a deprecated flag,": given.get("external_cuda_graph")
+        and f"give --cuda-graph-impl {TRANSFORMER_ENGINE}",
+        "--masked-softmax-fusion, which needs Apex,": given.get("masked_softmax_fusion")
+        and not arguments.uses_transformer_engine
+        and "leave it out",
+    }
+    yield from (f"{flag} is not built yet in this version: {instead}." for flag, instead in faults.items() if instead)
     # The checkpointed MLP returns its bias, a parameter. Autograd then treats the checkpoint as the node that computed the
     # bias, and the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
@@ -62,8 +55,6 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
         )
     if arguments.uses_transformer_engine and needs_cpu_support():
         yield "--transformer-impl transformer_engine needs a GPU, and there is none. Give --transformer-impl local."
-    if arguments.transformer.get("masked_softmax_fusion", False) and not arguments.uses_transformer_engine:
-        yield "--masked-softmax-fusion, which needs Apex, is not built yet in this version: leave it out."
 
 
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
@@ -99,23 +90,19 @@ def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
     """Yield settings that Transformer Engine's layers support and Megatron's local ones do not."""
     if arguments.uses_transformer_engine:
         return
-    given = arguments.transformer
-    if given.get("fp8"):
-        yield f"--fp8-format {given['fp8']} needs Transformer Engine's layers: {_TE_LAYERS} or leave it out."
-    if given.get("moe_grouped_gemm"):
-        yield f"--moe-grouped-gemm needs Transformer Engine's layers: {_TE_LAYERS} or leave it out."
-    if arguments.context_parallel_size > 1:
-        size = arguments.context_parallel_size
-        yield f"--context-parallel-size {size} needs Transformer Engine's attention: {_TE_LAYERS} (on GPUs) or give 1."
+    given, size = arguments.transformer, arguments.context_parallel_size
     # Users who replace the local layers' attention know what it supports.
-    if not _has_megatrons_own_attention():
-        return
+    has_own_attention = _has_megatrons_own_attention()
     for flag, is_given in (
-        ("--multi-latent-attention", given.get("multi_latent_attention")),
-        ("--packed-sequences", arguments.packed_sequences),
+        (f"--fp8-format {given.get('fp8')}", given.get("fp8")),
+        ("--moe-grouped-gemm", given.get("moe_grouped_gemm")),
+        (f"--context-parallel-size {size}", size > 1),
+        ("--multi-latent-attention", given.get("multi_latent_attention") and has_own_attention),
+        ("--packed-sequences", arguments.packed_sequences and has_own_attention),
     ):
         if is_given:
-            yield f"{flag} needs Transformer Engine's attention: {_TE_LAYERS} (on a GPU) or leave it out."
+            instead = "give --transformer-impl transformer_engine (on a GPU) or leave it out"
+            yield f"{flag} needs Transformer Engine's layers: {instead}."
 
 
 def _has_megatrons_own_attention() -> bool:

@@ -26,7 +26,8 @@ def prepare(offload: OffloadConfig) -> None:
         ConfigError: The engine does not support an option of `offload`.
         IntegrationError: The engine cannot run in this process.
     """
-    _check_process()
+    for fault in _find_faults():
+        raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
     if offload.offload_plan is not None:
         raise ConfigError(
             f"--offload-plan {offload.offload_plan}: Megatron-Core's own engine reads no plans. Name the modules."
@@ -50,11 +51,7 @@ def reset() -> None:
 
 
 def choose_fraction(config: Any, fraction: float) -> None:
-    """Make Megatron's engine offload a fraction of its groups.
-
-    Args:
-        config: Megatron's TransformerConfig, before a model is built with it.
-        fraction: The fraction, from 0 to 1.
+    """Make Megatron's engine offload a fraction of its groups, from 0 to 1. Call this before a model is built with `config`.
 
     Raises:
         ConfigError: This version of Megatron-Core has no fraction.
@@ -62,20 +59,14 @@ def choose_fraction(config: Any, fraction: float) -> None:
     if hasattr(config, "activation_offload_fraction"):
         config.activation_offload_fraction = fraction
     elif fraction != 1.0:
-        version = get_version()
         raise ConfigError(
-            f"--activation-offload-fraction {fraction}: the engine of megatron-core {version} has no fraction. "
+            f"--activation-offload-fraction {fraction}: the engine of megatron-core {get_version()} has no fraction. "
             "Give 1, or install one that has it."
         )
 
 
 def _has_field(name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(load_module(CONFIG_MODULE).TransformerConfig))
-
-
-def _check_process() -> None:
-    for fault in _find_faults():
-        raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
 
 
 def _find_faults() -> Iterator[str]:

@@ -27,9 +27,8 @@ from fgoffload.planner.timing.profile import Profile, RankProfile, merge_process
 from fgoffload.trainer.compared_steps import compare_steps
 from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.parallel import name_device
-from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 from fgoffload.trainer.training_arguments import TrainingArguments
-from fgoffload.trainer.training_policy import Kernels, TrainingPolicy, Update
 from fgoffload.units import TIB
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ def profile_training(
     text: TokenSource,
     link: LinkProfile,
     *,
-    update: Update = Update.ADAMW,
+    has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Profile a training. All processes of the training call this and get the profile.
@@ -63,7 +62,7 @@ def profile_training(
             offloaded tensors.
         text: Training text.
         link: Link of this process.
-        update: Parameter update at the end of a step, if any.
+        has_optimizer: Whether a step updates the parameters.
         on_step: Called after each step except the unmeasured ones.
 
     Raises:
@@ -77,7 +76,7 @@ def profile_training(
         )
         arguments = arguments.without_graphs()
     # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
-    policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
+    policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
@@ -89,7 +88,7 @@ def profile_training(
         with contextlib.closing(measurement):
             profile = dataclasses.replace(
                 _make_profile(link, _measure_ranks(trainer, measurement, on_step)),
-                has_optimizer=update is not Update.NONE,
+                has_optimizer=has_optimizer,
                 plain_step_s=plain_step_s,
             )
             # On a CPU, device and host are one. Steps differ if the batch grows or if sequence lengths vary.

@@ -6,6 +6,7 @@ timing measurement omits the parts that it does not need.
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
@@ -21,30 +22,42 @@ from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_suppo
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
 from fgoffload.trainer import megatron_engine, parallel
 from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config
-from fgoffload.trainer.data import TokenSource
+from fgoffload.trainer.data import Batches, TokenSource
 from fgoffload.trainer.forward_step import LOSS, ForwardStep
 from fgoffload.trainer.gradients import (
     MainGradOptimizer,
-    NoOptimizer,
-    Optimizer,
     digest_tensors,
     get_main_grad,
     release_graphs,
     wrap_chunks,
 )
 from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.microbatches import count_microbatches, iterate_microbatches
 from fgoffload.trainer.models import build_chunks, forget_embeddings
 from fgoffload.trainer.process_state import keep_environment, use_deterministic_algorithms
 from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_graphs import choose_graphs
-from fgoffload.trainer.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
 
 _logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPolicy:
+    """Options of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
+
+    is_deterministic: bool = True
+    """Whether kernels are bitwise reproducible but slower. Otherwise torch and Transformer Engine choose the fastest."""
+    has_optimizer: bool = True
+    """Whether AdamW updates the parameters. Otherwise a step is forward and backward only, without optimizer memory."""
+    uses_megatrons_engine: bool = False
+    """Whether Megatron-Core's own engine offloads, see `megatron_engine`. Otherwise ours does, also at its call sites."""
+
+
+DEFAULT_POLICY = TrainingPolicy()
+"""The policy of `fgoffload train`."""
+
+
 class Trainer:
-    """A model, its optimizer and its data. Call `initialize_parallel` first and `close` at the end."""
+    """A model, its optimizer and its data. Call `parallel.initialize_parallel` first and `close` at the end."""
 
     def __init__(
         self,
@@ -71,7 +84,9 @@ class Trainer:
         refuse_what_is_not_built(arguments)
         text.check_length(arguments.seq_length)
         if not torch.distributed.is_initialized():
-            raise StateError("no process group is initialized. Call Trainer.initialize_parallel(arguments) first.")
+            raise StateError(
+                "no process group is initialized. Call initialize_parallel(arguments) of fgoffload.trainer.parallel first."
+            )
         self.arguments = arguments
         self.text = text
         self.policy = policy
@@ -82,6 +97,7 @@ class Trainer:
         self.graphs = choose_graphs(arguments)
         """CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
+        self._optimizer: MainGradOptimizer | None = None
         self._step = 0
         self._evaluations = 0
         self._consumed_samples = 0
@@ -96,7 +112,7 @@ class Trainer:
     def _build(self, offload: OffloadConfig | None) -> None:
         arguments = self.arguments
         self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
-        if self.policy.kernels is Kernels.DETERMINISTIC:
+        if self.policy.is_deterministic:
             self._cleanup.enter_context(use_deterministic_algorithms())
         self._cleanup.enter_context(keep_environment())
         self._cleanup.callback(parallel.clear_megatron_buffers)
@@ -107,7 +123,7 @@ class Trainer:
         parallel.clear_megatron_buffers()
         parallel.seed_everything(arguments)
         config = build_transformer_config(arguments, offload=offload)
-        if offload is not None and self.policy.engine is Engine.MEGATRON:
+        if offload is not None and self.policy.uses_megatrons_engine:
             megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
         self.chunks = [
             # The local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
@@ -118,8 +134,7 @@ class Trainer:
             self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
         self.graphs.start(self._wrapped_chunks, config)
         self._forward_step = ForwardStep(arguments, self._device)
-        self._optimizer: Optimizer = NoOptimizer()
-        if self.policy.update is Update.ADAMW:
+        if self.policy.has_optimizer:
             self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
         _logger.info(
             "%d parameters in %d model chunk(s) on %s.",
@@ -129,7 +144,7 @@ class Trainer:
         )
 
     def _start_offload(self, offload: OffloadConfig) -> None:
-        if self.policy.engine is Engine.MEGATRON:
+        if self.policy.uses_megatrons_engine:
             megatron_engine.prepare(offload)
             self._cleanup.callback(megatron_engine.reset)
             return
@@ -160,7 +175,7 @@ class Trainer:
         start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
-        count = count_microbatches(self.arguments, consumed_samples=self._consumed_samples)
+        count = self.arguments.count_microbatches(self._consumed_samples)
         losses = self._run_schedule(count, is_evaluation=False)
         digests: dict[str, str] = {}
         if with_digests:
@@ -170,7 +185,8 @@ class Trainer:
             hashing = time.perf_counter()
             digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
             start += time.perf_counter() - hashing
-        self._optimizer.step()
+        if self._optimizer is not None:
+            self._optimizer.step()
         values = tuple(float(loss) for loss in losses)
         self._synchronize()
         result = StepResult(step=self._step, losses=values, gradient_digests=digests, seconds=time.perf_counter() - start)
@@ -213,20 +229,10 @@ class Trainer:
         forget_embeddings(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
-        self._optimizer = NoOptimizer()
+        self._optimizer = None
         self._cleanup.close()
         # Megatron's modules have reference cycles (a layer and its bound methods), and the next trainer needs the memory.
         gc.collect()
-
-    @staticmethod
-    def initialize_parallel(arguments: TrainingArguments) -> None:
-        """Create the process groups. See `parallel.initialize_parallel`."""
-        parallel.initialize_parallel(arguments)
-
-    @staticmethod
-    def destroy_parallel() -> None:
-        """Destroy Megatron's process groups, and the process group itself."""
-        parallel.destroy_parallel()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -235,21 +241,14 @@ class Trainer:
     def _run_schedule(self, count: int, *, is_evaluation: bool) -> list[torch.Tensor]:
         """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
         arguments = self.arguments
+        rank, step = parallel.get_data_parallel_rank(), self._evaluations if is_evaluation else self._step
+        batches = Batches.read(arguments, data_parallel_rank=rank, is_evaluation=is_evaluation)
+
+        def prepare(microbatch: int) -> dict[str, Any]:
+            return self._forward_step.prepare(self.text.get_microbatch(batches, step=step, microbatch=microbatch))
+
         # A stage with several chunks requests the same microbatch once for each chunk.
-        iterators = [
-            map(
-                self._forward_step.prepare,
-                iterate_microbatches(
-                    arguments,
-                    self.text,
-                    step=self._evaluations if is_evaluation else self._step,
-                    count=count,
-                    data_parallel_rank=parallel.get_data_parallel_rank(),
-                    is_evaluation=is_evaluation,
-                ),
-            )
-            for _ in self._wrapped_chunks
-        ]
+        iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]
         with ignore_expected_warnings():
             reports = self.graphs.get_schedule()(
                 forward_step_func=self._forward_step,

@@ -32,9 +32,8 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left(flag
     for offload in (None, make_config(*tags, min_offloaded_tensor_size=0)):
         with make_trainer(flags, offload) as trainer:
             trainer.run_step()
-            batch = next(
-                TextData.load().iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1)
-            )
+            batches = Batches(seq_length=32, micro_batch_size=2, seed=1)
+            batch = TextData.load().get_microbatch(batches, step=0, microbatch=0)
             ledger = ActivationLedger(parameters=trainer.parameters())
             with contextlib.ExitStack() as stack:
                 if offload:
