@@ -4,7 +4,6 @@
 |---|---|
 | `settings` | names that users type for settings, and the Megatron flags behind them |
 | `measurement` | measurements of settings, and ratios, all as plain numbers |
-| `model_flop` | the floating-point operations of a model, for its utilization |
 | `job`, `processes` | runs settings one after another, in separate processes, on every rank |
 | `worker`, `runner` | the code of those processes: one setting, one model, one measurement |
 | `rank_models`, `budget_plans` | the planner's model of the training, and a plan for a memory budget |

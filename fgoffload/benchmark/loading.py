@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 
 from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.model_flop import count_model_flop
 from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
@@ -74,12 +73,9 @@ def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
 
 def describe_workload(arguments: TrainingArguments) -> Workload:
     """Return the description of a training for tables and rates."""
-    config = build_transformer_config(arguments, offload=None)
     return Workload(
         arguments_file=arguments.source.places[0],
-        layers=config.num_layers,
-        dtype=str(config.params_dtype).removeprefix("torch."),
+        layers=arguments.transformer["num_layers"],
         tokens=arguments.seq_length * arguments.global_batch_size,
-        model_flop=count_model_flop(arguments, config),
         world_size=arguments.world_size,
     )

@@ -29,22 +29,10 @@ class Workload:
     """Path of the argument file, as the user typed it."""
     layers: int
     """Number of decoder layers."""
-    dtype: str
-    """Type of the parameters, as in `bfloat16`."""
     tokens: int
     """Tokens of a step, over all ranks."""
-    model_flop: int
-    """Floating-point operations of a step, over all ranks; see `model_flop`."""
     world_size: int
     """Number of processes of the training."""
-    device_flop_per_s: float | None = None
-    """Dense bf16 FLOP/s of one device. None if the hardware table lacks the device, or the model has another type."""
-
-    def find_utilization(self, seconds: float) -> float | None:
-        """Return the model FLOP utilization: the fraction of the devices' rate that the model's operations use, or None."""
-        if self.device_flop_per_s is None:
-            return None
-        return self.model_flop / seconds / (self.device_flop_per_s * self.world_size)
 
 
 HEADINGS = (
@@ -58,7 +46,6 @@ HEADINGS = (
     "host",
     "to host a step",
     "tokens/s",
-    "MFU",
 )
 """Headings of the table of times."""
 
@@ -234,7 +221,6 @@ _COLUMNS = (
     "step_p80_s",
     "over_baseline",
     "tokens_per_s",
-    "model_flop_utilization",
 )
 
 
@@ -249,7 +235,6 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
     if worst is None:
         return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
     low, middle, high = find_quantiles(summary.step_seconds)
-    utilization = workload.find_utilization(middle)
     return (
         name,
         f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
@@ -261,7 +246,6 @@ def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | No
         _format_size(worst.host_bytes),
         _format_size(worst.d2h_bytes),
         f"{workload.tokens / middle:.0f}",
-        ABSENT if utilization is None else f"{utilization:.1%}",
     )
 
 
@@ -291,7 +275,6 @@ def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any
         "step_p50_s": _round(middle),
         "step_p80_s": _round(high),
         "tokens_per_s": round(workload.tokens / middle, 1),
-        "model_flop_utilization": _round(workload.find_utilization(middle)),
     }
 
 

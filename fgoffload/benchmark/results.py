@@ -10,7 +10,7 @@ from fgoffload.benchmark.prediction import Prediction, Source
 from fgoffload.benchmark.processes import run_sessions
 from fgoffload.benchmark.report import Workload, format_csv, format_json
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
-from fgoffload.benchmark.surroundings import Surroundings, find_hardware
+from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.output_files import write_file
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ class Results:
         self.surroundings = surroundings
         if not self.job.compares_bits:
             self.forecaster = Forecaster(self.job, surroundings.device)
-        hardware = find_hardware(surroundings.device)
-        rate = hardware.bf16_flop_per_s if hardware is not None and self.workload.dtype == "bfloat16" else None
-        self.workload = dataclasses.replace(self.workload, device_flop_per_s=rate)
 
 
 def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple[Run, ...]:

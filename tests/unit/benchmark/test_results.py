@@ -13,7 +13,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 
 FULL, CORE, MEGATRON, LAYERS = map(parse_setting, ("recompute:full", "ours:core_attn", "megatron:core_attn", "te-layers:1"))
-WORKLOAD = Workload(arguments_file="x.sh", layers=1, dtype="bfloat16", tokens=10, model_flop=10, world_size=1)
+WORKLOAD = Workload(arguments_file="x.sh", layers=1, tokens=10, world_size=1)
 
 
 def make_job(folder, **options):
