@@ -43,9 +43,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.job import Job, make_file_name
-from fgoffload.benchmark.measurement import Summary, find_quantiles
-from fgoffload.benchmark.report import ABSENT, Workload, has_intervals, name_row, name_run, name_versions
+from fgoffload.benchmark.job import Job, Workload, make_file_name
+from fgoffload.benchmark.measurement import Summary, find_quantiles, find_ratio_interval
+from fgoffload.benchmark.report import ABSENT, has_intervals, name_row, name_run, name_versions
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
@@ -233,7 +233,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
         low, middle, high = (1e3 * each for each in find_quantiles(summary.step_seconds))
         over, by_repeat = ABSENT, ABSENT
         if player.setting != BASELINE:
-            interval = summary.find_interval()
+            interval = find_ratio_interval(summary.ratios)
             over = f"{summary.ratio:.3f}" + ("" if interval is None else f" [{interval[0]:.3f} {interval[1]:.3f}]")
             by_repeat = " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
         worst = find_worst(player, peaks)

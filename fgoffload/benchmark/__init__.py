@@ -6,9 +6,9 @@
 | `measurement` | measurements of settings, and ratios, all as plain numbers |
 | `job`, `processes` | runs settings one after another, in separate processes, on every rank |
 | `worker`, `runner` | the code of those processes: one setting, one model, one measurement |
-| `rank_models`, `budget_plans` | the planner's model of the training, and a plan for a memory budget |
-| `forecaster`, `prediction` | predicted step time and peak, from the hardware table and from a profile |
+| `rank_models` | the planner's model of the training, and a plan for a memory budget |
+| `prediction` | predicted step time and peak, from the hardware table and from a profile |
 | `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and the machine and versions |
 
-Importing this package does not load torch; `worker`, `runner`, `loading`, `rank_models`, `forecaster` and `traces` do.
+Importing this package does not load torch; `worker`, `runner`, `loading`, `rank_models`, `prediction` and `traces` do.
 """

@@ -26,8 +26,8 @@ class Job:
     """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
     """The command's own flags, for suggestions."""
-    world_size: int = 1
-    """Number of processes of the training."""
+    world_size: int | None = None
+    """Number of processes of the training; None for the fewest that one copy of the model needs."""
     warmup: int
     """Number of steps before the timed ones."""
     steps: int
@@ -64,6 +64,20 @@ class Job:
     def find_plan_path(self, setting: Setting, *, rank: int = 0) -> Path:
         """Return the path of the plan for a budget. All ranks write the same plan, each to its own file, so that none waits."""
         return self.folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Description of the training, for titles and rates."""
+
+    arguments_file: str
+    """Path of the argument file, as the user typed it."""
+    layers: int
+    """Number of decoder layers."""
+    tokens: int
+    """Tokens of a step, over all ranks."""
+    world_size: int
+    """Number of processes of the training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,18 +116,12 @@ class Summary:
         """The peak that a memory budget limits."""
         return None if self.worst is None else self.worst.peak_bytes
 
-    def find_interval(self) -> tuple[float, float] | None:
-        """Return the 95% confidence interval of the ratios' geometric mean, or None below `FEWEST_REPEATS` repeats.
-
-        Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
-        """
-        return find_ratio_interval(self.ratios)
-
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `FEWEST_REPEATS` ratios.
 
     Ratios multiply, so this is Student's t-interval of their logarithms. Its middle is the geometric mean, not a median.
+    Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 
 from fgoffload.benchmark.job import Crashed, Finished, Job, Message, Task
 from fgoffload.benchmark.measurement import Outcome, Run
@@ -27,73 +26,62 @@ _JOIN_SECONDS = 10.0
 """Timeout in seconds for a process to exit after its last message."""
 
 
-class Session:
-    """The processes of one session. Leaving the context ends them, even if they are busy."""
+Messages = Iterator[tuple[int, Message]]
+"""Each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
 
-    def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> None:
-        self._log = job.folder / f"log_{kind.value}_{session}.txt"
-        self._folder = contextlib.ExitStack()
-        store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
-        self._processes: list[SpawnProcess] = []
-        self._readers: dict[Connection, int] = {}
-        # Spawn, since a forked process would inherit imports that have already read their environment switches.
-        context = multiprocessing.get_context("spawn")
-        for rank in range(job.world_size):
-            task = Task(job=job, runs=tuple(runs), kind=kind, session=session, rank=rank, store=store, log=self._log)
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=run_worker, args=(task, writer), daemon=True)
-            process.start()
-            writer.close()  # so that the pipe closes when the process ends
-            self._processes.append(process)
-            self._readers[reader] = rank
 
-    def listen(self, silence_seconds: float = SILENCE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yield each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
-        while self._readers:
-            ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
-            if not ready:
-                yield min(self._readers.values()), Crashed(f"no message from it for {silence_seconds:.0f} s")
-                return
-            for reader, rank in tuple(self._readers.items()):
-                if reader not in ready:
-                    continue
-                message = self._receive(reader, rank)
-                yield rank, message
-                if isinstance(message, Crashed):
-                    return
-                if isinstance(message, Finished):
-                    del self._readers[reader]
-                    reader.close()
-
-    def _receive(self, reader: Connection, rank: int) -> Message:
+@contextlib.contextmanager
+def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> Iterator[Messages]:
+    """Start the processes of one session, and yield their messages. Leaving the context ends them, even if they are busy."""
+    log = job.folder / f"log_{kind.value}_{session}.txt"
+    # Spawn, since a forked process would inherit imports that have already read their environment switches.
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    readers: dict[Connection, int] = {}
+    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
         try:
-            message: Message = reader.recv()
-        except (EOFError, OSError):
-            process = self._processes[rank]
-            process.join(_JOIN_SECONDS)
-            return Crashed(f"rank {rank} ended with exit code {process.exitcode}; see {self._log}")
-        return message
-
-    def __enter__(self) -> "Session":
-        """Return this session; its processes are already running."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """End the processes."""
-        for reader in self._readers:
-            reader.close()
-        for process in self._processes:
-            if kind is not None or self._readers:
+            for rank in range(job.world_size or 1):
+                store = Path(folder) / "store"
+                task = Task(job=job, runs=tuple(runs), kind=kind, session=session, rank=rank, store=store, log=log)
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=run_worker, args=(task, writer), daemon=True)
+                process.start()
+                writer.close()  # so that the pipe closes when the process ends
+                processes.append(process)
+                readers[reader] = rank
+            yield _listen(processes, readers, log)
+        finally:
+            for process in processes:
+                if readers:  # it has not finished
+                    process.kill()
+                process.join(_JOIN_SECONDS)
                 process.kill()
-            process.join(_JOIN_SECONDS)
-            process.kill()
-            process.join()
-            process.close()
-        self._folder.close()
+                process.join()
+                process.close()
+            for reader in readers:
+                reader.close()
 
 
-StartSession = Callable[[Job, Sequence[Run], ProcessKind, int], contextlib.AbstractContextManager[Session]]
-"""Starts the processes of one session: `Session`, or a fake in tests."""
+def _listen(processes: Sequence[SpawnProcess], readers: dict[Connection, int], log: Path) -> Messages:
+    while readers:
+        ready = multiprocessing.connection.wait(list(readers), timeout=SILENCE_SECONDS)
+        if not ready:
+            yield min(readers.values()), Crashed(f"no message from it for {SILENCE_SECONDS:.0f} s")
+            return
+        for reader, rank in tuple(readers.items()):
+            if reader not in ready:
+                continue
+            try:
+                message: Message = reader.recv()
+            except (EOFError, OSError):
+                processes[rank].join(_JOIN_SECONDS)
+                message = Crashed(f"rank {rank} ended with exit code {processes[rank].exitcode}; see {log}")
+            yield rank, message
+            if isinstance(message, Crashed):
+                return
+            if isinstance(message, Finished):
+                del readers[reader]
+                reader.close()
 
 
 def run_sessions(
@@ -103,7 +91,7 @@ def run_sessions(
     kind: ProcessKind,
     first_session: int,
     on_message: Callable[[Message], None] = lambda message: None,
-    start: StartSession = Session,
+    start: Callable[..., contextlib.AbstractContextManager[Messages]] = start_session,
 ) -> Iterator[Outcome]:
     """Run `runs` in sessions of one kind, and yield the outcome of each run as it ends.
 
@@ -113,13 +101,13 @@ def run_sessions(
         kind: Kind of the processes.
         first_session: Number of the first session; later ones count up.
         on_message: Called with each message of rank 0.
-        start: Starts a session.
+        start: Starts a session, as `start_session` does.
     """
     pending, session = list(runs), first_session
     while pending:
         ended, crash = 0, None
-        with start(job, pending, kind, session) as processes:
-            for rank, message in processes.listen():
+        with start(job, pending, kind, session) as messages:
+            for rank, message in messages:
                 if rank == 0:
                     on_message(message)
                 if isinstance(message, Outcome) and rank == 0:

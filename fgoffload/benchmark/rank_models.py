@@ -1,23 +1,33 @@
-"""Builds the planner's model of a training for the benchmark."""
+"""Builds the planner's model of a training for the benchmark, and plans for a memory budget.
+
+A profile has the times of each layer of this model on this device; the hardware table does not. Neither predicts the temporary
+memory of operators to the byte. So a plan that exceeds the budget is replaced by one that leaves the excess free, as with
+`--offload-modules auto`.
+"""
 
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.settings import BASELINE, Setting, System
-from fgoffload.errors import ConfigError
+from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.flags.model_shapes import read_model
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
+from fgoffload.output_files import write_file
 from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.captured_layer import capture_rank
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.solving.solver import THOROUGH_LAYER_PASSES, solve_leaving_free
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.trainer.training_arguments import TrainingArguments
+from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +36,13 @@ ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients have the parameters' type, bf16."""
+
+
+MOST_PLANS = 3
+"""Maximum number of plans tried for a budget. The last one is used, whatever its peak."""
+
+TryPlan = Callable[[Setting], int | None]
+"""Runs a setting for a few steps on all ranks together, and returns its peak bytes; None if no allocator counts bytes."""
 
 
 def load_profile(job: Job, device: str) -> Profile | None:
@@ -66,8 +83,8 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     Raises:
         ConfigError: The schedule does not support the number of microbatches.
     """
-    arguments = parse_setting_arguments(job, BASELINE, world_size=job.world_size)
-    offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
+    arguments = parse_setting_arguments(job, BASELINE)
+    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
     policy = None if offload is None else offload.transfer_policy
     ranks = make_rank_models(profile, policy=policy, microbatches=arguments.num_microbatches)
     has_shared_overlap = bool(arguments.transformer.get("moe_shared_expert_overlap"))
@@ -87,8 +104,8 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
     """
     if hardware is None:
         raise ConfigError(f"{job.source}: the planner's hardware table lacks this device. Give plan files with --plans.")
-    arguments = parse_setting_arguments(job, BASELINE, world_size=job.world_size)
-    offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
+    arguments = parse_setting_arguments(job, BASELINE)
+    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
     flags = (*job.file_flags, *job.typed_flags)
     model, parallelism = read_model(flags, source=job.source, num_gpus=arguments.world_size)
     if model.experts is not None:
@@ -110,3 +127,37 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
             min_offloaded_numel=offload.min_offloaded_tensor_size,
         )
     return build_ranks(model, parallelism, hardware, assumptions=assumptions)
+
+
+def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
+    """Return `setting` with the first plan whose trial stays within its budget, or else with the last one tried.
+
+    Args:
+        setting: A setting with a budget.
+        ranks: The planner's model of the training.
+        path: File of the plan.
+        try_plan: Called on all ranks together. None takes the first plan without a trial.
+
+    Raises:
+        PlanError: No plan fits the budget.
+    """
+    budget_bytes, free_bytes, planned = setting.budget_bytes or 0, 0, setting.with_plan(path)
+    for number in range(MOST_PLANS):
+        try:
+            solution = solve_leaving_free(
+                ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES
+            )
+        except PlanError as error:
+            if number == 0:
+                raise
+            logger.warning("%s: keeping the plan, since none takes less. %s", setting.name, error)
+            break
+        write_file(path, solution.plan.to_json())
+        peak_bytes = None if try_plan is None else try_plan(planned)
+        if peak_bytes is None or peak_bytes <= budget_bytes:
+            break
+        beyond_bytes = peak_bytes - solution.result.peak_bytes
+        taken, beyond = format_bytes(peak_bytes), format_bytes(max(0, beyond_bytes))
+        logger.warning("%s: a plan took %s, %s more than predicted", setting.name, taken, beyond)
+        free_bytes = max(free_bytes, beyond_bytes)
+    return planned

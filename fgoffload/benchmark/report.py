@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
+from fgoffload.benchmark.job import Workload
+from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio, find_ratio_interval
 from fgoffload.benchmark.prediction import Prediction, Predictions, Source, choose_source
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, System
 from fgoffload.benchmark.surroundings import Surroundings
@@ -19,20 +20,6 @@ from fgoffload.units import format_bytes
 
 ABSENT = "-"
 """Cell of an unknown or inapplicable value."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Description of the training, for titles and rates."""
-
-    arguments_file: str
-    """Path of the argument file, as the user typed it."""
-    layers: int
-    """Number of decoder layers."""
-    tokens: int
-    """Tokens of a step, over all ranks."""
-    world_size: int
-    """Number of processes of the training."""
 
 
 HEADINGS = (
@@ -135,61 +122,45 @@ def format_json(
     return json.dumps(document, indent=1) + "\n"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BitsRow:
-    """Result of the bitwise comparison of one run with `baseline`."""
-
-    outcome: Outcome
-    differences: tuple[str, ...] = ()
-    """First differences of losses and gradients; empty if all are bitwise identical."""
-    failure: str = ""
-    """Reason why the setting could not be compared."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all losses and all gradients of all steps are bitwise identical."""
-        return not self.differences and not self.failure
-
-
-def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
-    """Compare each later outcome with the first `baseline` of its process, and return a row for each.
+def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
+    """Compare each later outcome with the first `baseline` of its process.
 
     A second `baseline` shows whether the training reproduces itself. If it does not, the other rows are meaningless.
+
+    Returns:
+        For each the setting; `yes`, `no` or `not run`; and the first differences or the reason.
     """
     references: dict[int, Outcome] = {}
     rows = []
     for outcome in outcomes:
-        reference = references.get(outcome.session)
-        if reference is None and outcome.setting == BASELINE:
-            references[outcome.session] = outcome
-            if not outcome.failure:
-                continue
-        failure = outcome.failure or ("" if reference is not None and reference.bits else "no baseline to compare with")
-        found = {} if failure or reference is None else find_differences(reference.bits, outcome.bits)
-        differences = tuple(f"{what} from step {one.step}, {one.what}" for what, one in found.items())
-        rows.append(BitsRow(outcome=outcome, differences=differences, failure=failure))
+        reference = references.setdefault(outcome.session, outcome)
+        if reference is outcome and not outcome.failure:
+            continue
+        name = f"{outcome.setting.name}, again" if outcome.setting == BASELINE else outcome.setting.name
+        if failure := outcome.failure or ("" if reference.bits else "no baseline to compare with"):
+            rows.append((name, "not run", failure))
+            continue
+        differences = find_differences(reference.bits, outcome.bits)
+        why = "; ".join(f"{what} from step {one.step}, {one.what}" for what, one in differences.items())
+        rows.append((name, "no" if differences else "yes", why))
     return rows
 
 
-def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
+def build_bits_table(rows: Sequence[tuple[str, str, str]], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of a bitwise comparison."""
     table = _start_table(f"{name_run(workload, surroundings)}: losses and gradients, bitwise")
     table.caption = Text(name_versions(surroundings))
     for heading in ("setting", "identical to baseline", "first difference"):
         table.add_column(heading)
-    for row in rows:
-        setting = row.outcome.setting
-        answer = Text("yes", style="green") if row.is_equal else Text("no", style="bold red")
-        if row.failure:
-            answer = Text("not run", style="yellow")
-        name = f"{setting.name}, again" if setting == BASELINE else setting.name
-        table.add_row(Text(name), answer, Text(row.failure or "; ".join(row.differences)))
+    styles = {"yes": "green", "no": "bold red", "not run": "yellow"}
+    for name, answer, why in rows:
+        table.add_row(Text(name), Text(answer, style=styles[answer]), Text(why))
     return table
 
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
     """Return whether a table of `summaries` shows an interval, and so needs the caption."""
-    return any(one.setting != BASELINE and one.find_interval() is not None for one in summaries)
+    return any(one.setting != BASELINE and find_ratio_interval(one.ratios) is not None for one in summaries)
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
@@ -258,7 +229,7 @@ def _format_ratio(summary: Summary) -> str:
         return ABSENT
     if summary.setting == BASELINE:
         return f"{summary.ratio:.3f}"
-    interval = summary.find_interval()
+    interval = find_ratio_interval(summary.ratios)
     if interval is not None:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
     # With two repeats, show both: drift of the machine makes them differ.

@@ -2,19 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fgoffload.benchmark.job import Job, Message
+from fgoffload.benchmark.job import Job, Message, Workload
 from fgoffload.benchmark.measurement import Outcome, Run
-from fgoffload.benchmark.prediction import Prediction, Source
+from fgoffload.benchmark.prediction import Forecaster, Prediction, Source
 from fgoffload.benchmark.processes import run_sessions
-from fgoffload.benchmark.report import Workload, format_csv, format_json
+from fgoffload.benchmark.report import format_csv, format_json
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.output_files import write_file
-
-if TYPE_CHECKING:
-    from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
 """Names of the files in a benchmark's folder."""
@@ -34,7 +31,7 @@ class Results:
     """Outcomes in the order of their runs."""
     surroundings: Surroundings | None = None
     """Versions and device; None until a process reports them."""
-    forecaster: "Forecaster | None" = None
+    forecaster: Forecaster | None = None
     """Forecaster of the settings; None if bits are compared, and until a process reports its device."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
     """Predictions of the measured settings."""
@@ -51,8 +48,6 @@ class Results:
 
     def meet(self, surroundings: Surroundings) -> None:
         """Record the machine and versions that the first process reports."""
-        from fgoffload.benchmark.forecaster import Forecaster
-
         if self.surroundings is not None:
             return
         self.surroundings = surroundings

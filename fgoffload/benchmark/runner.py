@@ -17,11 +17,17 @@ from typing import Any
 
 import torch
 
-from fgoffload.benchmark.budget_plans import TryPlan, plan_budget
 from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.measurement import Measurement, Run, merge_ranks
-from fgoffload.benchmark.rank_models import ANY_OF_OURS, build_profile_ranks, build_table_ranks, load_profile
+from fgoffload.benchmark.rank_models import (
+    ANY_OF_OURS,
+    TryPlan,
+    build_profile_ranks,
+    build_table_ranks,
+    load_profile,
+    plan_budget,
+)
 from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
@@ -32,10 +38,9 @@ from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_suppo
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.timing.profile import MeasuredTraining
 from fgoffload.trainer import parallel
-from fgoffload.trainer.arguments import TrainingArguments
 from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
-from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.trainer.profile_training import profile_link, profile_training
 from fgoffload.trainer.steps import StepResult, merge_steps
 from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
@@ -60,7 +65,7 @@ class Runner:
     def __init__(self, job: Job, on_step: OnStep) -> None:
         self._job = job
         self._on_step = on_step
-        self._tokens = RandomTokens(vocab_size=self._parse_flags(BASELINE).vocab_size, device=parallel.get_device())
+        self._tokens = RandomTokens(vocab_size=parse_setting_arguments(job, BASELINE).vocab_size, device=parallel.get_device())
         self._ranks: Sequence[RankModel] = ()
         """The planner's model of the training, once it is needed."""
         self._planned: dict[Setting, Setting] = {}
@@ -96,21 +101,25 @@ class Runner:
         """Profile the training, and write the profile on rank 0."""
         empty_caches()
         with quiet_collector():
-            arguments = self._parse_flags(ANY_OF_OURS)
-            link = profile_link(get_training_device()).link
+            arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
             profile = profile_training(
-                arguments, self._tokens, link, has_optimizer=self._job.has_optimizer, on_step=lambda: self._on_step(None)
+                arguments,
+                self._tokens,
+                profile_link().link,
+                has_optimizer=self._job.has_optimizer,
+                on_step=lambda: self._on_step(None),
             )
         empty_caches()
         if torch.distributed.get_rank() == 0 and self._job.profile is not None:
             flags = (*self._job.file_flags, *self._job.typed_flags)
-            training = MeasuredTraining(source=self._job.source, flags=flags, world_size=self._job.world_size)
+            size = torch.distributed.get_world_size()
+            training = MeasuredTraining(source=self._job.source, flags=flags, world_size=size)
             dataclasses.replace(profile, training=training).save(self._job.profile)
 
     @contextlib.contextmanager
     def train(self, setting: Setting, *, is_deterministic: bool = False, has_optimizer: bool = False) -> Iterator[Trainer]:
         """Yield the trainer of a setting, and free everything at the end."""
-        arguments = self._parse_flags(setting)
+        arguments = parse_setting_arguments(self._job, setting)
         empty_caches()
         policy = TrainingPolicy(
             is_deterministic=is_deterministic,
@@ -157,9 +166,6 @@ class Runner:
         if (profile := load_profile(self._job, device)) is not None:
             return build_profile_ranks(self._job, profile)
         return build_table_ranks(self._job, find_hardware(device))
-
-    def _parse_flags(self, setting: Setting) -> TrainingArguments:
-        return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
 
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
         settle()

@@ -151,6 +151,16 @@ class Setting:
 BASELINE = Setting(system=System.BASELINE)
 """The setting that all others are compared with."""
 
+_EXAMPLES = {
+    System.RECOMPUTE: "recompute:full",
+    System.MEGATRON: "megatron:core_attn+attn_proj",
+    System.OURS: "ours:core_attn+attn_proj",
+    System.LAYERS: "te-layers:3",
+    System.PLAN: "plan:plan.json",
+    System.BUDGET: "budget:18.9GiB",
+}
+"""A setting of each system that needs more than its name."""
+
 _NAME = re.compile(
     r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
 )
@@ -172,21 +182,30 @@ def parse_setting(text: str) -> Setting:
             f"--settings {text!r} is not a setting. Give one that begins with "
             f"{', '.join(one.value for one in System)}, as in ours:core_attn+attn_proj."
         )
-    what, fraction = match["what"] or "", match["fraction"]
-    _check_parts(text, system, what, has_more=any(match[one] is not None for one in ("fraction", "delay", "recompute")))
-    recompute = tuple((match["recompute"] or "").split("+")) if match["recompute"] else ()
-    if system is System.RECOMPUTE:
-        recompute = tuple(what.split("+"))
-    _check_recompute(text, recompute)
-    return Setting(
+    what, has_modules = match["what"] or "", system in (System.MEGATRON, System.OURS)
+    if bool(what) != (system in _EXAMPLES):
+        example = _EXAMPLES.get(system, system.value)
+        raise ConfigError(f"--settings {text!r} is not a setting of that system. Give one as in {example}.")
+    if not has_modules and any(match[name] is not None for name in ("fraction", "delay", "recompute")):
+        raise ConfigError(
+            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
+        )
+    recompute = tuple((what if system is System.RECOMPUTE else match["recompute"] or "").split("+"))
+    setting = Setting(
         system=system,
-        modules=tuple(what.split("+")) if system in (System.MEGATRON, System.OURS) else (),
-        fraction=_read_fraction(text, fraction),
+        modules=tuple(what.split("+")) if has_modules else (),
+        fraction=_read_fraction(text, match["fraction"]),
         is_delayed=match["delay"] is not None,
-        recompute=recompute,
+        recompute=() if recompute == ("",) else recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
         budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
     )
+    if system is System.OURS:
+        OffloadConfig(offload_modules=setting.modules)  # checks the tags
+    # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
+    _check_known(text, "module of Megatron-Core's engine", setting.modules, default_tags().names)
+    _check_known(text, "recompute module", setting.recompute, (FULL, *RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
+    return setting
 
 
 def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
@@ -205,27 +224,19 @@ def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]
     return tuple(found)
 
 
-def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of recompute modules that are informative for a model, `full` first."""
-    yield (FULL,)
+def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
+    """Return sets of recompute modules that are informative for a model, `full` first."""
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
     norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the linears after them
     # Only grouped experts have their activation as a separate module.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
-    latent = ("mla_up_proj",) if is_latent else ()
     # A dense MLP only without a bias: with one, Megatron's checkpoint around the MLP recurses in backward.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
-    yield from ((one,) for one in (*norms, *activations, *whole))
-    if norms and activations:
-        yield (*norms, *activations)
-    if norms and whole:
-        yield (*norms, *whole)
-    yield ("core_attn",)
-    if latent:
-        yield latent
-        yield (*latent, *norms, *activations)
-        if whole:
-            yield (*latent, *norms, *whole)
+    sets = [(FULL,), norms, activations, whole, (*norms, *activations), (*norms, *whole), ("core_attn",)]
+    if is_latent:
+        up = "mla_up_proj"
+        sets += [(up,), (up, *norms, *activations), (up, *norms, *whole)]
+    return list(dict.fromkeys(one for one in sets if one))
 
 
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
@@ -272,35 +283,6 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
     # These tensors remain to be offloaded when the experts are recomputed as a whole.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
-
-
-def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> None:
-    needs = {
-        System.RECOMPUTE: "what runs again, as in recompute:full",
-        System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
-        System.OURS: "modules, as in ours:core_attn+attn_proj",
-        System.LAYERS: "a number of layers, as in te-layers:3",
-        System.PLAN: "a plan file, as in plan:plan.json",
-        System.BUDGET: "a size, as in budget:18.9GiB",
-    }
-    if system in needs and not what:
-        raise ConfigError(f"--settings {text!r} lacks {needs[system]}. Add it.")
-    if system in (System.BASELINE, System.SAVE_ON_CPU) and what:
-        raise ConfigError(f"--settings {text!r}: {system.value} takes no modules. Give it alone.")
-    if has_more and system not in (System.MEGATRON, System.OURS):
-        raise ConfigError(
-            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
-        )
-    if system is System.OURS:
-        OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
-    if system is System.MEGATRON:
-        # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
-        _check_known(text, "module of Megatron-Core's engine", what.split("+"), default_tags().names)
-
-
-def _check_recompute(text: str, recompute: Sequence[str]) -> None:
-    if recompute != (FULL,):
-        _check_known(text, "recompute module", recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
 
 
 def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:

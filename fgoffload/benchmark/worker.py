@@ -53,9 +53,10 @@ def _run_task(task: Task, connection: Connection) -> None:
     from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 
     job = task.job
-    if job.world_size > 1:
-        join_processes(rank=task.rank, world_size=job.world_size, local_rank=task.rank, store=task.store)
-    initialize_parallel(load_arguments(job, world_size=job.world_size))
+    arguments = load_arguments(job)
+    if arguments.world_size > 1:
+        join_processes(rank=task.rank, world_size=arguments.world_size, local_rank=task.rank, store=task.store)
+    initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda loss: connection.send(Stepped(loss)))
     if job.measures_profile and task.session == 0:
         runner.measure_profile()
@@ -75,7 +76,7 @@ def _measure(task: Task, runner: "Runner", run: Run) -> Outcome:
         return dataclasses.replace(outcome, measurement=runner.measure_times(run))
     except OffloadError as error:
         # The process is intact after a refusal, but another rank may be waiting for it.
-        if task.job.world_size > 1:
+        if task.job.world_size != 1:
             raise
         traceback.print_exc()
         return dataclasses.replace(outcome, failure=describe_error(error))

@@ -259,7 +259,7 @@ def _show(results: "Results") -> int:
     if results.job.compares_bits:
         rows = compare_bits(results.outcomes)
         console.print(build_bits_table(rows, workload, results.surroundings))
-        return EXIT_MEASURED if all(row.is_equal for row in rows) else EXIT_MISSED
+        return EXIT_MEASURED if all(answer == "yes" for _, answer, _ in rows) else EXIT_MISSED
     summaries = summarize(results.outcomes)
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
     write_frontier_plot(folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,10 +23,8 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
 from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
-from fgoffload.trainer.plan_check import check_plan_file
-from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_arguments import TrainingArguments
 
@@ -150,7 +149,8 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                 if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
                 records.append(trainer.run_step())
-            on_step(_average_loss(records[-1]))
+            # In a pipeline, only the last stage has losses.
+            on_step(statistics.fmean(loss for own in gather(records[-1].losses) for loss in own))
         peak = ledger.find_peak()
         record = RunRecord(
             steps=tuple(records),
@@ -175,17 +175,6 @@ def _check_budget(training: Training, trainer: Trainer) -> None:
     budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
     if budget_bytes is not None:
         check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
-
-
-def _average_loss(step: StepResult) -> float:
-    """Return the mean loss of a step over all ranks. In a pipeline, only the last stage has losses."""
-    if torch.distributed.get_world_size() == 1:
-        return step.loss
-    device = torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
-    sums = torch.tensor([sum(step.losses), len(step.losses)], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(sums)
-    total, count = sums.tolist()
-    return float(total / count)
 
 
 @contextlib.contextmanager

@@ -97,14 +97,10 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
-    from fgoffload.trainer.profile_training import (
-        get_training_device,
-        profile_link,
-        profile_training,
-    )
+    from fgoffload.trainer.profile_training import profile_link, profile_training
 
     if options.arguments_file is None:
-        return profile_link(get_training_device())
+        return profile_link()
     from fgoffload.cli.measurement import load_training, process_groups
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
     from fgoffload.planner.timing.profile import MeasuredTraining
@@ -120,8 +116,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
             world_size=launch.world_size,
         )
     with process_groups(training.arguments, launch):
-        link = profile_link(get_training_device()).link
-        profile = profile_training(training.arguments, training.text, link)
+        profile = profile_training(training.arguments, training.text, profile_link().link)
     flags = (*file_flags, *megatron_flags)
     measured = MeasuredTraining(source=options.arguments_file, flags=flags, world_size=launch.world_size)
     return dataclasses.replace(profile, training=measured)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fgoffload.doctor.copies import COPY_BYTES
 from fgoffload.doctor.gpus import Gpu
-from fgoffload.doctor.machine import Machine
+from fgoffload.doctor.machine import COPY_BYTES, Machine
 from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes

@@ -1,12 +1,17 @@
-"""Refuses trainings that this version or the installed packages do not support, before anything is built."""
+"""Refuses trainings and plans that this version or the installed packages do not support, before anything is built."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from fgoffload.errors import PlanError
+from fgoffload.integrations.megatron.adapter.model_config import read_facts
 from fgoffload.integrations.megatron.flags.graph_modes import TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.graphs.graph_checks import list_dropless_faults
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, naming_plan_file
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 
@@ -108,3 +113,29 @@ def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
 def _has_megatrons_own_attention() -> bool:
     attention = load_module("megatron.core.transformer.dot_product_attention").DotProductAttention
     return bool(load_module("megatron.core.models.backends").LocalSpecProvider().core_attention() is attention)
+
+
+def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
+    """Check a plan file against a training, as far as possible before a model is built.
+
+    Raises:
+        ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.
+        PlanError: The file cannot be read, was made for another training, or names a layer that does not exist.
+    """
+    plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
+    step = {
+        TOKENS: arguments.seq_length * arguments.micro_batch_size,
+        MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
+    }
+    with naming_plan_file(path):
+        plan.check_made_for({**read_facts(config), **step})
+    if arguments.offload is not None:
+        arguments.offload.tags.check(plan.offloaded_tags, flag=name)
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    chunks = arguments.virtual_pipeline_size or 1
+    for site in plan.actions:
+        if site.layer not in range(layers) or site.chunk not in range(chunks):
+            raise PlanError(
+                f"{name} names {site} in chunk {site.chunk}, and the model has {layers} layers and {chunks} "
+                "chunk(s) a rank, counted from 0. Plan for this model."
+            )

@@ -16,7 +16,7 @@ import torch
 
 from fgoffload.config import AUTO, OffloadConfig
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-from fgoffload.engine import Device, find_device
+from fgoffload.engine import find_device
 from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
@@ -37,14 +37,9 @@ PLAIN_STEPS = 3
 """Number of steps timed without a measurement, after one warm-up step. The median of three ignores a slow step."""
 
 
-def get_training_device() -> Device:
-    """Return the device of this process's trainings."""
-    return find_device("cpu" if needs_cpu_support() else "cuda")
-
-
-def profile_link(device: Device) -> Profile:
-    """Measure the link of `device`, and return a profile of the link alone."""
-    return _make_profile(measure_link(device), ())
+def profile_link() -> Profile:
+    """Measure the link of this process's device, and return a profile of the link alone."""
+    return _make_profile(measure_link(find_device("cpu" if needs_cpu_support() else "cuda")), ())
 
 
 def profile_training(

@@ -17,6 +17,7 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
+from fgoffload.environment import keep_environment
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
@@ -33,7 +34,6 @@ from fgoffload.trainer.gradients import (
 )
 from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.models import build_chunks, forget_embeddings
-from fgoffload.trainer.process_state import keep_environment, use_deterministic_algorithms
 from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_graphs import choose_graphs
 
@@ -113,8 +113,8 @@ class Trainer:
         arguments = self.arguments
         self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
         if self.policy.is_deterministic:
-            self._cleanup.enter_context(use_deterministic_algorithms())
-        self._cleanup.enter_context(keep_environment())
+            self._cleanup.enter_context(parallel.use_deterministic_algorithms())
+        self._cleanup.enter_context(keep_environment(parallel.ATTENTION_BACKENDS))
         self._cleanup.callback(parallel.clear_megatron_buffers)
         if offload is not None:
             # Offload starts before the model is built, since layers look up the offload interface while they are built.

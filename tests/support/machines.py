@@ -4,8 +4,8 @@ import dataclasses
 
 from fgoffload.doctor import CommandResult, Machine
 from fgoffload.doctor.attention import PROBE
-from fgoffload.doctor.copies import CopyRates
 from fgoffload.doctor.gpus import QUERY
+from fgoffload.doctor.machine import CopyRates
 
 UUID = "GPU-aaaa"
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.20.2"}

@@ -9,8 +9,8 @@ import pytest
 from support.toy_ranks import make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError, Site
-from fgoffload.benchmark import budget_plans
-from fgoffload.benchmark.budget_plans import plan_budget
+from fgoffload.benchmark import rank_models
+from fgoffload.benchmark.rank_models import plan_budget
 from fgoffload.benchmark.settings import parse_setting
 
 BUDGET_BYTES = 1000
@@ -35,7 +35,7 @@ class Planner:
 @pytest.fixture
 def planner(monkeypatch):
     planner = Planner()
-    monkeypatch.setattr(budget_plans, "solve_leaving_free", planner.solve)
+    monkeypatch.setattr(rank_models, "solve_leaving_free", planner.solve)
     return planner
 
 
@@ -66,6 +66,6 @@ def test_that_there_is_no_plan_at_all_is_an_error(monkeypatch, tmp_path):
     def refuse(ranks, **_):
         raise PlanError("no plan")
 
-    monkeypatch.setattr(budget_plans, "solve_leaving_free", refuse)
+    monkeypatch.setattr(rank_models, "solve_leaving_free", refuse)
     with pytest.raises(PlanError, match="no plan"):
         plan(tmp_path, take(0))

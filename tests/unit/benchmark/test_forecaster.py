@@ -7,11 +7,10 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 from support.trainings import write_plan
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError
-from fgoffload.benchmark import forecaster as forecaster_module
-from fgoffload.benchmark.forecaster import Forecaster, predict
+from fgoffload.benchmark import prediction
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.prediction import Source
+from fgoffload.benchmark.prediction import Forecaster, Source, predict
 from fgoffload.benchmark.rank_models import check_profile
 from fgoffload.benchmark.settings import BASELINE, list_default_settings, parse_setting
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
@@ -71,7 +70,7 @@ def test_a_setting_is_simulated_as_the_plan_of_its_flags(name, rows, monkeypatch
         plans.append(plan)
         return simulate(ranks, plan)
 
-    monkeypatch.setattr(forecaster_module, "simulate", simulate_and_record)
+    monkeypatch.setattr(prediction, "simulate", simulate_and_record)
     predicted = predict(RANKS, parse_setting(name))
     plan, nothing = plans
     assert {f"{site}: {action.value}" for site, action in plan.actions.items()} == rows
@@ -112,11 +111,11 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
     for setting in settings:
         found = forecaster.predict(setting)
         assert bool(found) is not setting.name.startswith(("megatron", "te-layers", "save_on_cpu")), setting.name
-        for prediction in found.values():
-            assert prediction.ratio >= 1
+        for one in found.values():
+            assert one.ratio >= 1
             # A recompute of attention keeps more than it drops: docs/reference/saved_bytes.md.
-            assert prediction.static_bytes < prediction.peak_bytes
-            assert prediction.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
+            assert one.static_bytes < one.peak_bytes
+            assert one.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from fgoffload.benchmark.measurement import (
     Measurement,
     Outcome,
     Run,
-    Summary,
     find_ratio,
+    find_ratio_interval,
     merge_ranks,
     summarize,
 )
@@ -63,13 +63,9 @@ def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory()
     assert (ours.worst.peak_allocated_bytes, ours.worst.host_bytes) == (7, 9)
 
 
-def summary(*ratios):
-    return Summary(setting=OURS, process=MAIN, ratios=ratios)
-
-
 def test_the_interval_of_ratios_is_students_of_their_logarithms():
     logs = [math.log(1.0), math.log(1.1), math.log(1.21)]
     # The quantile 0.975 of Student's distribution with two degrees of freedom, from a table.
     reach = 4.30265 * statistics.stdev(logs) / math.sqrt(3)
     expected = (1.1 * math.exp(-reach), 1.1 * math.exp(reach))
-    assert summary(1.0, 1.1, 1.21).find_interval() == pytest.approx(expected, rel=1e-5)
+    assert find_ratio_interval((1.0, 1.1, 1.21)) == pytest.approx(expected, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from support.trainings import MOE
 
 from fgoffload.benchmark.job import Crashed, Finished, Job
 from fgoffload.benchmark.measurement import Measurement, Outcome, Run
-from fgoffload.benchmark.processes import Session, run_sessions
+from fgoffload.benchmark.processes import run_sessions, start_session
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 
 ONE, TWO, THREE = (parse_setting(f"recompute:{name}") for name in ("full", "core_attn", "layernorm"))
@@ -29,25 +30,21 @@ def run_scripted(runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None):
     """
     given = []
 
-    class Scripted:
-        def __init__(self, runs, session):
-            self.runs, self.session = runs, session
-
-        def listen(self):
-            for index, run in enumerate(self.runs):
-                yield 0, run
-                if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
-                    yield 0, Crashed("out of memory")
-                    return
-                outcome = Outcome(run=run, process=ProcessKind.MAIN, session=self.session)
-                yield 1, outcome  # another rank's counts for nothing
-                failure = "refused" if run.setting in refuse else ""
-                yield 0, dataclasses.replace(outcome, measurement=None if failure else MEASURED, failure=failure)
-            yield 0, Finished()
+    def listen(runs, session):
+        for index, run in enumerate(runs):
+            yield 0, run
+            if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
+                yield 0, Crashed("out of memory")
+                return
+            outcome = Outcome(run=run, process=ProcessKind.MAIN, session=session)
+            yield 1, outcome  # another rank's counts for nothing
+            failure = "refused" if run.setting in refuse else ""
+            yield 0, dataclasses.replace(outcome, measurement=None if failure else MEASURED, failure=failure)
+        yield 0, Finished()
 
     def start(job, runs, kind, session):
         given.append(list(runs))
-        return contextlib.nullcontext(Scripted(runs, session))
+        return contextlib.nullcontext(listen(runs, session))
 
     on_message = (lambda message: None) if heard is None else heard.append
     sessions = run_sessions(make_job(), runs, kind=ProcessKind.MAIN, first_session=4, on_message=on_message, start=start)
@@ -88,11 +85,11 @@ def test_leaving_a_session_on_an_exception_ends_its_processes(tmp_path):
     pids = []
 
     def interrupt():
-        with Session(make_job(folder=tmp_path), list_runs(BASELINE), ProcessKind.MAIN, 0) as session:
-            pids.append(session._processes[0].pid)
+        with start_session(make_job(folder=tmp_path), list_runs(BASELINE), ProcessKind.MAIN, 0):
+            pids.extend(process.pid for process in multiprocessing.active_children())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+        os.kill(pids[-1], 0)

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 from fgoffload.benchmark import results as results_module
-from fgoffload.benchmark.job import Job, Stepped
+from fgoffload.benchmark.job import Job, Stepped, Workload
 from fgoffload.benchmark.measurement import Measurement, Outcome
-from fgoffload.benchmark.report import Workload
 from fgoffload.benchmark.results import Results, collect_results, list_runs
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings

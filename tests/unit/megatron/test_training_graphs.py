@@ -10,7 +10,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.trainer import limits
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.trainer.profile_training import profile_link, profile_training
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_graphs import choose_graphs
 
@@ -188,8 +188,7 @@ def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
 def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
     calls.clear()
     arguments = parse_arguments(TE.split(), source="test")
-    device = get_training_device()
-    profile = profile_training(arguments, TextData.load(), profile_link(device).link)
+    profile = profile_training(arguments, TextData.load(), profile_link().link)
     assert calls == []
     assert caplog.messages[0] == (
         "a profile is measured without --cuda-graph-impl transformer_engine: what graphs replay cannot be watched."
