@@ -66,26 +66,43 @@ def build_times_table(
 
 def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Predictions) -> str:
     """Return CSV text with one row for each run, in order, and its prediction."""
+    rows = [_make_row(outcomes, outcome, workload, predictions.get(outcome.setting, {})) for outcome in outcomes]
     text = io.StringIO()
-    measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
-    predicted = (f"{source.value}_{name}" for source in Source for name in ("step_s", "over_baseline", "peak_bytes"))
-    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *predicted, "failure"], lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
-    for outcome in outcomes:
-        row: dict[str, Any] = {
-            "setting": outcome.setting.name,
-            "process": outcome.process.value,
-            "session": outcome.session,
-            "repeat": outcome.run.repeat,
-            "over_baseline": _round(find_ratio(outcomes, outcome)),
-            "failure": outcome.failure,
-        }
-        if outcome.measurement is not None:
-            row |= _list_numbers(outcome.measurement, workload)
-            for source, prediction in predictions.get(outcome.setting, {}).items():
-                row |= _list_predictions(outcome.measurement, source, prediction)
-        writer.writerow(row)
+    writer.writerows(rows)
     return text.getvalue()
+
+
+def _make_row(
+    outcomes: Sequence[Outcome], outcome: Outcome, workload: Workload, predictions: Mapping[Source, Prediction]
+) -> dict[str, Any]:
+    """Return all columns of a run. Repeats do not agree to a microsecond, so numbers are rounded to it."""
+    measurement, ratio = outcome.measurement or Measurement(step_seconds=()), find_ratio(outcomes, outcome)
+    seconds = measurement.step_seconds
+    low, middle, high = (round(one, 6) for one in find_quantiles(seconds)) if seconds else (None, None, None)
+    row = {
+        "setting": outcome.setting.name,
+        "process": outcome.process.value,
+        "session": outcome.session,
+        "repeat": outcome.run.repeat,
+        "steps": len(seconds) or None,
+        "step_p20_s": low,
+        "step_p50_s": middle,
+        "step_p80_s": high,
+        "over_baseline": None if ratio is None else round(ratio, 6),
+        "tokens_per_s": None if middle is None else round(workload.tokens / middle, 1),
+        **dataclasses.asdict(measurement),
+    }
+    del row["step_seconds"]
+    for source in Source:
+        found = predictions.get(source) if seconds else None
+        row |= {
+            f"{source.value}_step_s": None if found is None else round(found.step_s, 6),
+            f"{source.value}_over_baseline": None if found is None else round(found.ratio, 6),
+            f"{source.value}_peak_bytes": None if found is None else found.find_peak(measurement),
+        }
+    return row | {"failure": outcome.failure}
 
 
 def format_json(
@@ -181,20 +198,6 @@ def name_versions(surroundings: Surroundings) -> str:
     return ", ".join(f"{name} {version}" for name, version in surroundings.packages.items()) + driver
 
 
-_COLUMNS = (
-    "setting",
-    "process",
-    "session",
-    "repeat",
-    "steps",
-    "step_p20_s",
-    "step_p50_s",
-    "step_p80_s",
-    "over_baseline",
-    "tokens_per_s",
-)
-
-
 def _start_table(title: str) -> Table:
     # Use Text, since brackets in names and errors are not markup.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
@@ -234,29 +237,3 @@ def _format_ratio(summary: Summary) -> str:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
     # With two repeats, show both: drift of the machine makes them differ.
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
-
-
-def _list_numbers(measurement: Measurement, workload: Workload) -> dict[str, Any]:
-    low, middle, high = find_quantiles(measurement.step_seconds)
-    numbers = dataclasses.asdict(measurement)
-    del numbers["step_seconds"]
-    return numbers | {
-        "steps": len(measurement.step_seconds),
-        "step_p20_s": _round(low),
-        "step_p50_s": _round(middle),
-        "step_p80_s": _round(high),
-        "tokens_per_s": round(workload.tokens / middle, 1),
-    }
-
-
-def _list_predictions(measurement: Measurement, source: Source, prediction: Prediction) -> dict[str, Any]:
-    return {
-        f"{source.value}_step_s": _round(prediction.step_s),
-        f"{source.value}_over_baseline": _round(prediction.ratio),
-        f"{source.value}_peak_bytes": prediction.find_peak(measurement),
-    }
-
-
-def _round(value: float | None) -> float | None:
-    # Repeats do not agree to a microsecond of a step or a hundredth of a percent of a ratio.
-    return None if value is None else round(value, 6)

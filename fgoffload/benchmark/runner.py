@@ -40,7 +40,7 @@ from fgoffload.planner.timing.profile import MeasuredTraining
 from fgoffload.trainer import parallel
 from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
-from fgoffload.trainer.profile_training import profile_link, profile_training
+from fgoffload.trainer.profile_training import profile_training
 from fgoffload.trainer.steps import StepResult, merge_steps
 from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
@@ -105,7 +105,6 @@ class Runner:
             profile = profile_training(
                 arguments,
                 self._tokens,
-                profile_link().link,
                 has_optimizer=self._job.has_optimizer,
                 on_step=lambda: self._on_step(None),
             )

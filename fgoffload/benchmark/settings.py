@@ -204,7 +204,8 @@ def parse_setting(text: str) -> Setting:
         OffloadConfig(offload_modules=setting.modules)  # checks the tags
     # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
     _check_known(text, "module of Megatron-Core's engine", setting.modules, default_tags().names)
-    _check_known(text, "recompute module", setting.recompute, (FULL, *RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
+    if setting.recompute != (FULL,):
+        _check_known(text, "recompute module", setting.recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
     return setting
 
 

@@ -77,7 +77,7 @@ def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
     command, options, rest = _parse(words)
     with contextlib.ExitStack() as around:
         if not command.RUNS_A_SCRIPT:
-            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED, on_interrupt=log.silence))
+            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
             if ends_process:
                 # Skip the garbage collection at exit: after a plan it took a third of a second.
                 around.callback(gc.freeze)

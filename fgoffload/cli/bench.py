@@ -21,7 +21,7 @@ from fgoffload.benchmark.settings import (
     parse_setting,
 )
 from fgoffload.cli.launch import find_launch
-from fgoffload.cli.options import check_argument_file, read_count
+from fgoffload.cli.options import add_argument_file, check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
@@ -85,13 +85,7 @@ WIDTH = 190
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?", so that our own error reports a missing file.
-    parser.add_argument(
-        "arguments_file",
-        metavar="ARGUMENTS.sh",
-        nargs="?",
-        help="a Megatron argument file, or a name of `fgoffload plan --list`",
-    )
+    add_argument_file(parser)
     add = parser.add_argument_group("what is measured").add_argument
     add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: what suits the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
@@ -126,11 +120,10 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
     path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
-    given = {"--trace": options.trace, "--profile": options.profile is not None, "--baseline-every": options.baseline_every}
-    if options.check_bits and (flag := next((flag for flag, is_given in given.items() if is_given), None)):
-        raise ConfigError(
-            f"--check-bits and {flag} exclude each other: bits are compared once, without times. Give one of them."
-        )
+    for flag in ("trace", "profile", "baseline_every"):
+        if options.check_bits and getattr(options, flag) not in (None, False):
+            name = f"--{flag.replace('_', '-')}"
+            raise ConfigError(f"--check-bits and {name} exclude each other: bits are compared once, untimed. Give one.")
     for word in options.settings or ():
         if word not in [system.value for system in System]:
             parse_setting(word)

@@ -6,27 +6,21 @@ the process if the main thread has not stopped in time.
 """
 
 import contextlib
-import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
 """How long the main thread may take to close files. Half of the two seconds within which the process must end."""
 
 
 @contextlib.contextmanager
-def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None] = lambda: None) -> Iterator[None]:
+def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     """End the process with `exit_code` if the body has not ended `GRACE_SECONDS` after Ctrl-C.
 
     Does nothing outside the main thread, where Python delivers no signals.
-
-    Args:
-        exit_code: Exit code of a process that must be ended.
-        on_interrupt: Called in the main thread before KeyboardInterrupt is raised there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,15 +31,9 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_watch, args=(read_end, body_ended, exit_code), name="fgoffload-interrupt", daemon=True)
     watcher.start()
-    earlier_handler = signal.getsignal(signal.SIGINT)
-    # A process that ignores the signal, such as a background job, keeps ignoring it.
-    if earlier_handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, functools.partial(_interrupt, on_interrupt))
     try:
         yield
     finally:
-        if earlier_handler is signal.default_int_handler:
-            signal.signal(signal.SIGINT, earlier_handler)
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
         # Send a byte instead of closing the pipe: forked processes, such as data loaders, keep it open.
@@ -53,11 +41,6 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
         watcher.join()
         os.close(write_end)
         os.close(read_end)
-
-
-def _interrupt(on_interrupt: Callable[[], None], number: int, frame: FrameType | None) -> None:
-    on_interrupt()
-    signal.default_int_handler(number, frame)
 
 
 _STOP = 0

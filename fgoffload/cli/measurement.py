@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from fgoffload.engine import ActivationLedger
 from fgoffload.engine.host_budget import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.collectives import gather
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes
@@ -38,24 +40,24 @@ class Training:
     arguments: TrainingArguments
     text: TextData
     """The training text."""
+    flags: tuple[str, ...]
+    """Megatron's flags, of the file and then of the command line."""
 
 
 def load_training(
-    path: str,
-    file_flags: Sequence[str],
-    typed_flags: Sequence[str] = (),
+    path: Path,
+    typed: Sequence[str] = (),
     *,
-    own_flags: Sequence[str] = (),
-    data: Path | None = None,
+    own_flags: Iterable[str] = (),
+    data: str | None = None,
     steps: int | None = None,
     world_size: int = 1,
 ) -> Training:
     """Load a training, and check all that can be checked before a model is built.
 
     Args:
-        path: The argument file as the user typed it, for errors.
-        file_flags: Megatron's flags from that file.
-        typed_flags: Megatron's flags from the command line; they override the file.
+        path: The argument file.
+        typed: Megatron's flags from the command line; they override the file.
         own_flags: The command's own flags, for suggestions.
         data: A text file or a folder; None takes Python's standard library.
         steps: Number of steps; None takes the number of the flags.
@@ -65,7 +67,8 @@ def load_training(
         ConfigError: A flag or the text is wrong.
         PlanError: The plan file cannot be read, or was made for another training.
     """
-    arguments = parse_arguments(file_flags, source=path, world_size=world_size, typed=typed_flags, known_elsewhere=own_flags)
+    flags = read_argument_file(path, variables=os.environ)
+    arguments = parse_arguments(flags, source=str(path), world_size=world_size, typed=typed, known_elsewhere=tuple(own_flags))
     refuse_what_is_not_built(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
@@ -85,9 +88,9 @@ def load_training(
             arguments.train_iters,
             arguments.steps_until_replay,
         )
-    text = TextData.load(data)
+    text = TextData.load(None if data is None else Path(data).expanduser())
     text.check_length(arguments.seq_length)
-    return Training(arguments=arguments, text=text)
+    return Training(arguments=arguments, text=text, flags=(*flags, *typed))
 
 
 @contextlib.contextmanager

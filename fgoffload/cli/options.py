@@ -1,5 +1,6 @@
 """Parsing of options that commands share."""
 
+import argparse
 import difflib
 import os
 import re
@@ -9,6 +10,14 @@ from pathlib import Path
 from fgoffload.cli.shipped_models import find_model, suggest_model
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import check_writable
+
+DATA_HELP = "text file or folder (default: Python's standard library)"
+
+
+def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
+    """Add the argument file to `parser`. It may be missing there, so that our own error reports it."""
+    meaning = meaning or "a Megatron argument file, or a name of `fgoffload plan --list`"
+    parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
 
 def suggest(word: str, known: Collection[str]) -> str:

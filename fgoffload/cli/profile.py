@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
-from fgoffload.cli.options import check_argument_file, check_output_file, suggest
+from fgoffload.cli.options import DATA_HELP, add_argument_file, check_argument_file, check_output_file, suggest
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
@@ -36,18 +35,9 @@ RUNS_A_SCRIPT = False
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    parser.add_argument(
-        "arguments_file",
-        metavar="ARGUMENTS.sh",
-        nargs="?",
-        help="a Megatron argument file or a shipped model; without it, only the link",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help=f"where the profile is written (default: {PROFILE_NAME})",
-    )
-    parser.add_argument("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
+    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; without it, only the link")
+    parser.add_argument("--json", metavar="FILE", help=f"where the profile is written (default: {PROFILE_NAME})")
+    parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -102,23 +92,19 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
     if options.arguments_file is None:
         return profile_link()
     from fgoffload.cli.measurement import load_training, process_groups
-    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
     from fgoffload.planner.timing.profile import MeasuredTraining
 
     with launch.one_voice(), hold_messages():
-        file_flags = read_argument_file(Path(options.arguments_file), variables=os.environ)
         training = load_training(
-            options.arguments_file,
-            file_flags,
+            Path(options.arguments_file),
             megatron_flags,
-            own_flags=tuple(EXAMPLE_VALUES),
-            data=None if options.data is None else Path(os.path.expanduser(options.data)),
+            own_flags=EXAMPLE_VALUES,
+            data=options.data,
             world_size=launch.world_size,
         )
     with process_groups(training.arguments, launch):
-        profile = profile_training(training.arguments, training.text, profile_link().link)
-    flags = (*file_flags, *megatron_flags)
-    measured = MeasuredTraining(source=options.arguments_file, flags=flags, world_size=launch.world_size)
+        profile = profile_training(training.arguments, training.text)
+    measured = MeasuredTraining(source=options.arguments_file, flags=training.flags, world_size=launch.world_size)
     return dataclasses.replace(profile, training=measured)
 
 

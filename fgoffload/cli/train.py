@@ -1,14 +1,13 @@
 """`fgoffload train`: runs a training twice, without and with offload, and compares it bitwise."""
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
-from fgoffload.cli.options import check_argument_file, check_output_file, read_count
+from fgoffload.cli.options import DATA_HELP, add_argument_file, check_argument_file, check_output_file, read_count
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
@@ -37,15 +36,9 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?", so that our own error reports a missing file.
-    parser.add_argument(
-        "arguments_file",
-        metavar="ARGUMENTS.sh",
-        nargs="?",
-        help="a Megatron argument file, or a name of `fgoffload plan --list`",
-    )
+    add_argument_file(parser)
     parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters)")
-    parser.add_argument("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
+    parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
     parser.add_argument(
         "--plot", metavar="FILE", default="memory.png", help="picture of memory over one step (default: memory.png)"
     )
@@ -86,12 +79,10 @@ def _measure(
 ) -> "tuple[dict[str, RunRecord], Description]":
     """Train without and, if the flags say so, with offload. Returns the records by label, and the description."""
     from fgoffload.cli.progress import show_progress
-    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
     with show_progress(is_shown=launch.is_first) as progress:
         with launch.one_voice(), hold_messages():
             # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
-            file_flags = read_argument_file(path, variables=os.environ)
             from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()
@@ -99,13 +90,7 @@ def _measure(
             from fgoffload.cli.report import WITH, WITHOUT
 
             training = load_training(
-                str(path),
-                file_flags,
-                megatron_flags,
-                own_flags=tuple(EXAMPLE_VALUES),
-                data=None if options.data is None else Path(os.path.expanduser(options.data)),
-                steps=steps,
-                world_size=launch.world_size,
+                path, megatron_flags, own_flags=EXAMPLE_VALUES, data=options.data, steps=steps, world_size=launch.world_size
             )
         offload = training.arguments.offload
         records = {}

@@ -1,7 +1,7 @@
 """Checks the GPUs, their links to the host, and copy rates."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fgoffload.doctor.machine import Machine
 from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
@@ -11,7 +11,6 @@ _FIELDS = (
     "uuid",
     "name",
     "pci.bus_id",
-    "pcie.link.gen.current",
     "pcie.link.gen.max",
     "pcie.link.width.current",
     "pcie.link.width.max",
@@ -29,8 +28,7 @@ EXPECTED_FRACTION = 0.65
 measured on an H100."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU as `nvidia-smi` reports it; None for unknown values."""
 
     uuid: str
@@ -71,20 +69,10 @@ def read_gpus(text: str) -> list[Gpu]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
             continue  # a driver warning among the rows
-        row = dict(zip(_FIELDS, cells, strict=True))
-        memory = _read_number(row["memory.total"])
-        gpus.append(
-            Gpu(
-                uuid=row["uuid"],
-                name=row["name"],
-                bus_id=row["pci.bus_id"],
-                generation=_read_number(row["pcie.link.gen.max"]),
-                width=_read_number(row["pcie.link.width.current"]),
-                most_width=_read_number(row["pcie.link.width.max"]),
-                memory_bytes=None if memory is None else memory * MIB,
-                driver=row["driver_version"],
-            )
-        )
+        uuid, name, bus_id, *numbers, driver = cells
+        generation, width, most_width, memory = map(_read_number, numbers)
+        memory_bytes = None if memory is None else memory * MIB
+        gpus.append(Gpu(uuid, name, bus_id, generation, width, most_width, memory_bytes, driver))
     return gpus
 
 

@@ -83,6 +83,9 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
 queries through a rank of 512, where Megatron-LM projects them directly. Source: `_add_mla_args` of
 megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in 0.20."""
 
+_REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
+"""Fields that must be given, with examples."""
+
 
 def parse_arguments(
     argv: Sequence[str],
@@ -119,13 +122,9 @@ def parse_arguments(
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
     transformer = _collect_transformer_fields(values, sources)
-    for name, given_fields in (
-        ("seq_length", training),
-        ("micro_batch_size", training),
-        *((n, transformer) for n in _REQUIRED),
-    ):
-        if name not in given_fields:
-            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
+    for name, example in _REQUIRED.items():
+        if name not in training and name not in transformer:
+            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
     world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
     # Megatron-LM's default: one microbatch per step on every data-parallel rank.
@@ -178,16 +177,6 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
             return config_class(**fields)
     except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
         raise arguments.source.refuse(f"Megatron-Core refuses this combination of flags: {error}") from error
-
-
-_EXAMPLES: Mapping[str, int] = {
-    "seq_length": 256,
-    "micro_batch_size": 1,
-    "num_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-}
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagParser:

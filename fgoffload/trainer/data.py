@@ -4,14 +4,13 @@ The default text is the source of Python's own standard library, which every mac
 can be random.
 """
 
-import dataclasses
 import math
 import os
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,8 +25,7 @@ FP8_ROWS = 16
 """Number that must divide the row counts of FP8 matrix products. Source: Transformer Engine."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """Inputs of one forward pass. Shapes are `[b, s]`: sequences, tokens."""
 
     tokens: torch.Tensor
@@ -40,56 +38,6 @@ class Microbatch:
     """Positions, int64, from 0 in every sequence."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """Options for cutting microbatches from a text."""
-
-    seq_length: int
-    """Tokens of a sequence."""
-    micro_batch_size: int
-    """Sequences of a microbatch."""
-    seed: int
-    """Seed of the offsets into the text."""
-    data_parallel_rank: int = 0
-    """Data-parallel rank. Each rank reads at different offsets."""
-    shortest: int | None = None
-    """Shortest length. Each microbatch has its own length up to `seq_length`, equal on all ranks. None for fixed lengths."""
-    length_multiple: int = 1
-    """Divisor of all lengths."""
-    split: str = ""
-    """Name of the split. Each split reads at different offsets."""
-
-    @classmethod
-    def read(cls, arguments: TrainingArguments, *, data_parallel_rank: int, is_evaluation: bool) -> "Batches":
-        """Return the options of a training: whole sequences, the same on all ranks of a model copy.
-
-        Args:
-            arguments: The training.
-            data_parallel_rank: Data-parallel rank; each copy of the model sees different text.
-            is_evaluation: Whether to use text that no training step uses.
-        """
-        multiple = arguments.sequence_shares
-        if arguments.transformer.get("fp8"):
-            multiple = math.lcm(multiple, FP8_ROWS * multiple)
-        return cls(
-            seq_length=arguments.seq_length,
-            micro_batch_size=arguments.micro_batch_size,
-            seed=arguments.seed,
-            data_parallel_rank=data_parallel_rank,
-            shortest=max(multiple, arguments.seq_length // 2) if arguments.has_variable_lengths else None,
-            length_multiple=multiple,
-            split="evaluation" if is_evaluation else "",
-        )
-
-    def draw_length(self, step: int, microbatch: int) -> int:
-        """Return the sequence length of a microbatch."""
-        if self.shortest is None:
-            return self.seq_length
-        draw = random.Random(f"length {self.split}{self.seed}/{step}/{microbatch}")
-        multiple = self.length_multiple
-        return multiple * draw.randint(-(-self.shortest // multiple), self.seq_length // multiple)
-
-
 class TokenSource(Protocol):
     """Source of a training's microbatches."""
 
@@ -100,8 +48,18 @@ class TokenSource(Protocol):
             ConfigError: The text is too short.
         """
 
-    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`. The same source and arguments give identical bits."""
+    def get_microbatch(
+        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
+    ) -> Microbatch:
+        """Return a microbatch of whole sequences. The same source and arguments give identical bits.
+
+        Args:
+            arguments: The training.
+            step: Number of the step, from 0.
+            microbatch: Number of the microbatch in the step, from 0.
+            data_parallel_rank: Data-parallel rank. Each copy of the model sees different text.
+            split: Name of the split. Each split has different text.
+        """
 
 
 class RandomTokens:
@@ -113,20 +71,23 @@ class RandomTokens:
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._drawn: dict[tuple[Batches, int], Microbatch] = {}
+        self._drawn: dict[tuple[int, int, str], Microbatch] = {}
 
     def check_length(self, seq_length: int) -> None:
         """Do nothing: random tokens do not run out."""
 
-    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch`, the same in every step."""
-        if (batches, microbatch) not in self._drawn:
+    def get_microbatch(
+        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
+    ) -> Microbatch:
+        """Return a microbatch of whole sequences, the same in every step. All trainings must have the same shapes."""
+        key = microbatch, data_parallel_rank, split
+        if key not in self._drawn:
             # As in `TextData`, each microbatch has its own seed, and torch's random state is unchanged.
-            seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
-            size = batches.micro_batch_size, batches.draw_length(0, microbatch) + 1
+            seed = random.Random(f"{split}{arguments.seed}/{microbatch}/{data_parallel_rank}").getrandbits(63)
+            size = arguments.micro_batch_size, _draw_length(arguments, f"{split}{arguments.seed}/0/{microbatch}") + 1
             rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
-            self._drawn[batches, microbatch] = _cut(rows.to(self._device))
-        return self._drawn[batches, microbatch]
+            self._drawn[key] = _cut(rows.to(self._device))
+        return self._drawn[key]
 
 
 class TextData:
@@ -187,19 +148,32 @@ class TextData:
                 "Give a longer text or a shorter sequence."
             )
 
-    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`, on the CPU.
+    def get_microbatch(
+        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
+    ) -> Microbatch:
+        """Return a microbatch of whole sequences, on the CPU.
 
         Raises:
             ConfigError: The text is shorter than a sequence.
         """
-        self.check_length(batches.seq_length)
+        self.check_length(arguments.seq_length)
         # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
-        draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
-        length = batches.draw_length(step, microbatch)
-        starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
+        place = f"{split}{arguments.seed}/{step}/{microbatch}"
+        draw, length = random.Random(f"{place}/{data_parallel_rank}"), _draw_length(arguments, place)
+        starts = [draw.randrange(len(self) - length) for _ in range(arguments.micro_batch_size)]
         rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
         return _cut(rows)
+
+
+def _draw_length(arguments: TrainingArguments, place: str) -> int:
+    """Return the sequence length of the microbatch at `place`, equal on all ranks: all of it, or from half of it on."""
+    if not arguments.has_variable_lengths:
+        return arguments.seq_length
+    multiple = arguments.sequence_shares
+    if arguments.transformer.get("fp8"):
+        multiple = math.lcm(multiple, FP8_ROWS * multiple)
+    shortest = max(multiple, arguments.seq_length // 2)
+    return multiple * random.Random(f"length {place}").randint(-(-shortest // multiple), arguments.seq_length // multiple)
 
 
 def _cut(rows: torch.Tensor) -> Microbatch:

@@ -14,6 +14,9 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, naming_plan_file
 from fgoffload.trainer.training_arguments import TrainingArguments
 
+_IMPLEMENTATIONS = ("local", "transformer_engine")
+_LAYER_GRAPHS = f"--cuda-graph-impl {TRANSFORMER_ENGINE}"
+
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
     """Check that this version can run the training `arguments` on this machine.
@@ -29,18 +32,17 @@ def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
 def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     given = arguments.transformer
     impl = given.get("transformer_impl", "local")
-    faults = {
-        "--fp16, which needs loss scaling,": given.get("fp16") and "give --bf16",
-        "--fp8-param-gather, which needs an optimizer that knows FP8,": given.get("fp8_param") and "leave it out",
-        f"--transformer-impl {impl}": impl not in ("local", "transformer_engine") and "give one of local, transformer_engine",
-        "--enable-cuda-graph, a deprecated flag,": given.get("enable_cuda_graph") and "give --cuda-graph-impl local",
-        "--external-cuda-graph, a deprecated flag,": given.get("external_cuda_graph")
-        and f"give --cuda-graph-impl {TRANSFORMER_ENGINE}",
-        "--masked-softmax-fusion, which needs Apex,": given.get("masked_softmax_fusion")
-        and not arguments.uses_transformer_engine
-        and "leave it out",
-    }
-    yield from (f"{flag} is not built yet in this version: {instead}." for flag, instead in faults.items() if instead)
+    is_local = not arguments.uses_transformer_engine
+    for flag, is_given, instead in (
+        ("--fp16, which needs loss scaling,", given.get("fp16"), "give --bf16"),
+        ("--fp8-param-gather, which needs an optimizer that knows FP8,", given.get("fp8_param"), "leave it out"),
+        (f"--transformer-impl {impl}", impl not in _IMPLEMENTATIONS, f"give one of {', '.join(_IMPLEMENTATIONS)}"),
+        ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "give --cuda-graph-impl local"),
+        ("--external-cuda-graph, a deprecated flag,", given.get("external_cuda_graph"), f"give {_LAYER_GRAPHS}"),
+        ("--masked-softmax-fusion, which needs Apex,", given.get("masked_softmax_fusion") and is_local, "leave it out"),
+    ):
+        if is_given:
+            yield f"{flag} is not built yet in this version: {instead}."
     # The checkpointed MLP returns its bias, a parameter. Autograd then treats the checkpoint as the node that computed the
     # bias, and the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())

@@ -45,7 +45,6 @@ def profile_link() -> Profile:
 def profile_training(
     arguments: TrainingArguments,
     text: TokenSource,
-    link: LinkProfile,
     *,
     has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
@@ -56,7 +55,6 @@ def profile_training(
         arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of
             offloaded tensors.
         text: Training text.
-        link: Link of this process.
         has_optimizer: Whether a step updates the parameters.
         on_step: Called after each step except the unmeasured ones.
 
@@ -71,6 +69,7 @@ def profile_training(
         )
         arguments = arguments.without_graphs()
     # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
+    link = profile_link().link
     policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)

@@ -8,7 +8,6 @@ timing measurement omits the parts that it does not need.
 import contextlib
 import dataclasses
 import gc
-import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_suppo
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
 from fgoffload.trainer import megatron_engine, parallel
 from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config
-from fgoffload.trainer.data import Batches, TokenSource
+from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.forward_step import LOSS, ForwardStep
 from fgoffload.trainer.gradients import (
     MainGradOptimizer,
@@ -36,8 +35,6 @@ from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.models import build_chunks, forget_embeddings
 from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_graphs import choose_graphs
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +113,19 @@ class Trainer:
             self._cleanup.enter_context(parallel.use_deterministic_algorithms())
         self._cleanup.enter_context(keep_environment(parallel.ATTENTION_BACKENDS))
         self._cleanup.callback(parallel.clear_megatron_buffers)
-        if offload is not None:
-            # Offload starts before the model is built, since layers look up the offload interface while they are built.
-            self._start_offload(offload)
+        if offload is not None and not self.policy.uses_megatrons_engine:
+            from fgoffload.integrations import megatron
+
+            # Before the model is built, since layers look up the offload interface while they are built.
+            self.integration = megatron.apply(offload)
+            self._cleanup.callback(self.integration.remove)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
         parallel.seed_everything(arguments)
         config = build_transformer_config(arguments, offload=offload)
         if offload is not None and self.policy.uses_megatrons_engine:
-            megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
+            megatron_engine.prepare(offload, config)
+            self._cleanup.callback(megatron_engine.reset)
         self.chunks = [
             # The local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
             chunk.to(self._device, dtype=config.params_dtype)
@@ -136,22 +137,6 @@ class Trainer:
         self._forward_step = ForwardStep(arguments, self._device)
         if self.policy.has_optimizer:
             self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
-        _logger.info(
-            "%d parameters in %d model chunk(s) on %s.",
-            sum(parameter.numel() for parameter in self.parameters()),
-            len(self.chunks),
-            self._device,
-        )
-
-    def _start_offload(self, offload: OffloadConfig) -> None:
-        if self.policy.uses_megatrons_engine:
-            megatron_engine.prepare(offload)
-            self._cleanup.callback(megatron_engine.reset)
-            return
-        from fgoffload.integrations import megatron
-
-        self.integration = megatron.apply(offload)
-        self._cleanup.callback(self.integration.remove)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Iterate over the parameters of this rank, each once."""
@@ -242,10 +227,11 @@ class Trainer:
         """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
         arguments = self.arguments
         rank, step = parallel.get_data_parallel_rank(), self._evaluations if is_evaluation else self._step
-        batches = Batches.read(arguments, data_parallel_rank=rank, is_evaluation=is_evaluation)
+        split = "evaluation" if is_evaluation else ""
 
         def prepare(microbatch: int) -> dict[str, Any]:
-            return self._forward_step.prepare(self.text.get_microbatch(batches, step=step, microbatch=microbatch))
+            batch = self.text.get_microbatch(arguments, step=step, microbatch=microbatch, data_parallel_rank=rank, split=split)
+            return self._forward_step.prepare(batch)
 
         # A stage with several chunks requests the same microbatch once for each chunk.
         iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]

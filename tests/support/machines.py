@@ -9,8 +9,7 @@ from fgoffload.doctor.machine import CopyRates
 
 UUID = "GPU-aaaa"
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.20.2"}
-SMI = "GPU-aaaa, NVIDIA H100 80GB HBM3, 00000000:17:00.0, 1, 5, 16, 16, 81559, 580.65.06\n"
-"""An idle GPU: its link runs as PCIe 1 to save power."""
+SMI = "GPU-aaaa, NVIDIA H100 80GB HBM3, 00000000:17:00.0, 5, 16, 16, 81559, 580.65.06\n"
 PROBE_OUTPUT = """\
 [DEBUG    | DotProductAttention]: Available backends = {FlashAttention=False, FusedAttention=True (sub-backend 1)}
 [DEBUG    | DotProductAttention]: Selected backend = FusedAttention.

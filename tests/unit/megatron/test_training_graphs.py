@@ -10,7 +10,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.trainer import limits
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.profile_training import profile_link, profile_training
+from fgoffload.trainer.profile_training import profile_training
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_graphs import choose_graphs
 
@@ -146,11 +146,15 @@ def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
         graphs.prepare_step(4)
 
 
-def load(steps):
-    return load_training("x.sh", TE.split(), steps=steps)
+@pytest.fixture
+def load(tmp_path):
+    """Return a function that loads the training of a file with graphs."""
+    path = tmp_path / "x.sh"
+    path.write_text(f"ARGS=({TE})\n", encoding="utf-8")
+    return lambda steps: load_training(path, steps=steps)
 
 
-def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch):
+def test_activation_bytes_are_counted_in_the_last_eager_step(calls, load, monkeypatch):
     calls.clear()
     observe = Trainer.observe
 
@@ -164,7 +168,7 @@ def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch)
     assert record.activation_peak_bytes > 0
 
 
-def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
+def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     load(steps=4)
     assert caplog.messages == []
     load(steps=3)
@@ -174,7 +178,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
     ]
 
 
-def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
+def test_what_megatron_raises_while_it_captures_is_one_line(calls, load, monkeypatch):
     helper = calls.pop()
 
     def fail(self):
@@ -188,7 +192,7 @@ def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
 def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
     calls.clear()
     arguments = parse_arguments(TE.split(), source="test")
-    profile = profile_training(arguments, TextData.load(), profile_link().link)
+    profile = profile_training(arguments, TextData.load())
     assert calls == []
     assert caplog.messages[0] == (
         "a profile is measured without --cuda-graph-impl transformer_engine: what graphs replay cannot be watched."
