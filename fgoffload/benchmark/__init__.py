@@ -10,5 +10,5 @@
 | `prediction` | predicted step time and peak, from the hardware table and from a profile |
 | `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and the machine and versions |
 
-Importing this package does not load torch; `worker`, `runner`, `loading`, `rank_models`, `prediction` and `traces` do.
+Importing this package does not load torch, and neither do `settings`, `measurement`, `job`, `processes` and `worker`.
 """

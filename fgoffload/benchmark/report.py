@@ -129,8 +129,6 @@ def format_json(
                 "session": outcome.session,
                 "repeat": outcome.run.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
-                # Written after each setting, so that an interrupted benchmark has compared the earlier ones.
-                "bits": [step.digest for step in outcome.bits],
                 "failure": outcome.failure or None,
             }
             for outcome in outcomes

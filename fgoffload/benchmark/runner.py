@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -169,7 +168,7 @@ class Runner:
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
         settle()
         result = trainer.run_step(with_digests=with_digests)
-        self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
+        self._on_step(result.loss)
         return result
 
 

@@ -81,7 +81,7 @@ def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
             if ends_process:
                 # Skip the garbage collection at exit: after a plan it took a third of a second.
                 around.callback(gc.freeze)
-        elif os.environ.get("RANK", "0") != "0":
+        if os.environ.get("RANK", "0") != "0":
             log.silence()  # one rank's warnings hold for all; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)

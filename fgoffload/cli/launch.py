@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import time
@@ -50,11 +49,6 @@ class Launch:
                 # error.
                 time.sleep(_FIRST_SPEAKS_WITHIN_S)
             raise
-
-    def silence_library(self) -> None:
-        """Let only the first process show the library's warnings."""
-        if not self.is_first:
-            logging.getLogger("fgoffload").setLevel(logging.ERROR)
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, show the tables, write the file, and return 0. Under `torchrun` the first process shows and writes."""
     launch = find_launch()
-    launch.silence_library()
     with launch.one_voice():
         json_file = _check_options(options, megatron_flags)
         from fgoffload.integrations.megatron.patching.imports import require_torch

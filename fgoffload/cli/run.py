@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import set_up_process
@@ -54,8 +53,7 @@ OWN_FLAGS: Mapping[str, str] = {
 """Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
+class RunRequest(NamedTuple):
     """The parsed words of `fgoffload run`."""
 
     torchrun_options: tuple[str, ...]
@@ -81,7 +79,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the script, here or in the processes that torchrun starts, and return its exit code."""
     request = read_request(words)
     if request.torchrun_options:
-        return _run_by_torchrun(request)
+        _take_own_flags(request)  # here an error is one line; later each rank would print it
+        return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
     # A Trainer creates a process group if the environment has a rank, so a single process must have none.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
     with _named_in_errors(rank):
@@ -112,11 +111,6 @@ def read_request(words: Sequence[str]) -> RunRequest:
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
 
 
-def _run_by_torchrun(request: RunRequest) -> int:
-    _take_own_flags(request)  # here an error is one line; later each rank would print it
-    return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
-
-
 def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
@@ -140,15 +134,11 @@ def run_torchrun(words: Sequence[str]) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         _, failure = error.get_first_failure()
-        return _to_exit_code(failure.exitcode)
+        code = failure.exitcode
+        return 128 - code if code < 0 else code or EXIT_FAILED  # negative for a signal, as a shell reports it
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
-
-
-def _to_exit_code(code: int) -> int:
-    """Return the exit code that a shell reports for `code`, which is negative for a signal."""
-    return 128 - code if code < 0 else code or EXIT_FAILED
 
 
 def _run_here(request: RunRequest, *, is_first: bool) -> int:

@@ -50,7 +50,6 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     Under `torchrun` all processes train, and the first one shows the results.
     """
     launch = find_launch()
-    launch.silence_library()
     with launch.one_voice():
         path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES)
         if options.data == "":

@@ -4,13 +4,14 @@ The default text is the source of Python's own standard library, which every mac
 can be random.
 """
 
+import abc
 import math
 import os
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -38,15 +39,20 @@ class Microbatch(NamedTuple):
     """Positions, int64, from 0 in every sequence."""
 
 
-class TokenSource(Protocol):
+class TokenSource(abc.ABC):
     """Source of a training's microbatches."""
 
+    @abc.abstractmethod
     def check_length(self, seq_length: int) -> None:
         """Check that there is enough text for one sequence.
 
         Raises:
             ConfigError: The text is too short.
         """
+
+    @abc.abstractmethod
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return int64 tokens, `[sequences, length]`, which only depend on the state of `draw`."""
 
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
@@ -59,13 +65,28 @@ class TokenSource(Protocol):
             microbatch: Number of the microbatch in the step, from 0.
             data_parallel_rank: Data-parallel rank. Each copy of the model sees different text.
             split: Name of the split. Each split has different text.
+
+        Raises:
+            ConfigError: The text is shorter than a sequence.
         """
+        self.check_length(arguments.seq_length)
+        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
+        place = f"{split}{arguments.seed}/{step}/{microbatch}"
+        length = _draw_length(arguments, place)
+        rows = self.draw_rows(random.Random(f"{place}/{data_parallel_rank}"), arguments.micro_batch_size, length + 1)
+        return Microbatch(
+            tokens=rows[:, :-1].contiguous(),
+            labels=rows[:, 1:].contiguous(),
+            loss_mask=torch.ones(len(rows), length, dtype=torch.float32, device=rows.device),
+            position_ids=torch.arange(length, device=rows.device).expand(len(rows), length).contiguous(),
+        )
 
 
-class RandomTokens:
+class RandomTokens(TokenSource):
     """Random tokens from the whole vocabulary, drawn once. Every step has the same microbatches, already on the device.
 
-    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients.
+    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients. All
+    trainings must have the same shapes.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
@@ -76,21 +97,24 @@ class RandomTokens:
     def check_length(self, seq_length: int) -> None:
         """Do nothing: random tokens do not run out."""
 
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return random tokens on the device."""
+        generator = torch.Generator().manual_seed(draw.getrandbits(63))
+        return torch.randint(self._vocab_size, (sequences, length), generator=generator).to(self._device)
+
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
     ) -> Microbatch:
-        """Return a microbatch of whole sequences, the same in every step. All trainings must have the same shapes."""
+        """Return a microbatch of whole sequences, the same in every step."""
         key = microbatch, data_parallel_rank, split
         if key not in self._drawn:
-            # As in `TextData`, each microbatch has its own seed, and torch's random state is unchanged.
-            seed = random.Random(f"{split}{arguments.seed}/{microbatch}/{data_parallel_rank}").getrandbits(63)
-            size = arguments.micro_batch_size, _draw_length(arguments, f"{split}{arguments.seed}/0/{microbatch}") + 1
-            rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
-            self._drawn[key] = _cut(rows.to(self._device))
+            self._drawn[key] = super().get_microbatch(
+                arguments, step=0, microbatch=microbatch, data_parallel_rank=data_parallel_rank, split=split
+            )
         return self._drawn[key]
 
 
-class TextData:
+class TextData(TokenSource):
     """A text in memory that is cut into microbatches.
 
     Args:
@@ -148,21 +172,10 @@ class TextData:
                 "Give a longer text or a shorter sequence."
             )
 
-    def get_microbatch(
-        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
-    ) -> Microbatch:
-        """Return a microbatch of whole sequences, on the CPU.
-
-        Raises:
-            ConfigError: The text is shorter than a sequence.
-        """
-        self.check_length(arguments.seq_length)
-        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
-        place = f"{split}{arguments.seed}/{step}/{microbatch}"
-        draw, length = random.Random(f"{place}/{data_parallel_rank}"), _draw_length(arguments, place)
-        starts = [draw.randrange(len(self) - length) for _ in range(arguments.micro_batch_size)]
-        rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
-        return _cut(rows)
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return sequences that begin anywhere in the text, on the CPU."""
+        starts = [draw.randrange(len(self) + 1 - length) for _ in range(sequences)]
+        return torch.stack([self._bytes[start : start + length] for start in starts]).to(torch.int64)
 
 
 def _draw_length(arguments: TrainingArguments, place: str) -> int:
@@ -174,17 +187,6 @@ def _draw_length(arguments: TrainingArguments, place: str) -> int:
         multiple = math.lcm(multiple, FP8_ROWS * multiple)
     shortest = max(multiple, arguments.seq_length // 2)
     return multiple * random.Random(f"length {place}").randint(-(-shortest // multiple), arguments.seq_length // multiple)
-
-
-def _cut(rows: torch.Tensor) -> Microbatch:
-    """Split `rows`, `[b, s + 1]`, into the tensors of a microbatch, on the same device."""
-    sequences, length = rows.shape[0], rows.shape[1] - 1
-    return Microbatch(
-        tokens=rows[:, :-1].contiguous(),
-        labels=rows[:, 1:].contiguous(),
-        loss_mask=torch.ones(sequences, length, dtype=torch.float32, device=rows.device),
-        position_ids=torch.arange(length, device=rows.device).expand(sequences, length).contiguous(),
-    )
 
 
 def _find_library_files() -> Iterator[Path]:

@@ -1,7 +1,6 @@
 """Results of steps, and the first differences between two trainings."""
 
 import dataclasses
-import hashlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,15 +25,6 @@ class StepResult:
     def loss(self) -> float:
         """The mean loss over the microbatches; NaN without losses."""
         return statistics.fmean(self.losses) if self.losses else math.nan
-
-    @property
-    def digest(self) -> str:
-        """A digest of all bits of the losses and the gradients. Bitwise identical steps have equal digests."""
-        values = [
-            *(loss.hex() for loss in self.losses),
-            *(f"{name} {one}" for name, one in sorted(self.gradient_digests.items())),
-        ]
-        return hashlib.sha256("\n".join(values).encode()).hexdigest()
 
     def name_loss(self, index: int) -> str:
         """Return the name of the loss at `index` for messages."""

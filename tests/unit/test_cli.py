@@ -155,6 +155,14 @@ def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
     assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites leave", "fgoffload: warning: late"]
 
 
+def test_warnings_come_from_the_first_process_alone(capsys):
+    log = LibraryLog()
+    log.silence()
+    with log.attached():
+        logging.getLogger("fgoffload.engine.engine").warning("late")
+    assert capsys.readouterr().err == ""
+
+
 def test_version_lists_the_packages_that_matter(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
