@@ -13,6 +13,7 @@ from pathlib import Path
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.units import format_bytes
 
@@ -22,7 +23,7 @@ ARGUMENTS = Path(__file__).parents[1] / "arguments" / "tiny_moe.sh"
 def main() -> None:
     """Train three steps with offload."""
     arguments = parse_arguments(read_argument_file(ARGUMENTS), source=str(ARGUMENTS))
-    Trainer.initialize_parallel(arguments)
+    initialize_parallel(arguments)
     # The trainer calls `megatron.apply(arguments.offload)` before it builds the model, and `remove` when it is closed. Add
     # these two calls to your own training.
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=arguments.offload)) as trainer:
@@ -31,7 +32,7 @@ def main() -> None:
             print(f"step {result.step + 1}: loss {statistics.fmean(result.losses):.4f}")
         for tag, moved in trainer.integration.last_step.tags.items():
             print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {format_bytes(moved.h2d_bytes)} back")
-    Trainer.destroy_parallel()
+    destroy_parallel()
 
 
 if __name__ == "__main__":

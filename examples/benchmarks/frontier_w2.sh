@@ -3,7 +3,7 @@
 #
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [further options of fgoffload bench, or Megatron's flags]
 #
-# Measures nothing, then a profile, from which the plans for four memory budgets are made; recompute, this package by modules and
+# Measures a profile, from which the plans for four memory budgets are made; recompute, this package by modules and
 # by those plans, Transformer Engine's offload and PyTorch's; Megatron-Core's own engine in a process of its own. The whole list
 # runs twice. What is typed behind the command comes last, and wins: `--repeats 3` has intervals.
 #
@@ -24,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1 NVTE_USE_CUTLASS_GROUPED_GEMM=1
 
 fgoffload bench arguments/w2_moe.sh --no-bias-swiglu-fusion --moe-permute-fusion --rope-fusion --profile --baseline-every 5 \
-  --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB --settings nothing recompute:full ours:layer_input/full \
+  --budgets 20.2GiB 18.9GiB 16.5GiB 14.6GiB --settings baseline recompute:full ours:layer_input/full \
   recompute:layernorm+moe_act recompute:layernorm+moe ours:expert_fc1 ours:qkv_linear/moe_act ours:expert_fc1/moe_act \
   ours:qkv_linear/layernorm+moe_act ours:expert_fc1/layernorm+moe_act megatron:qkv_linear/moe_act megatron:expert_fc1/moe_act \
   te-layers:2 save_on_cpu --steps 5 --warmup 2 --repeats 2 "$@"

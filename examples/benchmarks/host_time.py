@@ -33,11 +33,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.benchmark.runner import Runner, quiet_collector
-from fgoffload.benchmark.settings import Setting, check_plans, parse_setting
+from fgoffload.benchmark.settings import Setting, parse_setting
 from fgoffload.errors import OffloadError
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
-from fgoffload.trainer.training_policy import Kernels, Update
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 HEADINGS = ("setting", "step", "forward", "waits in it", "backward", "waits in it")
@@ -125,7 +124,7 @@ def clocked() -> Iterator[Clock]:
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
     """Return the host time of each timed step of a setting."""
     found = []
-    with runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, quiet_collector():
         for _ in range(warmup):
             trainer.run_step(with_digests=False)
         for _ in range(steps):
@@ -153,7 +152,8 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
         OffloadError: A setting cannot be trained here, in one process.
     """
     settings = [parse_setting(word) for word in options.settings]
-    check_plans(settings)  # before a model is built: this script makes no plans
+    for setting in settings:
+        setting.list_flags()  # before a model is built, since this script makes no plans for budgets
     own_flags = ("--settings", "--steps", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}

@@ -40,7 +40,6 @@ from fgoffload.integrations.megatron import MegatronOffload
 from fgoffload.integrations.megatron.patching.methods import set_attribute
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
-from fgoffload.trainer.training_policy import Kernels, Update
 
 HEADINGS = ("setting", "step", "ms", "over nothing leaves")
 LEAVING = (System.OURS, System.PLAN)
@@ -86,7 +85,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> di
     """Return the seconds of each step of a setting, by kind, in the order of the rounds."""
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     with (
-        runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer,
+        runner.train(setting) as trainer,
         quiet_collector(),
         omitting(trainer.integration) as omission,
     ):

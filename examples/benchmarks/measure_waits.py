@@ -52,9 +52,8 @@ from fgoffload.integrations.megatron.flags.argument_files import read_argument_f
 from fgoffload.integrations.megatron.host_waits.waits import WAITS
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.trainer.parallel import name_device
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, name_device
 from fgoffload.trainer.trainer import Trainer
-from fgoffload.trainer.training_policy import Kernels, Update
 from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
@@ -163,7 +162,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
     """
     setting = BASELINE if remedies is Remedies.NO_OFFLOAD else Setting(system=System.OURS, modules=tuple(tags))
     change = leave_out_remedies() if remedies is Remedies.BEFORE else contextlib.nullcontext()
-    with change, runner.train(setting, Kernels.FASTEST, Update.NONE) as trainer, quiet_collector():
+    with change, runner.train(setting) as trainer, quiet_collector():
         for _ in range(job.warmup):
             time_step(trainer)
         reset_peaks()
@@ -175,8 +174,8 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
                 f"--tags {' '.join(tags)} move nothing in this model. Give others, or a smaller --min-offloaded-tensor-size."
             )
         idle = None
-        if repeat == 0 and job.trace_folder is not None:
-            idle = trace_step(trainer, job.trace_folder / f"trace_{remedies.name.lower()}.json.gz")
+        if repeat == 0 and job.writes_traces:
+            idle = trace_step(trainer, job.folder / f"trace_{remedies.name.lower()}.json.gz")
     return Run(
         remedies=remedies,
         repeat=repeat,
@@ -296,8 +295,8 @@ def make_job(options: argparse.Namespace, flags: Sequence[str], folder: Path) ->
         own_flags=("--tags", "--steps", "--warmup", "--repeats", "--trace", "--out"),
         warmup=options.warmup,
         steps=options.steps,
-        plan_folder=folder,
-        trace_folder=folder,
+        folder=folder,
+        writes_traces=True,
     )
 
 
@@ -310,7 +309,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     arguments = load_arguments(job)
     if arguments.world_size > 1:
         raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
-    Trainer.initialize_parallel(arguments)
+    initialize_parallel(arguments)
     try:
         workload, surroundings = describe_workload(arguments), find_surroundings(device=name_device())
         about = {
@@ -334,7 +333,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
                     document = {**about, "runs": [run.to_fields() for run in runs]}
                     (options.out / JSON_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     finally:
-        Trainer.destroy_parallel()
+        destroy_parallel()
     title = f"{name_run(workload, surroundings)}, {' '.join(options.tags)}"
     console.print(build_table(title, TIME_HEADINGS, list_time_rows(runs), caption=name_versions(surroundings)))
     if idle := list_idle_rows(runs):

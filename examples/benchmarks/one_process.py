@@ -36,7 +36,7 @@ def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], w
             own_flags=tuple(own_flags),
             warmup=warmup,
             steps=steps,
-            plan_folder=Path(folder),
+            folder=Path(folder),
         )
         arguments = load_arguments(job)
         if arguments.world_size > 1:

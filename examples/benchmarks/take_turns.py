@@ -43,10 +43,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.job import Job, make_file_name
-from fgoffload.benchmark.measurement import Summary, find_quantiles
-from fgoffload.benchmark.report import ABSENT, Workload, has_intervals, name_row, name_run, name_versions
-from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, check_plans, parse_setting
+from fgoffload.benchmark.job import Job, Workload, make_file_name
+from fgoffload.benchmark.measurement import Summary, find_quantiles, find_ratio_interval
+from fgoffload.benchmark.report import ABSENT, has_intervals, name_row, name_run, name_versions
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, check_names, parse_setting
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.benchmark.worker import redirect_output
 from fgoffload.environment import keep_environment, set_environment
@@ -120,14 +120,13 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
     from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
     from fgoffload.trainer.parallel import initialize_parallel, name_device
-    from fgoffload.trainer.training_policy import Kernels
 
     arguments = load_arguments(job)
     if arguments.world_size > 1:
         raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
     initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda _: None)
-    with runner.train(setting, Kernels.FASTEST, job.update) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, quiet_collector():
         for _ in range(job.warmup):
             trainer.run_step(with_digests=False)
         reset_peaks()
@@ -234,7 +233,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
         low, middle, high = (1e3 * each for each in find_quantiles(summary.step_seconds))
         over, by_repeat = ABSENT, ABSENT
         if player.setting != BASELINE:
-            interval = summary.find_interval()
+            interval = find_ratio_interval(summary.ratios)
             over = f"{summary.ratio:.3f}" + ("" if interval is None else f" [{interval[0]:.3f} {interval[1]:.3f}]")
             by_repeat = " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
         worst = find_worst(player, peaks)
@@ -284,7 +283,8 @@ def run_all(
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
-    check_plans(settings)  # before a process starts: this script makes no plans
+    for setting in settings:
+        setting.list_flags()  # before a process starts, since this script makes no plans for budgets
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
@@ -292,7 +292,7 @@ def run_all(
         own_flags=("--settings", "--rounds", "--warmup", "--repeats", "--steps-a-round", "--energy", "--out"),
         warmup=options.warmup,
         steps=options.rounds * options.steps_a_round,
-        plan_folder=folder,
+        folder=folder,
     )
     players = list_players(settings)
     repeats: list[Steps] = []

@@ -3,13 +3,12 @@
 | part | contents |
 |---|---|
 | `settings` | names that users type for settings, and the Megatron flags behind them |
-| `steps`, `measurement` | results of steps, measurements of settings, and ratios, all as plain numbers |
-| `model_flop` | the floating-point operations of a model, for its utilization |
+| `measurement` | measurements of settings, and ratios, all as plain numbers |
 | `job`, `processes` | runs settings one after another, in separate processes, on every rank |
 | `worker`, `runner` | the code of those processes: one setting, one model, one measurement |
-| `rank_models`, `budget_plans` | the planner's model of the training, and a plan for a memory budget |
-| `forecaster`, `prediction` | predicted step time and peak, from the hardware table and from a profile |
+| `rank_models` | the planner's model of the training, and a plan for a memory budget |
+| `prediction` | predicted step time and peak, from the hardware table and from a profile |
 | `results`, `report`, `frontier`, `surroundings` | CSV, JSON, tables and picture, and the machine and versions |
 
-Importing this package does not load torch; `worker`, `runner`, `loading`, `rank_models`, `forecaster` and `traces` do.
+Importing this package does not load torch, and neither do `settings`, `measurement`, `job`, `processes` and `worker`.
 """

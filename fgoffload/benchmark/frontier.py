@@ -46,11 +46,8 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 
 def list_points(summaries: Sequence[Summary], system: System) -> list[Point]:
     """Return the points of a system; `baseline` has one for each kind of process."""
-    return [
-        Point(one.peak_bytes, one.ratio)
-        for one in summaries
-        if one.setting.system is system and one.ratio is not None and one.peak_bytes is not None
-    ]
+    own = [one for one in summaries if one.setting.system is system]
+    return [Point(one.peak_bytes, one.ratio) for one in own if one.ratio is not None and one.peak_bytes is not None]
 
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
@@ -62,22 +59,19 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     axes = figure.add_subplot()
     is_allocated = any(one.worst is not None and one.worst.peak_allocated_bytes is not None for one in summaries)
     # Models that train without a GPU have a peak of a few MiB.
-    peaks = [one.peak_bytes for one in summaries if one.peak_bytes is not None]
-    scale, unit = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
+    most = max((one.peak_bytes for one in summaries if one.peak_bytes is not None), default=0)
+    scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     baseline = list_points(summaries, System.BASELINE)[:1]
     beyond = []
     for system, (label, color, marker) in LINES.items():
         points = list_points(summaries, system)
-        if not points:
-            continue
         shown = [point for point in points if point.ratio <= MOST_RATIO]
         beyond += [f"{label} {one.ratio:.1f} at {one.peak_bytes / scale:.1f} {unit}" for one in points if one not in shown]
         if not shown:
             continue
-        x, y = [point.peak_bytes / scale for point in shown], [point.ratio for point in shown]
-        axes.scatter(x, y, color=color, marker=marker, label=label)
-        if system is not System.BASELINE:
-            _draw_line(axes, find_frontier([*baseline, *shown]), scale, color=color)  # each system can also run the baseline
+        axes.scatter(*_locate(shown, scale), color=color, marker=marker, label=label)
+        if system is not System.BASELINE:  # each system can also run the baseline
+            axes.plot(*_locate(find_frontier([*baseline, *shown]), scale), linewidth=1.2, color=color)
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     caption = f"\nbeyond {MOST_RATIO}: {'; '.join(beyond)}" if beyond else ""
     if beyond:
@@ -92,6 +86,5 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
         figure.savefig(partial, dpi=150)
 
 
-def _draw_line(axes: object, points: Sequence[Point], scale: int, **style: str) -> None:
-    x, y = [point.peak_bytes / scale for point in points], [point.ratio for point in points]
-    axes.plot(x, y, linewidth=1.2, **style)  # type: ignore[attr-defined]
+def _locate(points: Sequence[Point], scale: int) -> tuple[list[float], list[float]]:
+    return [point.peak_bytes / scale for point in points], [point.ratio for point in points]

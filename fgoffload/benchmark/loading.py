@@ -4,31 +4,24 @@ from collections.abc import Iterable
 
 import torch
 
-from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.model_flop import count_model_flop
-from fgoffload.benchmark.report import Workload
+from fgoffload.benchmark.job import Job, Workload
 from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
-from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.plan_check import check_plan_file
+from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 """Fields of Megatron's config that no flag can reset, so only settings may set them."""
 
 
-def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArguments:
+def load_arguments(job: Job) -> TrainingArguments:
     """Return the arguments of a job's baseline training, without any memory saving.
-
-    Args:
-        job: The benchmark's options.
-        world_size: Number of processes; None takes the fewest that one copy of the model needs.
 
     Raises:
         ConfigError: A flag has an invalid value, conflicts with the settings, or needs something that is not available.
     """
-    arguments = parse_setting_arguments(job, BASELINE, world_size=world_size)
+    arguments = parse_setting_arguments(job, BASELINE)
     for name in _CHOSEN_BY_SETTINGS:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"
@@ -43,19 +36,19 @@ def load_arguments(job: Job, *, world_size: int | None = None) -> TrainingArgume
     return arguments
 
 
-def parse_setting_arguments(job: Job, setting: Setting, *, world_size: int | None = None) -> TrainingArguments:
-    """Return the training arguments of one setting.
-
-    Args:
-        job: The benchmark's options.
-        setting: The setting, whose flags override all others.
-        world_size: Number of processes; None takes the fewest that one copy of the model needs.
+def parse_setting_arguments(job: Job, setting: Setting) -> TrainingArguments:
+    """Return the training arguments of one setting, whose flags override all others.
 
     Raises:
         ConfigError: A flag has an invalid value, or a combination is refused.
     """
-    typed = (*job.typed_flags, *setting.list_flags())
-    return parse_arguments(job.file_flags, source=job.source, world_size=world_size, typed=typed, known_elsewhere=job.own_flags)
+    return parse_arguments(
+        job.file_flags,
+        source=job.source,
+        world_size=job.world_size,
+        typed=(*job.typed_flags, *setting.list_flags()),
+        known_elsewhere=job.own_flags,
+    )
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
@@ -67,19 +60,16 @@ def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
     """
     for setting in settings:
         if setting.plan is not None:
-            arguments = parse_setting_arguments(job, setting, world_size=job.world_size)
+            arguments = parse_setting_arguments(job, setting)
             config = build_transformer_config(arguments, offload=arguments.offload)
             check_plan_file(setting.plan, arguments, config)
 
 
 def describe_workload(arguments: TrainingArguments) -> Workload:
     """Return the description of a training for tables and rates."""
-    config = build_transformer_config(arguments, offload=None)
     return Workload(
         arguments_file=arguments.source.places[0],
-        layers=config.num_layers,
-        dtype=str(config.params_dtype).removeprefix("torch."),
+        layers=arguments.transformer["num_layers"],
         tokens=arguments.seq_length * arguments.global_batch_size,
-        model_flop=count_model_flop(arguments, config),
         world_size=arguments.world_size,
     )

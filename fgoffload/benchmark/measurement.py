@@ -6,14 +6,23 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting
-from fgoffload.benchmark.steps import StepRecord
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
+from fgoffload.trainer.steps import StepResult
 
 CONFIDENCE = 0.95
 """Confidence level of a ratio's interval."""
 
 FEWEST_REPEATS = 3
 """Fewest repeats for an interval. With two repeats, the interval would be ten times their distance."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measurement of one setting."""
+
+    setting: Setting
+    repeat: int
+    """Number of the repeat of the whole list, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +59,30 @@ class Measurement:
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
+_SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
+"""Fields of a measurement that are summed over ranks. Of the others the maximum counts."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Result of one run of one setting."""
 
-    setting: Setting
-    repeat: int
-    """Number of the repeat of the whole list, from 0."""
+    run: Run
+    process: ProcessKind
+    """Kind of process of the run. `baseline` runs in each kind."""
     session: int
     """Number of the run's session, from 0 over the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
     """Measured times and memory; None if the run failed or bits are compared."""
-    bits: tuple[StepRecord, ...] = ()
+    bits: tuple[StepResult, ...] = ()
     """Results of each step, if bits are compared."""
     failure: str = ""
     """Reason for a failure, in one line."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the run."""
+        return self.run.setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +95,11 @@ class Summary:
     step_seconds: tuple[float, ...] = ()
     """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()
-    """Median step time of each repeat, relative to the baseline's; see `find_reference_s`."""
+    """Median step time of each repeat, relative to the baseline's; see `find_ratio`."""
     worst: Measurement | None = None
     """Maximum of each number over all repeats, except `step_seconds`, which are those of the first one."""
     failure: str = ""
     """Reason for the last failure."""
-    repeats: int = 1
-    """Number of repeats of the whole list."""
-    missed_repeats: int = 0
-    """Number of repeats without a measurement of this setting. All results come from the other repeats."""
 
     @property
     def ratio(self) -> float | None:
@@ -98,27 +112,16 @@ class Summary:
         return statistics.median(self.ratios) if self.ratios else None
 
     @property
-    def seconds(self) -> float | None:
-        """The median step time over all repeats, or None without a measurement."""
-        return statistics.median(self.step_seconds) if self.step_seconds else None
-
-    @property
     def peak_bytes(self) -> int | None:
         """The peak that a memory budget limits."""
         return None if self.worst is None else self.worst.peak_bytes
-
-    def find_interval(self) -> tuple[float, float] | None:
-        """Return the 95% confidence interval of the ratios' geometric mean, or None below `FEWEST_REPEATS` repeats.
-
-        Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
-        """
-        return find_ratio_interval(self.ratios)
 
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `FEWEST_REPEATS` ratios.
 
     Ratios multiply, so this is Student's t-interval of their logarithms. Its middle is the geometric mean, not a median.
+    Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
     """
     if len(ratios) < FEWEST_REPEATS:
         return None
@@ -132,105 +135,61 @@ def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
     """Return p20, p50 and p80, interpolated between the two nearest values."""
-    ordered = sorted(seconds)
-    return _find_quantile(ordered, 0.2), statistics.median(ordered), _find_quantile(ordered, 0.8)
+    import numpy
+
+    low, middle, high = numpy.quantile(seconds, (0.2, 0.5, 0.8))
+    return float(low), float(middle), float(high)
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
     """Merge the measurements of all ranks for the same steps."""
-    return Measurement(
-        step_seconds=tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True))),
-        **{name: _combine(max, (getattr(one, name) for one in measurements)) for name in _MOST},
-        **{name: _combine(sum, (getattr(one, name) for one in measurements)) for name in _SUM},
-    )
+    slowest = tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True)))
+    return _merge(measurements, step_seconds=slowest, sums=_SUMS)
 
 
-def find_reference_s(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the baseline step time for the outcome at `index`, or None if there is none.
+def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
+    """Return the step time of `outcome` relative to the baseline's, or None if either is missing.
 
     The baseline time is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` is
     faster or slower as a whole, so the runs right before and after a setting are no better references than the others.
     `baseline` itself is compared with its own steps.
     """
-    own = outcomes[index]
-    if own.setting == BASELINE:
-        return None if own.measurement is None else own.measurement.seconds
-    return find_baseline_s(one for one in outcomes if (one.session, one.repeat) == (own.session, own.repeat))
-
-
-def find_baseline_s(outcomes: Iterable[Outcome]) -> float | None:
-    """Return the median of all steps of `baseline` among `outcomes`, or None if there are none."""
-    measured = (one.measurement for one in outcomes if one.setting == BASELINE and one.measurement is not None)
-    seconds = [step for measurement in measured for step in measurement.step_seconds]
-    return statistics.median(seconds) if seconds else None
-
-
-def find_ratio(outcomes: Sequence[Outcome], index: int) -> float | None:
-    """Return the step time of the outcome at `index` relative to the baseline's, or None if either is missing.
-
-    A profile has no ratio. Measuring slows its only step, and it is not a setting to compare.
-    """
-    if outcomes[index].setting == PROFILE:
+    if outcome.measurement is None:
         return None
-    measurement, reference_s = outcomes[index].measurement, find_reference_s(outcomes, index)
-    return None if measurement is None or reference_s is None else measurement.seconds / reference_s
+    if outcome.setting == BASELINE:
+        return 1.0
+    beside = (one for one in outcomes if (one.session, one.run.repeat) == (outcome.session, outcome.run.repeat))
+    measured = (one.measurement for one in beside if one.setting == BASELINE and one.measurement is not None)
+    seconds = [step for measurement in measured for step in measurement.step_seconds]
+    return outcome.measurement.seconds / statistics.median(seconds) if seconds else None
 
 
-def summarize(
-    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], *, repeats: int | None = None
-) -> tuple[Summary, ...]:
-    """Return one summary for each setting and kind of process, in the order of their first runs.
-
-    A measured profile is not a setting and has no summary. A failed profile has one, with the reason.
-
-    Args:
-        outcomes: Outcomes in the order of their runs.
-        processes: Kind of process of each session.
-        repeats: Number of repeats of the whole list; None counts those with a run. A crashed setting does not run again.
-    """
-    if repeats is None:
-        repeats = 1 + max((outcome.repeat for outcome in outcomes), default=0)
-    found: dict[tuple[ProcessKind, Setting], list[int]] = {}
-    for index, outcome in enumerate(outcomes):
-        if outcome.setting == PROFILE and outcome.measurement is not None:
-            continue
-        found.setdefault((processes[outcome.session], outcome.setting), []).append(index)
-    return tuple(_summarize(outcomes, indices, process, repeats) for (process, _), indices in found.items())
+def summarize(outcomes: Sequence[Outcome]) -> tuple[Summary, ...]:
+    """Return one summary for each setting and kind of process, in the order of their first runs."""
+    found: dict[tuple[ProcessKind, Setting], list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault((outcome.process, outcome.setting), []).append(outcome)
+    return tuple(_summarize(outcomes, own) for own in found.values())
 
 
-def _summarize(outcomes: Sequence[Outcome], indices: Sequence[int], process: ProcessKind, repeats: int) -> Summary:
-    own = [outcomes[index] for index in indices]
+def _summarize(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Summary:
     measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
-    ratios = (find_ratio(outcomes, index) for index in indices)
+    ratios = (find_ratio(outcomes, outcome) for outcome in own)
     return Summary(
         setting=own[0].setting,
-        process=process,
+        process=own[0].process,
         step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
         ratios=tuple(ratio for ratio in ratios if ratio is not None),
-        worst=_find_worst(measured) if measured else None,
+        worst=_merge(measured, step_seconds=measured[0].step_seconds) if measured else None,
         failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
-        repeats=repeats,
-        missed_repeats=repeats - len({outcome.repeat for outcome in own if outcome.measurement is not None}),
     )
 
 
-def _find_worst(measurements: Sequence[Measurement]) -> Measurement:
-    worst = {name: _combine(max, (getattr(one, name) for one in measurements)) for name in (*_MOST, *_SUM)}
-    return Measurement(step_seconds=measurements[0].step_seconds, **worst)
-
-
-_MOST = ("peak_allocated_bytes", "peak_reserved_bytes", "resident_bytes", "activation_peak_bytes")
-_SUM = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are merged over ranks by their maximum, and by their sum."""
-
-
-def _combine(function: Callable[[list[Any]], Any], values: Iterable[float | None]) -> Any:
-    known = [value for value in values if value is not None]
-    return function(known) if known else None
-
-
-def _find_quantile(ordered: Sequence[float], part: float) -> float:
-    place = part * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+def _merge(measurements: Sequence[Measurement], *, step_seconds: tuple[float, ...], sums: Sequence[str] = ()) -> Measurement:
+    """Merge each number by its maximum, or by its sum if it is one of `sums`."""
+    merged: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds"):
+        combine: Callable[[Iterable[int]], int] = sum if name in sums else max
+        known = [value for one in measurements if (value := getattr(one, name)) is not None]
+        merged[name] = combine(known) if known else None
+    return Measurement(step_seconds=step_seconds, **merged)

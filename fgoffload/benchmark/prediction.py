@@ -1,11 +1,30 @@
-"""Predicted step times and peaks of settings, as plain numbers for the table, the picture and the CSV file."""
+"""Predicts step times and peaks of settings, in the process that shows results. Loads torch."""
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.measurement import Measurement
-from fgoffload.benchmark.settings import Setting
+from fgoffload.benchmark.rank_models import build_profile_ranks, build_table_ranks, load_profile
+from fgoffload.benchmark.settings import BASELINE, FULL, Setting, System
+from fgoffload.benchmark.surroundings import find_hardware
+from fgoffload.errors import OffloadError, PlanError
+from fgoffload.plan import OffloadPlan
+from fgoffload.planner.ranks.output_copies import copy_outputs
+from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
+from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.profile import Profile
+from fgoffload.tags import find_recompute_unit
+
+logger = logging.getLogger(__name__)
+
+SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
+"""Systems whose copies the simulator can schedule."""
 
 
 class Source(enum.Enum):
@@ -42,20 +61,75 @@ def choose_source(predictions: Predictions) -> Source:
     return Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
 
 
-COLUMNS: Sequence[str] = tuple(
-    f"{source.value}_{what}" for source in Source for what in ("step_s", "over_baseline", "peak_bytes")
-)
-"""Columns of predictions in the CSV file."""
+class Forecaster:
+    """Predicts step time and peak memory of settings. It is no error if the hardware table lacks the device.
 
+    Args:
+        job: The benchmark's options. If the benchmark measures a profile, it is written by now.
+        device: Name of the benchmark's device in torch.
+    """
 
-def list_numbers(measurement: Measurement, predictions: Mapping[Source, Prediction]) -> dict[str, float]:
-    """Return the predictions for one measurement, by the names in `COLUMNS`."""
-    numbers: dict[str, float] = {}
-    for source, one in predictions.items():
-        values = {
-            "step_s": round(one.step_s, 6),
-            "over_baseline": round(one.ratio, 6),
-            "peak_bytes": one.find_peak(measurement),
+    def __init__(self, job: Job, device: str) -> None:
+        self._job = job
+        self._ranks: dict[Source, Sequence[RankModel]] = {}
+        sources: dict[Source, tuple[Callable[[Job, Any], Sequence[RankModel]], Hardware | Profile | None]] = {
+            Source.TABLE: (build_table_ranks, find_hardware(device)),
+            Source.PROFILE: (build_profile_ranks, load_profile(job, device)),
         }
-        numbers |= {f"{source.value}_{what}": value for what, value in values.items()}
-    return numbers
+        for source, (build_ranks, times) in sources.items():
+            try:
+                if times is not None:
+                    self._ranks[source] = build_ranks(job, times)
+            except OffloadError as error:
+                logger.warning("Nothing is predicted from the %s: %s", source.value, error)
+
+    def predict(self, setting: Setting) -> dict[Source, Prediction]:
+        """Return each source's prediction for a setting. An error costs the prediction, never the measurement."""
+        found: dict[Source, Prediction] = {}
+        planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
+        for source, ranks in self._ranks.items() if setting.system in SIMULATED else ():
+            try:
+                found[source] = predict(ranks, planned)
+            except Exception as error:
+                logger.warning("%s is not predicted from the %s: %s", setting.name, source.value, error, exc_info=True)
+        return found
+
+
+def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
+    """Simulate a setting whose system is in `SIMULATED`. A setting with a budget needs its plan.
+
+    Raises:
+        ConfigError: The planner does not know a module of the setting.
+        PlanError: The plan file cannot be read, or `ranks` cannot execute the setting.
+    """
+    plan = _make_plan(ranks, setting)
+    # Megatron's own recompute runs without this package.
+    has_engine = setting.system is not System.RECOMPUTE
+    ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
+    if setting.plan is None:
+        ranks = [copy_outputs(rank) for rank in ranks]
+    result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, BASELINE))
+    return Prediction(
+        step_s=result.step_s,
+        ratio=result.step_s / nothing.step_s,
+        peak_bytes=result.peak_bytes,
+        static_bytes=result.worst_rank.static_bytes,
+    )
+
+
+def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
+    if setting.plan is not None:
+        return OffloadPlan.load(setting.plan)
+    recompute: FullRecompute | SelectiveRecompute | None = None
+    if setting.recompute == (FULL,):
+        recompute = FullRecompute(method=FullMethod.UNIFORM)
+    elif setting.recompute:
+        recompute = SelectiveRecompute(modules=setting.recompute)
+    flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
+    plan = flags.make_plan(ranks)
+    # A profile lacks modules whose recompute may change bits. Do not predict them as if nothing were recomputed.
+    units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
+    recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
+    if missing := [module for module in setting.recompute if module not in recomputed]:
+        raise PlanError(f"the recompute of {missing[0]} by itself was not measured.")
+    return plan

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 
-from fgoffload.benchmark.job import Crashed, Ended, Finished, Job, Message, Purpose, Run, Task
-from fgoffload.benchmark.measurement import Outcome
+from fgoffload.benchmark.job import Crashed, Finished, Job, Message, Task
+from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
@@ -27,73 +26,62 @@ _JOIN_SECONDS = 10.0
 """Timeout in seconds for a process to exit after its last message."""
 
 
-class Session:
-    """The processes of one session. Leaving the context ends them, even if they are busy."""
+Messages = Iterator[tuple[int, Message]]
+"""Each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
 
-    def __init__(self, job: Job, runs: Sequence[Run], kind: ProcessKind, log: Path) -> None:
-        self._log = log
-        self._folder = contextlib.ExitStack()
-        store = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="fgoffload-"))) / "store"
-        self._processes: list[SpawnProcess] = []
-        self._readers: dict[Connection, int] = {}
-        # Spawn, since a forked process would inherit imports that have already read their environment switches.
-        context = multiprocessing.get_context("spawn")
-        for rank in range(job.world_size):
-            task = Task(job=job, runs=tuple(runs), rank=rank, store=store, environment=kind.environment, log=log)
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=run_worker, args=(task, writer), daemon=True)
-            process.start()
-            writer.close()  # so that the pipe closes when the process ends
-            self._processes.append(process)
-            self._readers[reader] = rank
 
-    def listen(self, silence_seconds: float = SILENCE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yield each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
-        while self._readers:
-            ready = multiprocessing.connection.wait(list(self._readers), timeout=silence_seconds)
-            if not ready:
-                yield min(self._readers.values()), Crashed(f"no message from it for {silence_seconds:.0f} s")
-                return
-            for reader, rank in tuple(self._readers.items()):
-                if reader not in ready:
-                    continue
-                message = self._receive(reader, rank)
-                yield rank, message
-                if isinstance(message, Crashed):
-                    return
-                if isinstance(message, Finished):
-                    del self._readers[reader]
-                    reader.close()
-
-    def _receive(self, reader: Connection, rank: int) -> Message:
+@contextlib.contextmanager
+def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> Iterator[Messages]:
+    """Start the processes of one session, and yield their messages. Leaving the context ends them, even if they are busy."""
+    log = job.folder / f"log_{kind.value}_{session}.txt"
+    # Spawn, since a forked process would inherit imports that have already read their environment switches.
+    context = multiprocessing.get_context("spawn")
+    processes: list[SpawnProcess] = []
+    readers: dict[Connection, int] = {}
+    with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
         try:
-            message: Message = reader.recv()
-        except (EOFError, OSError):
-            process = self._processes[rank]
-            process.join(_JOIN_SECONDS)
-            return Crashed(f"rank {rank} ended with exit code {process.exitcode}; see {self._log}")
-        return message
-
-    def __enter__(self) -> "Session":
-        """Return this session; its processes are already running."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """End the processes."""
-        for reader in self._readers:
-            reader.close()
-        for process in self._processes:
-            if kind is not None or self._readers:
+            for rank in range(job.world_size or 1):
+                store = Path(folder) / "store"
+                task = Task(job=job, runs=tuple(runs), kind=kind, session=session, rank=rank, store=store, log=log)
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=run_worker, args=(task, writer), daemon=True)
+                process.start()
+                writer.close()  # so that the pipe closes when the process ends
+                processes.append(process)
+                readers[reader] = rank
+            yield _listen(processes, readers, log)
+        finally:
+            for process in processes:
+                if readers:  # it has not finished
+                    process.kill()
+                process.join(_JOIN_SECONDS)
                 process.kill()
-            process.join(_JOIN_SECONDS)
-            process.kill()
-            process.join()
-            process.close()
-        self._folder.close()
+                process.join()
+                process.close()
+            for reader in readers:
+                reader.close()
 
 
-StartSession = Callable[[Job, Sequence[Run], ProcessKind, Path], contextlib.AbstractContextManager[Session]]
-"""Starts the processes of one session: `Session`, or a fake in tests."""
+def _listen(processes: Sequence[SpawnProcess], readers: dict[Connection, int], log: Path) -> Messages:
+    while readers:
+        ready = multiprocessing.connection.wait(list(readers), timeout=SILENCE_SECONDS)
+        if not ready:
+            yield min(readers.values()), Crashed(f"no message from it for {SILENCE_SECONDS:.0f} s")
+            return
+        for reader, rank in tuple(readers.items()):
+            if reader not in ready:
+                continue
+            try:
+                message: Message = reader.recv()
+            except (EOFError, OSError):
+                processes[rank].join(_JOIN_SECONDS)
+                message = Crashed(f"rank {rank} ended with exit code {processes[rank].exitcode}; see {log}")
+            yield rank, message
+            if isinstance(message, Crashed):
+                return
+            if isinstance(message, Finished):
+                del readers[reader]
+                reader.close()
 
 
 def run_sessions(
@@ -102,9 +90,8 @@ def run_sessions(
     *,
     kind: ProcessKind,
     first_session: int,
-    log_folder: Path,
     on_message: Callable[[Message], None] = lambda message: None,
-    start: StartSession = Session,
+    start: Callable[..., contextlib.AbstractContextManager[Messages]] = start_session,
 ) -> Iterator[Outcome]:
     """Run `runs` in sessions of one kind, and yield the outcome of each run as it ends.
 
@@ -113,37 +100,35 @@ def run_sessions(
         runs: Runs in order, `baseline` first.
         kind: Kind of the processes.
         first_session: Number of the first session; later ones count up.
-        log_folder: Folder of the processes' logs.
         on_message: Called with each message of rank 0.
-        start: Starts a session.
+        start: Starts a session, as `start_session` does.
     """
     pending, session = list(runs), first_session
     while pending:
         ended, crash = 0, None
-        log = log_folder / f"log_{kind.value}_{session}.txt"
-        with start(job, pending, kind, log) as processes:
-            for rank, message in processes.listen():
+        with start(job, pending, kind, session) as messages:
+            for rank, message in messages:
                 if rank == 0:
                     on_message(message)
-                if isinstance(message, Ended) and rank == 0:
+                if isinstance(message, Outcome) and rank == 0:
                     ended += 1
-                    yield _make_outcome(message, session)
+                    yield message
                 if isinstance(message, Crashed):
                     crash = message
         if crash is None or ended == len(pending):
             return
         failed, *rest = pending[ended:]
-        yield Outcome(setting=failed.setting, repeat=failed.repeat, session=session, failure=crash.reason)
+        yield Outcome(run=failed, process=kind, session=session, failure=crash.reason)
         if ended == 0:
             # The first `baseline` crashed, so no other session would get further. After a later crash, it is known to run.
             for run in rest:
                 reason = f"not measured, since the baseline failed: {crash.reason}"
-                yield Outcome(setting=run.setting, repeat=run.repeat, session=session, failure=reason)
+                yield Outcome(run=run, process=kind, session=session, failure=reason)
             return
-        pending, session = plan_rest(failed, rest, purpose=job.purpose), session + 1
+        pending, session = plan_rest(failed, rest, baselines=2 if job.compares_bits else 1), session + 1
 
 
-def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TIMES) -> list[Run]:
+def plan_rest(failed: Run, rest: Sequence[Run], *, baselines: int) -> list[Run]:
     """Return the runs of the session that follows the crash of `failed`: `baseline`, then the rest without that setting.
 
     If bits are compared, `baseline` runs twice. It must reproduce itself in each process that compares other settings.
@@ -151,18 +136,6 @@ def plan_rest(failed: Run, rest: Sequence[Run], *, purpose: Purpose = Purpose.TI
     left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in left):
         return []  # without other settings, `baseline` has no use
-    first = 2 if purpose is Purpose.BITS else 1
-    while [run.setting for run in left[:first]].count(BASELINE) < first:
+    while [run.setting for run in left[:baselines]].count(BASELINE) < baselines:
         left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))
     return left
-
-
-def _make_outcome(ended: Ended, session: int) -> Outcome:
-    return Outcome(
-        setting=ended.run.setting,
-        repeat=ended.run.repeat,
-        session=session,
-        measurement=ended.measurement,
-        bits=ended.bits,
-        failure=ended.failure,
-    )

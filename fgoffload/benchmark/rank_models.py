@@ -1,16 +1,22 @@
-"""Builds the planner's model of a training for the benchmark, and plans for a memory budget."""
+"""Builds the planner's model of a training for the benchmark, and plans for a memory budget.
+
+A profile has the times of each layer of this model on this device; the hardware table does not. Neither predicts the temporary
+memory of operators to the byte. So a plan that exceeds the budget is replaced by one that leaves the excess free, as with
+`--offload-modules auto`.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
 from fgoffload.benchmark.settings import BASELINE, Setting, System
-from fgoffload.config import OffloadConfig
-from fgoffload.errors import ConfigError
+from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.flags.model_shapes import read_model
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
-from fgoffload.plan import OffloadPlan
+from fgoffload.output_files import write_file
 from fgoffload.planner.memory.static_memory import ADAM, ParameterState
 from fgoffload.planner.model_ranks import Assumptions, build_ranks
 from fgoffload.planner.operations.ops import Execution
@@ -21,7 +27,9 @@ from fgoffload.planner.solving.solver import THOROUGH_LAYER_PASSES, solve_leavin
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.trainer.training_arguments import TrainingArguments
-from fgoffload.trainer.training_policy import Update
+from fgoffload.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
 """Any setting of our engine. All of them share the flags for the window and the sizes."""
@@ -30,37 +38,38 @@ _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, mome
 """Parameter state without an optimizer. Gradients have the parameters' type, bf16."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A plan for a memory budget, with its predicted peak."""
+MOST_PLANS = 3
+"""Maximum number of plans tried for a budget. The last one is used, whatever its peak."""
 
-    plan: OffloadPlan
-    """Plan for all ranks."""
-    peak_bytes: int
-    """Predicted peak device bytes, the maximum over ranks."""
+TryPlan = Callable[[Setting], int | None]
+"""Runs a setting for a few steps on all ranks together, and returns its peak bytes; None if no allocator counts bytes."""
 
 
-def plan_for_budget(ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int = 0) -> Planned:
-    """Return the fastest plan within a memory budget.
+def load_profile(job: Job, device: str) -> Profile | None:
+    """Return the job's profile, or None without one. A profile of another device is left out with a warning."""
+    if job.profile is None:
+        return None
+    profile = Profile.load(job.profile)
+    if profile.device == device:
+        return profile
+    logger.warning("The profile is not used: it is of %s, and this is %s", profile.device, device)
+    return None
 
-    Raises:
-        BudgetError: No plan fits.
-    """
-    solution = solve_leaving_free(ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES)
-    return Planned(plan=solution.plan, peak_bytes=solution.result.peak_bytes)
 
-
-def check_profile(profile: Profile, arguments: TrainingArguments, *, update: Update, source: str) -> None:
-    """Check that a profile matches the training, and was measured as the benchmark measures.
+def check_profile(job: Job, arguments: TrainingArguments) -> None:
+    """Check that the job's profile, if any, matches the training, and was measured as the benchmark measures.
 
     Raises:
         ConfigError: The profile does not match. The error names the difference and the fix.
     """
+    if job.profile is None:
+        return
+    profile, source = Profile.load(job.profile), f"--profile {job.profile}"
     here = "Give --profile without a file, and it is measured here."
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
     if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
         raise ConfigError(f"{source} has {layers} layers, but the model has {wanted}. {here}")
-    if profile.has_optimizer != (update is not Update.NONE):
+    if profile.has_optimizer != job.has_optimizer:
         words = ("without an optimizer", "with an optimizer")
         raise ConfigError(
             f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
@@ -74,8 +83,8 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     Raises:
         ConfigError: The schedule does not support the number of microbatches.
     """
-    arguments = parse_setting_arguments(job, BASELINE, world_size=job.world_size)
-    offload = parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload
+    arguments = parse_setting_arguments(job, BASELINE)
+    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
     policy = None if offload is None else offload.transfer_policy
     ranks = make_rank_models(profile, policy=policy, microbatches=arguments.num_microbatches)
     has_shared_overlap = bool(arguments.transformer.get("moe_shared_expert_overlap"))
@@ -83,7 +92,7 @@ def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
     return tuple(capture_rank(rank, graphs, has_shared_overlap=has_shared_overlap) for rank in ranks)
 
 
-def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
+def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
     """Return the planner's model of each pipeline rank of a job, with the times of a device.
 
     Args:
@@ -93,41 +102,12 @@ def build_job_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...
     Raises:
         ConfigError: The device is not in the table, or the planner does not support the model.
     """
-    return build_workload(
-        parse_setting_arguments(job, BASELINE, world_size=job.world_size),
-        hardware,
-        offload=parse_setting_arguments(job, ANY_OF_OURS, world_size=job.world_size).offload,
-        flags=(*job.file_flags, *job.typed_flags),
-        source=job.source,
-        update=job.update,
-    )
-
-
-def build_workload(
-    arguments: TrainingArguments,
-    hardware: Hardware | None,
-    *,
-    offload: OffloadConfig | None = None,
-    flags: Sequence[str],
-    source: str,
-    update: Update,
-) -> tuple[RankModel, ...]:
-    """Return the planner's model of each pipeline rank of a benchmark.
-
-    Args:
-        arguments: The training, without offload and recompute.
-        hardware: The device; None if it is not in the table.
-        offload: Options with the window and sizes of our engine; None uses the defaults.
-        flags: Megatron flags from which `arguments` were parsed.
-        source: The argument file, for errors.
-        update: Parameter update at the end of a step, if any.
-
-    Raises:
-        ConfigError: The device is not in the table, or the planner does not support the model.
-    """
     if hardware is None:
-        raise ConfigError(f"{source}: the planner's hardware table lacks this device. Give plan files with --plans.")
-    model, parallelism = read_model(flags, source=source, num_gpus=arguments.world_size)
+        raise ConfigError(f"{job.source}: the planner's hardware table lacks this device. Give plan files with --plans.")
+    arguments = parse_setting_arguments(job, BASELINE)
+    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
+    flags = (*job.file_flags, *job.typed_flags)
+    model, parallelism = read_model(flags, source=job.source, num_gpus=arguments.world_size)
     if model.experts is not None:
         # Tokens are random, so all experts receive about the same number.
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
@@ -138,7 +118,7 @@ def build_workload(
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),
         has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),
     )
-    state = _GRADIENTS_ALONE if update is Update.NONE else ADAM
+    state = ADAM if job.has_optimizer else _GRADIENTS_ALONE
     assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution, graphs=read_graphs(fields))
     if offload is not None:
         assumptions = dataclasses.replace(
@@ -147,3 +127,37 @@ def build_workload(
             min_offloaded_numel=offload.min_offloaded_tensor_size,
         )
     return build_ranks(model, parallelism, hardware, assumptions=assumptions)
+
+
+def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
+    """Return `setting` with the first plan whose trial stays within its budget, or else with the last one tried.
+
+    Args:
+        setting: A setting with a budget.
+        ranks: The planner's model of the training.
+        path: File of the plan.
+        try_plan: Called on all ranks together. None takes the first plan without a trial.
+
+    Raises:
+        PlanError: No plan fits the budget.
+    """
+    budget_bytes, free_bytes, planned = setting.budget_bytes or 0, 0, setting.with_plan(path)
+    for number in range(MOST_PLANS):
+        try:
+            solution = solve_leaving_free(
+                ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES
+            )
+        except PlanError as error:
+            if number == 0:
+                raise
+            logger.warning("%s: keeping the plan, since none takes less. %s", setting.name, error)
+            break
+        write_file(path, solution.plan.to_json())
+        peak_bytes = None if try_plan is None else try_plan(planned)
+        if peak_bytes is None or peak_bytes <= budget_bytes:
+            break
+        beyond_bytes = peak_bytes - solution.result.peak_bytes
+        taken, beyond = format_bytes(peak_bytes), format_bytes(max(0, beyond_bytes))
+        logger.warning("%s: a plan took %s, %s more than predicted", setting.name, taken, beyond)
+        free_bytes = max(free_bytes, beyond_bytes)
+    return planned

@@ -1,4 +1,4 @@
-"""Formats the results of a benchmark: tables for the terminal and for a page, CSV and JSON."""
+"""Formats the results of a benchmark: tables for the terminal, CSV and JSON."""
 
 import csv
 import dataclasses
@@ -10,41 +10,16 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio
-from fgoffload.benchmark.prediction import COLUMNS, Prediction, Predictions, choose_source, list_numbers
-from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting, System
-from fgoffload.benchmark.steps import Difference, find_gradient_difference, find_loss_difference
+from fgoffload.benchmark.job import Workload
+from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio, find_ratio_interval
+from fgoffload.benchmark.prediction import Prediction, Predictions, Source, choose_source
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, System
 from fgoffload.benchmark.surroundings import Surroundings
+from fgoffload.trainer.steps import find_differences
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
 """Cell of an unknown or inapplicable value."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Description of the training, for titles and rates."""
-
-    arguments_file: str
-    """Path of the argument file, as the user typed it."""
-    layers: int
-    """Number of decoder layers."""
-    dtype: str
-    """Type of the parameters, as in `bfloat16`."""
-    tokens: int
-    """Tokens of a step, over all ranks."""
-    model_flop: int
-    """Floating-point operations of a step, over all ranks; see `model_flop`."""
-    world_size: int
-    """Number of processes of the training."""
-    device_flop_per_s: float | None = None
-    """Dense bf16 FLOP/s of one device. None if the hardware table lacks the device, or the model has another type."""
-
-    def find_utilization(self, seconds: float) -> float | None:
-        """Return the model FLOP utilization: the fraction of the devices' rate that the model's operations use, or None."""
-        if self.device_flop_per_s is None:
-            return None
-        return self.model_flop / seconds / (self.device_flop_per_s * self.world_size)
 
 
 HEADINGS = (
@@ -58,7 +33,6 @@ HEADINGS = (
     "host",
     "to host a step",
     "tokens/s",
-    "MFU",
 )
 """Headings of the table of times."""
 
@@ -85,49 +59,59 @@ def build_times_table(
         if summary.worst is not None:
             table.add_row(*map(Text, cells))
     legend = [INTERVALS] if has_intervals(summaries) else []
-    failed = (line for summary in summaries if (line := _describe_failure(summary)))
+    failed = (f"{name_row(one.setting, one.process)}: {one.failure}" for one in summaries if one.failure)
     table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
 
 
-def format_csv(
-    outcomes: Sequence[Outcome], processes: Sequence[ProcessKind], workload: Workload, predictions: Predictions
-) -> str:
+def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Predictions) -> str:
     """Return CSV text with one row for each run, in order, and its prediction."""
+    rows = [_make_row(outcomes, outcome, workload, predictions.get(outcome.setting, {})) for outcome in outcomes]
     text = io.StringIO()
-    measured = (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds")
-    writer = csv.DictWriter(text, [*_COLUMNS, *measured, *COLUMNS, "failure"], lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
-    for index, outcome in enumerate(outcomes):
-        row: dict[str, Any] = {
-            "setting": outcome.setting.name,
-            "process": processes[outcome.session].value,
-            "session": outcome.session,
-            "repeat": outcome.repeat,
-            "over_baseline": _round(find_ratio(outcomes, index)),
-            "failure": outcome.failure,
-        }
-        if outcome.measurement is not None:
-            row |= _list_numbers(outcome.measurement)
-            if outcome.setting != PROFILE:  # measuring slows its only step
-                row |= _list_rates(outcome.measurement, workload)
-            row |= list_numbers(outcome.measurement, predictions.get(outcome.setting, {}))
-        writer.writerow(row)
+    writer.writerows(rows)
     return text.getvalue()
 
 
+def _make_row(
+    outcomes: Sequence[Outcome], outcome: Outcome, workload: Workload, predictions: Mapping[Source, Prediction]
+) -> dict[str, Any]:
+    """Return all columns of a run. Repeats do not agree to a microsecond, so numbers are rounded to it."""
+    measurement, ratio = outcome.measurement or Measurement(step_seconds=()), find_ratio(outcomes, outcome)
+    seconds = measurement.step_seconds
+    low, middle, high = (round(one, 6) for one in find_quantiles(seconds)) if seconds else (None, None, None)
+    row = {
+        "setting": outcome.setting.name,
+        "process": outcome.process.value,
+        "session": outcome.session,
+        "repeat": outcome.run.repeat,
+        "steps": len(seconds) or None,
+        "step_p20_s": low,
+        "step_p50_s": middle,
+        "step_p80_s": high,
+        "over_baseline": None if ratio is None else round(ratio, 6),
+        "tokens_per_s": None if middle is None else round(workload.tokens / middle, 1),
+        **dataclasses.asdict(measurement),
+    }
+    del row["step_seconds"]
+    for source in Source:
+        found = predictions.get(source) if seconds else None
+        row |= {
+            f"{source.value}_step_s": None if found is None else round(found.step_s, 6),
+            f"{source.value}_over_baseline": None if found is None else round(found.ratio, 6),
+            f"{source.value}_peak_bytes": None if found is None else found.find_peak(measurement),
+        }
+    return row | {"failure": outcome.failure}
+
+
 def format_json(
-    outcomes: Sequence[Outcome],
-    processes: Sequence[ProcessKind],
-    workload: Workload,
-    surroundings: Surroundings | None,
-    about: Mapping[str, Any],
+    outcomes: Sequence[Outcome], workload: Workload, surroundings: Surroundings | None, about: Mapping[str, Any]
 ) -> str:
     """Return all data of a benchmark as JSON, including the time of each step.
 
     Args:
         outcomes: Outcomes in the order of their runs.
-        processes: Kind of process of each session.
         workload: Description of the training.
         surroundings: Machine and versions; None until a process reports them.
         about: Date, command and other metadata.
@@ -139,13 +123,12 @@ def format_json(
         "runs": [
             {
                 "setting": outcome.setting.name,
-                "flags": _list_flags(outcome.setting),
-                "process": processes[outcome.session].value,
+                # The flags of a budget are in its plan.
+                "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
+                "process": outcome.process.value,
                 "session": outcome.session,
-                "repeat": outcome.repeat,
+                "repeat": outcome.run.repeat,
                 "measurement": None if outcome.measurement is None else dataclasses.asdict(outcome.measurement),
-                # Written after each setting, so that an interrupted benchmark has compared the earlier ones.
-                "bits": [step.digest for step in outcome.bits],
                 "failure": outcome.failure or None,
             }
             for outcome in outcomes
@@ -154,76 +137,45 @@ def format_json(
     return json.dumps(document, indent=1) + "\n"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BitsRow:
-    """Result of the bitwise comparison of one setting with `baseline`."""
-
-    setting: Setting
-    session: int
-    """Number of the run's session."""
-    differences: tuple[str, ...] = ()
-    """First differences of losses and gradients; empty if all are bitwise identical."""
-    failure: str = ""
-    """Reason why the setting could not be compared."""
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all losses and all gradients of all steps are bitwise identical."""
-        return not self.differences and not self.failure
-
-
-_BITS = "losses and gradients, bitwise"
-_BITS_HEADINGS = ("setting", "identical to baseline", "first difference")
-
-
-def compare_bits(outcomes: Sequence[Outcome]) -> list[BitsRow]:
-    """Compare each later outcome with the first `baseline` of its process, and return a row for each.
+def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
+    """Compare each later outcome with the first `baseline` of its process.
 
     A second `baseline` shows whether the training reproduces itself. If it does not, the other rows are meaningless.
+
+    Returns:
+        For each the setting; `yes`, `no` or `not run`; and the first differences or the reason.
     """
     references: dict[int, Outcome] = {}
     rows = []
     for outcome in outcomes:
-        reference = references.get(outcome.session)
-        if reference is None and outcome.setting == BASELINE:
-            references[outcome.session] = outcome
-            if not outcome.failure:
-                continue
-        failure = outcome.failure or ("" if reference is not None and reference.bits else "no baseline to compare with")
-        differences = () if failure or reference is None else tuple(_describe_differences(reference, outcome))
-        rows.append(BitsRow(setting=outcome.setting, session=outcome.session, differences=differences, failure=failure))
+        reference = references.setdefault(outcome.session, outcome)
+        if reference is outcome and not outcome.failure:
+            continue
+        name = f"{outcome.setting.name}, again" if outcome.setting == BASELINE else outcome.setting.name
+        if failure := outcome.failure or ("" if reference.bits else "no baseline to compare with"):
+            rows.append((name, "not run", failure))
+            continue
+        differences = find_differences(reference.bits, outcome.bits)
+        why = "; ".join(f"{what} from step {one.step}, {one.what}" for what, one in differences.items())
+        rows.append((name, "no" if differences else "yes", why))
     return rows
 
 
-def build_bits_table(rows: Sequence[BitsRow], workload: Workload, surroundings: Surroundings) -> Table:
+def build_bits_table(rows: Sequence[tuple[str, str, str]], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of a bitwise comparison."""
-    table = _start_table(f"{name_run(workload, surroundings)}: {_BITS}")
+    table = _start_table(f"{name_run(workload, surroundings)}: losses and gradients, bitwise")
     table.caption = Text(name_versions(surroundings))
-    for heading in _BITS_HEADINGS:
+    for heading in ("setting", "identical to baseline", "first difference"):
         table.add_column(heading)
-    styles = {"yes": "green", "no": "bold red"}
-    for name, answer, why in map(_list_bits, rows):
-        table.add_row(Text(name), Text(answer, style=styles.get(answer, "yellow")), Text(why))
+    styles = {"yes": "green", "no": "bold red", "not run": "yellow"}
+    for name, answer, why in rows:
+        table.add_row(Text(name), Text(answer, style=styles[answer]), Text(why))
     return table
-
-
-def _list_bits(row: BitsRow) -> tuple[str, str, str]:
-    name = f"{row.setting.name}, again" if row.setting == BASELINE else row.setting.name
-    if row.failure:
-        return name, "not run", row.failure
-    return name, "yes" if row.is_equal else "no", "; ".join(row.differences)
 
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
     """Return whether a table of `summaries` shows an interval, and so needs the caption."""
-    return any(one.setting != BASELINE and one.find_interval() is not None for one in summaries)
-
-
-def note_missed(summary: Summary) -> str:
-    """Return a suffix with the number of measured repeats, for a name or number; empty if no repeat was missed."""
-    if summary.worst is None or not summary.missed_repeats:
-        return ""
-    return f", {summary.repeats - summary.missed_repeats} of {summary.repeats} repeats"
+    return any(one.setting != BASELINE and find_ratio_interval(one.ratios) is not None for one in summaries)
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
@@ -244,21 +196,6 @@ def name_versions(surroundings: Surroundings) -> str:
     return ", ".join(f"{name} {version}" for name, version in surroundings.packages.items()) + driver
 
 
-_COLUMNS = (
-    "setting",
-    "process",
-    "session",
-    "repeat",
-    "steps",
-    "step_p20_s",
-    "step_p50_s",
-    "step_p80_s",
-    "over_baseline",
-    "tokens_per_s",
-    "model_flop_utilization",
-)
-
-
 def _start_table(title: str) -> Table:
     # Use Text, since brackets in names and errors are not markup.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
@@ -266,41 +203,26 @@ def _start_table(title: str) -> Table:
 
 def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | None) -> tuple[str, ...]:
     name = name_row(summary.setting, summary.process)
-    worst, seconds = summary.worst, summary.seconds
-    if worst is None or seconds is None:
+    worst = summary.worst
+    if worst is None:
         return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
-    low, middle, high = (f"{1e3 * one:.1f}" for one in find_quantiles(summary.step_seconds))
-    utilization = workload.find_utilization(seconds)
+    low, middle, high = find_quantiles(summary.step_seconds)
     return (
         name,
-        f"{middle} ({low} {high}){note_missed(summary)}",
+        f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
         _format_ratio(summary),
         ABSENT if simulated is None else f"{simulated.ratio:.3f}",
-        *(
-            ABSENT if size_bytes is None else format_bytes(size_bytes)
-            for size_bytes in (
-                summary.peak_bytes,
-                None if simulated is None else simulated.find_peak(worst),
-                worst.peak_reserved_bytes,
-                worst.host_bytes,
-                worst.d2h_bytes,
-            )
-        ),
-        f"{workload.tokens / seconds:.0f}",
-        ABSENT if utilization is None else f"{utilization:.1%}",
+        _format_size(summary.peak_bytes),
+        _format_size(None if simulated is None else simulated.find_peak(worst)),
+        _format_size(worst.peak_reserved_bytes),
+        _format_size(worst.host_bytes),
+        _format_size(worst.d2h_bytes),
+        f"{workload.tokens / middle:.0f}",
     )
 
 
-def _describe_failure(summary: Summary) -> str:
-    """Return one line with the failed setting, its measured repeats and the reason; empty without a failure."""
-    if not summary.failure:
-        return ""
-    name = name_row(summary.setting, summary.process)
-    if summary.worst is None:
-        return f"{name}: {summary.failure}"
-    # `baseline` may run several times in a repeat.
-    where = note_missed(summary).removeprefix(", ") or "all repeats, where another run of it failed"
-    return f"{name}: measured in {where}: {summary.failure}"
+def _format_size(size_bytes: int | None) -> str:
+    return ABSENT if size_bytes is None else format_bytes(size_bytes)
 
 
 def _format_ratio(summary: Summary) -> str:
@@ -308,47 +230,8 @@ def _format_ratio(summary: Summary) -> str:
         return ABSENT
     if summary.setting == BASELINE:
         return f"{summary.ratio:.3f}"
-    interval = summary.find_interval()
+    interval = find_ratio_interval(summary.ratios)
     if interval is not None:
         return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
     # With two repeats, show both: drift of the machine makes them differ.
     return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
-
-
-def _list_flags(setting: Setting) -> list[str] | None:
-    # The flags of a budget are in its plan, and a profile is not a setting.
-    return None if setting.system in (System.BUDGET, System.PROFILE) else list(setting.list_flags())
-
-
-def _list_numbers(measurement: Measurement) -> dict[str, Any]:
-    low, middle, high = find_quantiles(measurement.step_seconds)
-    numbers = {field.name: getattr(measurement, field.name) for field in dataclasses.fields(measurement)}
-    del numbers["step_seconds"]
-    return numbers | {
-        "steps": len(measurement.step_seconds),
-        "step_p20_s": _round(low),
-        "step_p50_s": _round(middle),
-        "step_p80_s": _round(high),
-    }
-
-
-def _list_rates(measurement: Measurement, workload: Workload) -> dict[str, Any]:
-    return {
-        "tokens_per_s": round(workload.tokens / measurement.seconds, 1),
-        "model_flop_utilization": _round(workload.find_utilization(measurement.seconds)),
-    }
-
-
-def _round(value: float | None) -> float | None:
-    # Repeats do not agree to a microsecond of a step or a hundredth of a percent of a ratio.
-    return None if value is None else round(value, 6)
-
-
-def _describe_differences(reference: Outcome, outcome: Outcome) -> Iterable[str]:
-    found: tuple[tuple[str, Difference | None], ...] = (
-        ("losses", find_loss_difference(reference.bits, outcome.bits)),
-        ("gradients", find_gradient_difference(reference.bits, outcome.bits)),
-    )
-    for what, difference in found:
-        if difference is not None:
-            yield f"{what} from step {difference.step}, {difference.what}"

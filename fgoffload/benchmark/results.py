@@ -2,20 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fgoffload.benchmark.job import Ended, Job, Message, Purpose, Ready, Run
-from fgoffload.benchmark.measurement import Outcome, Summary, summarize
-from fgoffload.benchmark.prediction import Prediction, Source
+from fgoffload.benchmark.job import Job, Message, Workload
+from fgoffload.benchmark.measurement import Outcome, Run
+from fgoffload.benchmark.prediction import Forecaster, Prediction, Source
 from fgoffload.benchmark.processes import run_sessions
-from fgoffload.benchmark.report import Workload, format_csv, format_json
-from fgoffload.benchmark.settings import BASELINE, PROFILE, ProcessKind, Setting
-from fgoffload.benchmark.surroundings import Surroundings, find_hardware
+from fgoffload.benchmark.report import format_csv, format_json
+from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
+from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.output_files import write_file
-
-if TYPE_CHECKING:
-    from fgoffload.benchmark.forecaster import Forecaster
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
 """Names of the files in a benchmark's folder."""
@@ -25,127 +21,76 @@ CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
 class Results:
     """The results of a benchmark so far."""
 
+    job: Job
+    """The benchmark's options."""
     workload: Workload
     """Description of the training."""
     about: Mapping[str, Any]
-    """Date, command and other metadata for the JSON file."""
+    """Date and command for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     """Outcomes in the order of their runs."""
-    processes: list[ProcessKind] = dataclasses.field(default_factory=list)
-    """Kind of process of each session."""
-    repeats: int | None = None
-    """Number of repeats of the whole list; None until the benchmark runs."""
     surroundings: Surroundings | None = None
     """Versions and device; None until a process reports them."""
-    forecaster: "Forecaster | None" = None
-    """Forecaster of the settings, or None if bits are compared."""
+    forecaster: Forecaster | None = None
+    """Forecaster of the settings; None if bits are compared, and until a process reports its device."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
     """Predictions of the measured settings."""
 
-    def add(self, outcome: Outcome, process: ProcessKind) -> None:
-        """Record the outcome of a run."""
-        while len(self.processes) <= outcome.session:
-            self.processes.append(process)
+    def add(self, outcome: Outcome) -> None:
+        """Record the outcome of a run, and write the result files."""
         self.outcomes.append(outcome)
-        if self.forecaster is None or outcome.measurement is None:
-            return
-        if outcome.setting == PROFILE:
-            self.forecaster.read_profile()
-            self.predictions = {setting: self.forecaster.predict(setting) for setting in self.predictions}
-        elif outcome.setting not in self.predictions:
+        if self.forecaster is not None and outcome.measurement is not None and outcome.setting not in self.predictions:
             self.predictions[outcome.setting] = self.forecaster.predict(outcome.setting)
+        rows = format_csv(self.outcomes, self.workload, self.predictions)
+        document = format_json(self.outcomes, self.workload, self.surroundings, self.about)
+        write_file(self.job.folder / CSV_NAME, rows)
+        write_file(self.job.folder / JSON_NAME, document)
 
     def meet(self, surroundings: Surroundings) -> None:
         """Record the machine and versions that the first process reports."""
         if self.surroundings is not None:
             return
         self.surroundings = surroundings
-        if self.forecaster is not None:
-            self.forecaster.meet(surroundings.device)
-        hardware = find_hardware(surroundings.device)
-        rate = hardware.bf16_flop_per_s if hardware is not None and self.workload.dtype == "bfloat16" else None
-        self.workload = dataclasses.replace(self.workload, device_flop_per_s=rate)
-
-    def summarize(self) -> tuple[Summary, ...]:
-        """Return one summary for each setting and kind of process."""
-        return summarize(self.outcomes, self.processes, repeats=self.repeats)
-
-    def write(self, folder: Path) -> None:
-        """Write the result files."""
-        rows = format_csv(self.outcomes, self.processes, self.workload, self.predictions)
-        document = format_json(self.outcomes, self.processes, self.workload, self.surroundings, self.about)
-        for name, text in ((CSV_NAME, rows), (JSON_NAME, document)):
-            write_file(folder / name, text)
+        if not self.job.compares_bits:
+            self.forecaster = Forecaster(self.job, surroundings.device)
 
 
-def list_runs(
-    settings: Iterable[Setting],
-    kind: ProcessKind,
-    *,
-    purpose: Purpose,
-    repeats: int,
-    baseline_every: int | None = None,
-) -> tuple[Run, ...]:
+def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple[Run, ...]:
     """Return the runs of processes of one kind, in order; empty if no setting needs that kind.
 
     Each repeat starts with `baseline` and runs the whole list, so that drift of the machine is visible. If bits are compared,
-    there is one repeat, and `baseline` runs twice. A profile is measured once.
-
-    Args:
-        settings: Settings of all kinds of processes.
-        kind: Kind of the processes.
-        purpose: Kind of result to measure.
-        repeats: Number of repeats of the whole list.
-        baseline_every: Settings between two runs of `baseline`, which then also ends each repeat. None for no further runs.
+    there is one repeat, and `baseline` runs twice.
     """
     own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:
         return ()
-    if purpose is Purpose.BITS:
+    if job.compares_bits:
         return tuple(Run(setting=setting, repeat=0) for setting in (BASELINE, BASELINE, *own))
-    runs = []
-    for repeat in range(repeats):
-        listed = [setting for setting in own if setting != PROFILE or repeat == 0]
-        size = baseline_every or max(1, len(listed))
-        for begin in range(0, max(1, len(listed)), size):
-            runs += [Run(setting=setting, repeat=repeat) for setting in (BASELINE, *listed[begin : begin + size])]
-        if baseline_every and listed:
-            runs.append(Run(setting=BASELINE, repeat=repeat))
-    return tuple(runs)
+    size = job.baseline_every or max(1, len(own))
+    listed: list[Setting] = []
+    for begin in range(0, max(1, len(own)), size):
+        listed += (BASELINE, *own[begin : begin + size])
+    if job.baseline_every and own:
+        listed.append(BASELINE)
+    return tuple(Run(setting=setting, repeat=repeat) for repeat in range(job.repeats) for setting in listed)
 
 
-def collect_results(
-    results: Results,
-    job: Job,
-    settings: Sequence[Setting],
-    *,
-    repeats: int,
-    folder: Path,
-    on_message: Callable[[Message], None],
-    baseline_every: int | None = None,
-) -> None:
+def collect_results(results: Results, settings: Sequence[Setting], *, on_message: Callable[[Message], None]) -> None:
     """Run all settings, and add each outcome to `results` and its files as soon as it is known.
 
     Args:
         results: Receives the outcomes.
-        job: The benchmark's options.
         settings: Settings to run; `baseline` may be missing.
-        repeats: Number of repeats of the whole list.
-        folder: Folder of the files and of the processes' logs.
         on_message: Called with each message of rank 0 of each session.
-        baseline_every: See `list_runs`.
     """
-    results.repeats = repeats
 
     def hear(message: Message) -> None:
-        if isinstance(message, Ready):
-            results.meet(message.surroundings)
-        if not isinstance(message, Ended):
-            on_message(message)
+        if isinstance(message, Surroundings):
+            results.meet(message)
+        on_message(message)
 
     for kind in ProcessKind:
-        runs = list_runs(settings, kind, purpose=job.purpose, repeats=repeats, baseline_every=baseline_every)
-        first = len(results.processes)
-        for outcome in run_sessions(job, runs, kind=kind, first_session=first, log_folder=folder, on_message=hear):
-            results.add(outcome, kind)
-            results.write(folder)
+        runs = list_runs(settings, kind, results.job)
+        first = 1 + max((outcome.session for outcome in results.outcomes), default=-1)
+        for outcome in run_sessions(results.job, runs, kind=kind, first_session=first, on_message=hear):
+            results.add(outcome)

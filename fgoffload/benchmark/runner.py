@@ -10,21 +10,24 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import math
-import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fgoffload.benchmark.budget_plans import BudgetPlans, TryPlan
-from fgoffload.benchmark.job import Job, Run, name_trace
+from fgoffload.benchmark.job import Job, make_file_name
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.measurement import Measurement, merge_ranks
-from fgoffload.benchmark.rank_models import ANY_OF_OURS, build_job_ranks
+from fgoffload.benchmark.measurement import Measurement, Run, merge_ranks
+from fgoffload.benchmark.rank_models import (
+    ANY_OF_OURS,
+    TryPlan,
+    build_profile_ranks,
+    build_table_ranks,
+    load_profile,
+    plan_budget,
+)
 from fgoffload.benchmark.settings import BASELINE, Setting, System
-from fgoffload.benchmark.steps import StepRecord, merge_steps
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
@@ -32,22 +35,19 @@ from fgoffload.engine.torch_internals import empty_host_cache
 from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.timing.profile import MeasuredTraining, Profile
-from fgoffload.planner.tried_plan import Tried
+from fgoffload.planner.timing.profile import MeasuredTraining
 from fgoffload.trainer import parallel
-from fgoffload.trainer.arguments import TrainingArguments
 from fgoffload.trainer.compared_steps import settle
 from fgoffload.trainer.data import RandomTokens
-from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
-from fgoffload.trainer.trainer import StepResult, Trainer
-from fgoffload.trainer.training_policy import Engine, Kernels, TrainingPolicy, Update
+from fgoffload.trainer.profile_training import profile_training
+from fgoffload.trainer.steps import StepResult, merge_steps
+from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
-OnStep = Callable[[float], None]
-"""Called with the mean loss of each step."""
+OnStep = Callable[[float | None], None]
+"""Called with the mean loss of each step, or with None for a step of a profile or of a plan's trial."""
 
 _TRIED_STEPS = 4
-"""Number of timed steps in a plan's trial, after one warm-up step. A training uses one fewer; here each step only costs
-benchmark time. Both numbers are small: steps of a host that differ by a tenth can mislead a trial (docs/decisions.md)."""
+"""Number of steps in a plan's trial, after one warm-up step or, with graphs, the first replay."""
 
 _SEEN_BY_LEDGER = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
 """Systems that the ledger can observe. The others install saved-tensor hooks below the ledger's, which then sees nothing."""
@@ -59,28 +59,21 @@ class Runner:
     Args:
         job: The benchmark's options.
         on_step: Called after each step.
-        on_rehearsal: Called after each step of a plan's trial or of a profile.
     """
 
-    def __init__(self, job: Job, on_step: OnStep, *, on_rehearsal: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, job: Job, on_step: OnStep) -> None:
         self._job = job
         self._on_step = on_step
-        self._on_rehearsal = on_rehearsal
-        vocab_size = parse_setting_arguments(job, BASELINE, world_size=job.world_size).vocab_size
-        self._plain_step_s: float | None = None
-        """Step time of the last `baseline` in this process, in seconds, with the same tokens."""
-        self._tokens = RandomTokens(vocab_size=vocab_size, device=parallel.get_device())
-        self._plans = BudgetPlans(job, rank=torch.distributed.get_rank(), build_ranks=self._build_ranks)
-        profile = None if job.profile is None else Profile.load(job.profile)
-        if profile is not None and profile.device == parallel.name_device():
-            self._plans.learn(profile)
+        self._tokens = RandomTokens(vocab_size=parse_setting_arguments(job, BASELINE).vocab_size, device=parallel.get_device())
+        self._ranks: Sequence[RankModel] = ()
+        """The planner's model of the training, once it is needed."""
+        self._planned: dict[Setting, Setting] = {}
+        """Settings with a budget, and the same settings with their plans."""
 
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, merged over all ranks."""
-        if run.setting.system is System.PROFILE:
-            return self._measure_profile()
         setting = self._plan(run.setting, self._try_plan)
-        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
             for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
@@ -89,32 +82,48 @@ class Runner:
             measurement = _read_measurement(trainer, seconds, resident_bytes)
             if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
                 measurement = _add_activation_peak(measurement, trainer)
-            if self._job.trace_folder is not None and run.repeat == 0:
+            if self._job.writes_traces and run.repeat == 0:
                 # All ranks run the step together and write a trace each: a rank's trace shows why another rank waits.
-                name = name_trace(run.setting, rank=torch.distributed.get_rank())
-                write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.trace_folder / name)
-        merged = merge_ranks(gather(measurement))
-        if setting == BASELINE:
-            self._plain_step_s = merged.seconds
-        return merged
+                rank = torch.distributed.get_rank()
+                name = f"trace_{make_file_name(run.setting.name)}{f'_rank{rank}' if rank else ''}.json.gz"
+                write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.folder / name)
+        return merge_ranks(gather(measurement))
 
-    def record_bits(self, run: Run) -> tuple[StepRecord, ...]:
+    def record_bits(self, setting: Setting) -> tuple[StepResult, ...]:
         """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
         # No trial: deterministic kernels have temporary tensors that the budget does not cover.
-        with self.train(self._plan(run.setting, None), Kernels.DETERMINISTIC, Update.NONE) as trainer:
-            steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.bit_steps)]
-        records = [
-            StepRecord(losses=step.losses, gradient_digests=step.gradient_digests, seconds=step.seconds) for step in steps
-        ]
-        return tuple(merge_steps(ranks) for ranks in zip(*gather(records), strict=True))
+        with self.train(self._plan(setting, None), is_deterministic=True) as trainer:
+            steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps_of_run)]
+        return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
+
+    def measure_profile(self) -> None:
+        """Profile the training, and write the profile on rank 0."""
+        empty_caches()
+        with quiet_collector():
+            arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
+            profile = profile_training(
+                arguments,
+                self._tokens,
+                has_optimizer=self._job.has_optimizer,
+                on_step=lambda: self._on_step(None),
+            )
+        empty_caches()
+        if torch.distributed.get_rank() == 0 and self._job.profile is not None:
+            flags = (*self._job.file_flags, *self._job.typed_flags)
+            size = torch.distributed.get_world_size()
+            training = MeasuredTraining(source=self._job.source, flags=flags, world_size=size)
+            dataclasses.replace(profile, training=training).save(self._job.profile)
 
     @contextlib.contextmanager
-    def train(self, setting: Setting, kernels: Kernels, update: Update) -> Iterator[Trainer]:
+    def train(self, setting: Setting, *, is_deterministic: bool = False, has_optimizer: bool = False) -> Iterator[Trainer]:
         """Yield the trainer of a setting, and free everything at the end."""
-        arguments = self._parse_flags(setting)
+        arguments = parse_setting_arguments(self._job, setting)
         empty_caches()
-        engine = Engine.MEGATRON if setting.system is System.MEGATRON else Engine.OURS
-        policy = TrainingPolicy(kernels=kernels, update=update, engine=engine)
+        policy = TrainingPolicy(
+            is_deterministic=is_deterministic,
+            has_optimizer=has_optimizer,
+            uses_megatrons_engine=setting.system is System.MEGATRON,
+        )
         with contextlib.closing(Trainer(arguments, self._tokens, offload=arguments.offload, policy=policy)) as trainer:
             if setting.system is System.SAVE_ON_CPU:
                 save_on_cpu(trainer.chunks)
@@ -122,77 +131,45 @@ class Runner:
         empty_caches()
 
     def _plan(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
-        """Return `setting` with its plan, if it has a budget."""
-        return setting if setting.budget_bytes is None else self._plans.find(setting, try_plan)
+        """Return `setting` with its plan, if it has a budget. Later calls return the same plan."""
+        if setting.budget_bytes is None:
+            return setting
+        if setting not in self._planned:
+            self._ranks = self._ranks or self._build_ranks()
+            path = self._job.find_plan_path(setting, rank=torch.distributed.get_rank())
+            self._planned[setting] = plan_budget(setting, self._ranks, path, try_plan)
+        return self._planned[setting]
 
-    def _try_plan(self, setting: Setting) -> Tried | None:
-        """Return the peak and step time of a few steps of a setting."""
+    def _try_plan(self, setting: Setting) -> int | None:
+        """Return the peak bytes of a few steps of a setting on any rank; None if no allocator counts them, as on a CPU."""
         if needs_cpu_support():
             return None
-        with self.train(setting, Kernels.FASTEST, self._job.update) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
             try:
-                return try_steps(trainer, self._on_rehearsal)
+                for number in range(1 + self._job.steps_until_replay + _TRIED_STEPS):
+                    if number == 1 + self._job.steps_until_replay:
+                        reset_peaks()
+                    settle()
+                    trainer.run_step(with_digests=False)
+                    self._on_step(None)
+                return max(gather(torch.cuda.max_memory_allocated()))
             except torch.OutOfMemoryError:
                 if torch.distributed.get_world_size() > 1:
                     raise  # the other ranks are in the middle of a step
-                return Tried(peak_bytes=torch.cuda.mem_get_info()[1], step_s=math.inf)
+                return torch.cuda.mem_get_info()[1]
 
-    def _measure_profile(self) -> Measurement:
-        """Profile the training, write the profile on rank 0, and return the measurement of its only step."""
-        empty_caches()
-        reset_peaks()
-        with quiet_collector():
-            link = profile_link(get_training_device()).link
-            profile = profile_training(
-                self._parse_flags(ANY_OF_OURS),
-                self._tokens,
-                link,
-                update=self._job.update,
-                plain_step_s=self._plain_step_s,
-                on_step=self._on_rehearsal,
-            )
-        empty_caches()
-        # Each rank has timed its own link, but all ranks must make the same plan.
-        profile = gather(profile)[0]
-        self._plans.learn(profile)
-        if torch.distributed.get_rank() == 0:
-            job = self._job
-            flags = (*job.file_flags, *job.typed_flags)
-            training = MeasuredTraining(source=job.source, flags=flags, world_size=job.world_size)
-            dataclasses.replace(profile, training=training).save(job.profile_path)
-        peaks = [rank.peak_bytes for rank in profile.ranks if rank.peak_bytes is not None]
-        return Measurement(
-            step_seconds=(max(rank.step_s for rank in profile.ranks),),
-            peak_allocated_bytes=max(peaks, default=None),
-        )
-
-    def _build_ranks(self) -> tuple[RankModel, ...]:
-        """Return the planner's model of the training, from the hardware table."""
-        return build_job_ranks(self._job, find_hardware(parallel.name_device()))
-
-    def _parse_flags(self, setting: Setting) -> TrainingArguments:
-        return parse_setting_arguments(self._job, setting, world_size=self._job.world_size)
+    def _build_ranks(self) -> Sequence[RankModel]:
+        """Return the planner's model of the training, from the profile or else the hardware table."""
+        device = parallel.name_device()
+        if (profile := load_profile(self._job, device)) is not None:
+            return build_profile_ranks(self._job, profile)
+        return build_table_ranks(self._job, find_hardware(device))
 
     def _run_step(self, trainer: Trainer, *, with_digests: bool = False) -> StepResult:
         settle()
         result = trainer.run_step(with_digests=with_digests)
-        self._on_step(statistics.fmean(result.losses) if result.losses else float("nan"))
+        self._on_step(result.loss)
         return result
-
-
-def try_steps(trainer: Trainer, on_rehearsal: Callable[[], None]) -> Tried:
-    """Return the peak and time of a few steps over all ranks, after a warm-up step or, with graphs, the first replay."""
-    seconds = []
-    warmup = 1 + trainer.arguments.steps_until_replay
-    for number in range(warmup + _TRIED_STEPS):
-        settle()
-        if number == warmup:
-            reset_peaks()
-        seconds.append(trainer.run_step(with_digests=False).seconds)
-        on_rehearsal()
-    own = Measurement(step_seconds=tuple(seconds[warmup:]), peak_allocated_bytes=find_peak())
-    merged = merge_ranks(gather(own))
-    return Tried(peak_bytes=merged.peak_allocated_bytes or 0, step_s=merged.seconds)
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:

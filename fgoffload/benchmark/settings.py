@@ -48,7 +48,6 @@ class System(enum.Enum):
     OURS = "ours"  # this package, by modules
     PLAN = "plan"  # this package, by a plan file
     BUDGET = "budget"  # this package, by the planner's plan for a memory budget
-    PROFILE = "profile"  # not for users: one measured step with everything on the device, the source of predictions
 
 
 class ProcessKind(enum.Enum):
@@ -116,7 +115,7 @@ class Setting:
         The flags of `budget` are known once it has a plan; see `with_plan`.
 
         Raises:
-            ConfigError: The setting needs a plan and has none, or is a profile, which is not a setting.
+            ConfigError: The setting needs a plan and has none.
         """
         return (*self._list_offload_flags(), *self._list_recompute_flags())
 
@@ -135,8 +134,6 @@ class Setting:
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
-        elif self.system is System.PROFILE:
-            raise ConfigError("profile is a measured step, not a setting. Measure one with fgoffload bench --profile.")
         else:
             # Never run such a setting without offload: its row would look like a plan's.
             raise ConfigError(
@@ -154,11 +151,15 @@ class Setting:
 BASELINE = Setting(system=System.BASELINE)
 """The setting that all others are compared with."""
 
-PROFILE = Setting(system=System.PROFILE)
-"""The measured step that predictions come from."""
-
-NAMED_SYSTEMS = tuple(system for system in System if system is not System.PROFILE)
-"""Systems that users may name."""
+_EXAMPLES = {
+    System.RECOMPUTE: "recompute:full",
+    System.MEGATRON: "megatron:core_attn+attn_proj",
+    System.OURS: "ours:core_attn+attn_proj",
+    System.LAYERS: "te-layers:3",
+    System.PLAN: "plan:plan.json",
+    System.BUDGET: "budget:18.9GiB",
+}
+"""A setting of each system that needs more than its name."""
 
 _NAME = re.compile(
     r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
@@ -175,44 +176,44 @@ def parse_setting(text: str) -> Setting:
         # A path may contain characters that have a meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
-    system = next((one for one in NAMED_SYSTEMS if match and one.value == match["system"]), None)
+    system = next((one for one in System if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
             f"--settings {text!r} is not a setting. Give one that begins with "
-            f"{', '.join(one.value for one in NAMED_SYSTEMS)}, as in ours:core_attn+attn_proj."
+            f"{', '.join(one.value for one in System)}, as in ours:core_attn+attn_proj."
         )
-    what, fraction = match["what"] or "", match["fraction"]
-    _check_parts(text, system, what, has_more=any(match[one] is not None for one in ("fraction", "delay", "recompute")))
-    recompute = tuple((match["recompute"] or "").split("+")) if match["recompute"] else ()
-    if system is System.RECOMPUTE:
-        recompute = tuple(what.split("+"))
-    _check_recompute(text, recompute)
-    return Setting(
+    what, has_modules = match["what"] or "", system in (System.MEGATRON, System.OURS)
+    if bool(what) != (system in _EXAMPLES):
+        example = _EXAMPLES.get(system, system.value)
+        raise ConfigError(f"--settings {text!r} is not a setting of that system. Give one as in {example}.")
+    if not has_modules and any(match[name] is not None for name in ("fraction", "delay", "recompute")):
+        raise ConfigError(
+            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
+        )
+    recompute = tuple((what if system is System.RECOMPUTE else match["recompute"] or "").split("+"))
+    setting = Setting(
         system=system,
-        modules=tuple(what.split("+")) if system in (System.MEGATRON, System.OURS) else (),
-        fraction=_read_fraction(text, fraction),
+        modules=tuple(what.split("+")) if has_modules else (),
+        fraction=_read_fraction(text, match["fraction"]),
         is_delayed=match["delay"] is not None,
-        recompute=recompute,
+        recompute=() if recompute == ("",) else recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
         budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
     )
+    if system is System.OURS:
+        OffloadConfig(offload_modules=setting.modules)  # checks the tags
+    # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
+    _check_known(text, "module of Megatron-Core's engine", setting.modules, default_tags().names)
+    if setting.recompute != (FULL,):
+        _check_known(text, "recompute module", setting.recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
+    return setting
 
 
-def list_default_settings(
-    transformer: Mapping[str, Any], *, plans: Sequence[Path] = (), budgets_bytes: Sequence[int] = ()
-) -> tuple[Setting, ...]:
-    """Return the settings that are informative for a model, `baseline` first.
-
-    Args:
-        transformer: Given fields of Megatron's config.
-        plans: Plan files.
-        budgets_bytes: Device bytes to plan for.
-    """
+def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
+    """Return the settings that are informative for a model with the given fields of Megatron's config, `baseline` first."""
     recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
     found = [BASELINE, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
-    found += [Setting(system=System.PLAN, plan=path) for path in plans]
-    found += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
     found += [Setting(system=System.OURS, modules=one, recompute=also) for one, also in modules]
     found.append(Setting(system=System.SAVE_ON_CPU))
     if transformer.get("transformer_impl") == "transformer_engine":
@@ -224,45 +225,38 @@ def list_default_settings(
     return tuple(found)
 
 
-def list_recomputes(transformer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of recompute modules that are informative for a model, `full` first."""
-    yield (FULL,)
+def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
+    """Return sets of recompute modules that are informative for a model, `full` first."""
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
     norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the linears after them
     # Only grouped experts have their activation as a separate module.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
-    latent = ("mla_up_proj",) if is_latent else ()
     # A dense MLP only without a bias: with one, Megatron's checkpoint around the MLP recurses in backward.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
-    yield from ((one,) for one in (*norms, *activations, *whole))
-    if norms and activations:
-        yield (*norms, *activations)
-    if norms and whole:
-        yield (*norms, *whole)
-    yield ("core_attn",)
-    if latent:
-        yield latent
-        yield (*latent, *norms, *activations)
-        if whole:
-            yield (*latent, *norms, *whole)
+    sets = [(FULL,), norms, activations, whole, (*norms, *activations), (*norms, *whole), ("core_attn",)]
+    if is_latent:
+        up = "mla_up_proj"
+        sets += [(up,), (up, *norms, *activations), (up, *norms, *whole)]
+    return list(dict.fromkeys(one for one in sets if one))
 
 
-def choose_settings(words: Iterable[str], defaults: Sequence[Setting]) -> tuple[Setting, ...]:
-    """Return the settings that `words` name, without duplicates and with `baseline` first.
+def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
+    """Return the settings to measure, without duplicates and with `baseline` first.
 
     Args:
-        words: Names of settings. The name of a system stands for its default settings.
+        words: Names of settings. The name of a system stands for its default settings. Without names, all defaults are taken.
         defaults: Default settings of the model.
+        given: Plans and budgets to measure too.
 
     Raises:
         ConfigError: A word is not a setting.
     """
-    systems = {one.value: one for one in NAMED_SYSTEMS}
+    systems = {one.value: one for one in System}
     chosen = [BASELINE]
     for word in words:
-        own = [setting for setting in defaults if setting.system is systems.get(word)]
+        own = [setting for setting in (*defaults, *given) if setting.system is systems.get(word)]
         chosen += own or [parse_setting(word)]
-    return tuple(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys((*(chosen if words else defaults), *given)))
 
 
 def check_names(settings: Iterable[Setting]) -> None:
@@ -278,16 +272,6 @@ def check_names(settings: Iterable[Setting]) -> None:
         seen.add(setting.name)
 
 
-def check_plans(settings: Iterable[Setting]) -> None:
-    """Check that each setting can run without a planner. A setting with a budget cannot.
-
-    Raises:
-        ConfigError: A setting needs a plan and has none.
-    """
-    for setting in settings:
-        setting.list_flags()
-
-
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Yield sets of modules that Megatron-Core's engine supports too, each with the modules to recompute."""
     attention = ("core_attn", "attn_proj")
@@ -300,35 +284,6 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
     # These tensors remain to be offloaded when the experts are recomputed as a whole.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
-
-
-def _check_parts(text: str, system: System, what: str, *, has_more: bool) -> None:
-    needs = {
-        System.RECOMPUTE: "what runs again, as in recompute:full",
-        System.MEGATRON: "modules, as in megatron:core_attn+attn_proj",
-        System.OURS: "modules, as in ours:core_attn+attn_proj",
-        System.LAYERS: "a number of layers, as in te-layers:3",
-        System.PLAN: "a plan file, as in plan:plan.json",
-        System.BUDGET: "a size, as in budget:18.9GiB",
-    }
-    if system in needs and not what:
-        raise ConfigError(f"--settings {text!r} lacks {needs[system]}. Add it.")
-    if system in (System.BASELINE, System.SAVE_ON_CPU) and what:
-        raise ConfigError(f"--settings {text!r}: {system.value} takes no modules. Give it alone.")
-    if has_more and system not in (System.MEGATRON, System.OURS):
-        raise ConfigError(
-            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
-        )
-    if system is System.OURS:
-        OffloadConfig(offload_modules=tuple(what.split("+")))  # checks the tags
-    if system is System.MEGATRON:
-        # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
-        _check_known(text, "module of Megatron-Core's engine", what.split("+"), default_tags().names)
-
-
-def _check_recompute(text: str, recompute: Sequence[str]) -> None:
-    if recompute != (FULL,):
-        _check_known(text, "recompute module", recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
 
 
 def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -41,14 +41,9 @@ class Surroundings:
     """Values of the set environment variables that affect the libraries."""
 
 
-def find_surroundings(*, device: str, machine: Machine | None = None) -> Surroundings:
-    """Return the machine and versions of this process.
-
-    Args:
-        device: Name of the device in torch.
-        machine: Machine to read; None reads this one.
-    """
-    machine = Machine.here() if machine is None else machine
+def find_surroundings(*, device: str) -> Surroundings:
+    """Return the machine and versions of this process, whose device has the name `device` in torch."""
+    machine = Machine()
     gpus, _ = find_gpus(machine)
     versions = {name: machine.find_version(name) for name in PACKAGES}
     return Surroundings(

@@ -4,6 +4,7 @@ Nothing heavy may be imported before `run_worker` has set the environment: libra
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -12,7 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Purpose, Ready, Rehearsed, Run, Stepped, Task
+from fgoffload.benchmark.job import Crashed, Finished, Stepped, Task
+from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.environment import set_environment
 from fgoffload.errors import OffloadError
 
@@ -27,7 +29,7 @@ def run_worker(task: Task, connection: Connection) -> None:
     """Execute `task` and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that shows results handles Ctrl-C
     redirect_output(task.log)
-    set_environment(task.environment)
+    set_environment(task.kind.environment)
     try:
         _run_task(task, connection)
     except BaseException as error:  # noqa: BLE001 - report any error to the waiting process
@@ -51,33 +53,33 @@ def _run_task(task: Task, connection: Connection) -> None:
     from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 
     job = task.job
-    if job.world_size > 1:
-        join_processes(rank=task.rank, world_size=job.world_size, local_rank=task.rank, store=task.store)
-    initialize_parallel(load_arguments(job, world_size=job.world_size))
-    connection.send(Ready(find_surroundings(device=name_device())))
-    runner = Runner(
-        job,
-        on_step=lambda loss: connection.send(Stepped(loss)),
-        on_rehearsal=lambda: connection.send(Rehearsed()),
-    )
+    arguments = load_arguments(job)
+    if arguments.world_size > 1:
+        join_processes(rank=task.rank, world_size=arguments.world_size, local_rank=task.rank, store=task.store)
+    initialize_parallel(arguments)
+    runner = Runner(job, on_step=lambda loss: connection.send(Stepped(loss)))
+    if job.measures_profile and task.session == 0:
+        runner.measure_profile()
+    connection.send(find_surroundings(device=name_device()))
     for run in task.runs:
-        connection.send(Began(run))
-        connection.send(_measure(job.purpose, runner, run, is_alone=job.world_size == 1))
+        connection.send(run)
+        connection.send(_measure(task, runner, run))
     with contextlib.suppress(Exception):  # all results are sent by now
         destroy_parallel()
 
 
-def _measure(purpose: Purpose, runner: "Runner", run: Run, *, is_alone: bool) -> Ended:
+def _measure(task: Task, runner: "Runner", run: Run) -> Outcome:
+    outcome = Outcome(run=run, process=task.kind, session=task.session)
     try:
-        if purpose is Purpose.BITS:
-            return Ended(run, bits=runner.record_bits(run))
-        return Ended(run, measurement=runner.measure_times(run))
+        if task.job.compares_bits:
+            return dataclasses.replace(outcome, bits=runner.record_bits(run.setting))
+        return dataclasses.replace(outcome, measurement=runner.measure_times(run))
     except OffloadError as error:
         # The process is intact after a refusal, but another rank may be waiting for it.
-        if not is_alone:
+        if task.job.world_size != 1:
             raise
         traceback.print_exc()
-        return Ended(run, failure=describe_error(error))
+        return dataclasses.replace(outcome, failure=describe_error(error))
 
 
 def redirect_output(path: Path) -> None:

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import errno
 import gc
-import importlib.metadata
 import os
 import platform
 import re
@@ -78,11 +77,11 @@ def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
     command, options, rest = _parse(words)
     with contextlib.ExitStack() as around:
         if not command.RUNS_A_SCRIPT:
-            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED, on_interrupt=log.silence))
+            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
             if ends_process:
                 # Skip the garbage collection at exit: after a plan it took a third of a second.
                 around.callback(gc.freeze)
-        elif os.environ.get("RANK", "0") != "0":
+        if os.environ.get("RANK", "0") != "0":
             log.silence()  # one rank's warnings hold for all; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)
@@ -97,7 +96,7 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
         # argparse would search the script's own words for our options.
         if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
             return command, parser.parse_args(words[:1]), words[1:]
-    options, rest = parser.parse_known_args(_join_negative_values(words))
+    options, rest = parser.parse_known_args(words)
     meant = suggest(rest[0], ("--help", "--version")) if rest else ""
     if meant:
         raise ConfigError(f"unknown option {rest[0]!r}.{meant}")
@@ -105,21 +104,6 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
         if options.command == command.NAME:
             return command, options, rest
     raise ConfigError(f"COMMAND is missing. Give one, as in: {train.EXAMPLE}.")
-
-
-def _join_negative_values(words: Sequence[str]) -> list[str]:
-    """Return `words` with `--flag -76GiB` as `--flag=-76GiB`, since argparse takes such a value for a flag.
-
-    argparse handles plain numbers itself. Only the command's own flags with a value are joined.
-    """
-    flags = {flag for command in COMMANDS if list(words[:1]) == [command.NAME] for flag in command.EXAMPLE_VALUES}
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in flags and re.match(r"-\.?[0-9]", word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -151,18 +135,13 @@ class _ShowVersions(argparse.Action):
     """`--version`: prints one line for each package, for bug reports."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
+        from fgoffload.doctor import Machine
+
         print(f"fgoffload {fgoffload.__version__}")
         print(f"Python {platform.python_version()}")
         for distribution in _PACKAGES:
-            print(distribution, _find_version(distribution))
+            print(distribution, Machine().find_version(distribution) or "not installed")
         parser.exit()
-
-
-def _find_version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def format_helps() -> dict[str, str]:

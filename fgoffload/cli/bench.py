@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import datetime
-import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -13,11 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fgoffload.benchmark.measurement import FEWEST_REPEATS
 from fgoffload.benchmark.settings import (
     BASELINE,
-    NAMED_SYSTEMS,
-    PROFILE,
     Setting,
     System,
     check_names,
@@ -25,9 +20,8 @@ from fgoffload.benchmark.settings import (
     list_default_settings,
     parse_setting,
 )
-from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch
-from fgoffload.cli.options import check_argument_file, read_count
+from fgoffload.cli.options import add_argument_file, check_argument_file, read_count
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 from fgoffload.plan import OffloadPlan
@@ -89,42 +83,9 @@ WIDTH = 190
 """Table width in characters outside of a terminal."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """The options of `fgoffload bench`, checked."""
-
-    arguments_file: Path
-    megatron_flags: tuple[str, ...]
-    """Flags typed on the command line; they override those of the file."""
-    settings: tuple[str, ...]
-    """Names of settings as typed; empty takes the defaults for the model."""
-    plans: tuple[Path, ...]
-    budgets_bytes: tuple[int, ...]
-    profile: Path | None
-    """Path of an existing profile to predict from."""
-    measures_profile: bool
-    """Whether to measure a profile, after `baseline`."""
-    steps: int
-    warmup: int
-    repeats: int
-    baseline_every: int | None
-    """Number of settings after which `baseline` is measured again; None for never."""
-    compares_bits: bool
-    has_optimizer: bool
-    writes_traces: bool
-    folder: Path
-    """Output folder, created once all options are checked."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?", so that our own error reports a missing file.
-    parser.add_argument(
-        "arguments_file",
-        metavar="ARGUMENTS.sh",
-        nargs="?",
-        help="a Megatron argument file, or a name of `fgoffload plan --list`",
-    )
+    add_argument_file(parser)
     add = parser.add_argument_group("what is measured").add_argument
     add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: chosen for the model)")
     add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
@@ -148,57 +109,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
 
 
-def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> BenchOptions:
-    """Return the checked options, without heavy imports.
+def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> "Job":
+    """Check the options without heavy imports, and return the benchmark's job.
 
     Raises:
         ConfigError: An option has a wrong value.
         PlanError: A plan file cannot be read.
     """
-    arguments_file = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
-    compares_bits = options.check_bits
-    if compares_bits and options.trace:
-        raise ConfigError("--check-bits and --trace exclude each other: only timed settings have a trace. Give one of them.")
-    if compares_bits and options.profile is not None:
-        raise ConfigError("--check-bits and --profile exclude each other: a profile predicts times. Give one of them.")
-    counts = {"steps": BIT_STEPS if compares_bits else STEPS, "warmup": WARMUP, "repeats": REPEATS}
-    for name, default in counts.items():
-        if (text := getattr(options, name)) is not None:
-            counts[name] = read_count(text, flag=f"--{name}", example=default)
-    if counts["repeats"] >= FEWEST_REPEATS and importlib.util.find_spec("scipy") is None:
-        raise ConfigError(
-            f"--repeats {counts['repeats']} shows confidence intervals, which need scipy. Install it: pip install scipy, or "
-            f"give --repeats {FEWEST_REPEATS - 1}."
-        )
-    plans = tuple(Path(name) for name in options.plans or ())
-    settings = tuple(options.settings or ())
-    systems = {system.value for system in NAMED_SYSTEMS}
-    named = [parse_setting(word) for word in settings if word not in systems]
-    for path in (*plans, *(setting.plan for setting in named if setting.plan is not None)):
-        OffloadPlan.load(path)
-    return BenchOptions(
-        arguments_file=arguments_file,
-        megatron_flags=tuple(megatron_flags),
-        settings=settings,
-        plans=plans,
-        budgets_bytes=tuple(parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()),
-        profile=Path(os.path.expanduser(options.profile)) if options.profile else None,
-        measures_profile=options.profile == MEASURE_HERE,
-        **counts,
-        baseline_every=_read_baseline_every(options),
-        compares_bits=compares_bits,
+    from fgoffload.benchmark.job import Job
+    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+
+    path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
+    for flag in ("trace", "profile", "baseline_every"):
+        if options.check_bits and getattr(options, flag) not in (None, False):
+            name = f"--{flag.replace('_', '-')}"
+            raise ConfigError(f"--check-bits and {name} exclude each other: bits are compared once, untimed. Give one.")
+    for word in options.settings or ():
+        if word not in [system.value for system in System]:
+            parse_setting(word)
+    for setting in _list_plans(options):
+        OffloadPlan.load(setting.plan or Path())
+    folder = Path(os.path.expanduser(options.out or f"bench_{path.stem}"))
+    measures_profile = options.profile == MEASURE_HERE
+    profile = Path(os.path.expanduser(options.profile)) if options.profile else None
+    return Job(
+        source=str(path),
+        file_flags=tuple(read_argument_file(path, variables=os.environ)),
+        typed_flags=tuple(megatron_flags),
+        own_flags=OWN_FLAGS,
+        warmup=_read_count(options.warmup, "--warmup", WARMUP),
+        steps=_read_count(options.steps, "--steps", BIT_STEPS if options.check_bits else STEPS),
+        repeats=_read_count(options.repeats, "--repeats", REPEATS),
+        baseline_every=None if options.baseline_every is None else _read_count(options.baseline_every, "--baseline-every", 1),
+        compares_bits=options.check_bits,
         has_optimizer=options.with_optimizer,
+        folder=folder,
+        profile=folder / "profile.json" if measures_profile else profile,
+        measures_profile=measures_profile,
         writes_traces=options.trace,
-        folder=Path(os.path.expanduser(options.out or f"bench_{arguments_file.stem}")),
     )
 
 
-def _read_baseline_every(options: argparse.Namespace) -> int | None:
-    if options.baseline_every is None:
-        return None
-    if options.check_bits:
-        raise ConfigError("--check-bits and --baseline-every exclude each other: bits are compared once. Give one of them.")
-    return read_count(options.baseline_every, flag="--baseline-every", example=1)
+def _read_count(text: str | None, flag: str, default: int) -> int:
+    return default if text is None else read_count(text, flag=flag, example=default)
+
+
+def _list_plans(options: argparse.Namespace) -> list[Setting]:
+    """Return the settings of `--plans`, and those with a plan of `--settings`."""
+    named = [parse_setting(word) for word in options.settings or () if word.startswith(f"{System.PLAN.value}:")]
+    return [*(Setting(system=System.PLAN, plan=Path(name)) for name in options.plans or ()), *named]
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -210,145 +169,96 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         raise ConfigError(
             f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of a training itself. Leave torchrun out."
         )
-    checked = check_options(options, megatron_flags)
-    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
-
-    file_flags = read_argument_file(checked.arguments_file, variables=os.environ)
+    budgets_bytes = [parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()]
+    job = check_options(options, megatron_flags)
     from fgoffload.cli.progress import show_progress
 
     with show_progress() as progress:
-        results = _measure(checked, file_flags, progress)
-    return _show(checked, results)
+        results = _measure(job, options, budgets_bytes, progress)
+    return _show(results)
 
 
-def _measure(checked: BenchOptions, file_flags: Sequence[str], progress: "TrainingProgress") -> "Results":
+def _measure(job: "Job", options: argparse.Namespace, budgets_bytes: Sequence[int], progress: "TrainingProgress") -> "Results":
     # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
 
     require_torch()
-    from fgoffload.benchmark.forecaster import Forecaster
     from fgoffload.benchmark.loading import check_plan_files, describe_workload, load_arguments
     from fgoffload.benchmark.rank_models import check_profile
-    from fgoffload.planner.timing.profile import Profile
 
-    job = _make_job(checked, file_flags)
     with hold_messages():
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size, steps_until_replay=arguments.steps_until_replay)
-        settings = _choose_settings(checked, arguments.transformer)
+        settings = _choose_settings(options, budgets_bytes, arguments.transformer)
         check_plan_files(job, settings)
-        profile = None
-        if checked.profile is not None:
-            profile = Profile.load(checked.profile)
-            job = dataclasses.replace(job, profile=checked.profile)
-            check_profile(profile, arguments, update=job.update, source=f"--profile {checked.profile}")
-    _make_folder(checked.folder)
-    results = Results(workload=describe_workload(arguments), about=_describe(checked))
-    results.forecaster = None if checked.compares_bits else Forecaster(job, profile=profile)
-    collect_results(
-        results,
-        job,
-        settings,
-        repeats=checked.repeats,
-        baseline_every=checked.baseline_every,
-        folder=checked.folder,
-        on_message=_show_messages(job, progress),
-    )
+        if not job.measures_profile:
+            check_profile(job, arguments)
+    _make_folder(job.folder)
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+    results = Results(job=job, workload=describe_workload(arguments), about=about)
+    collect_results(results, settings, on_message=_show_messages(job, progress))
     return results
 
 
 def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
     """Return a function that shows a process's messages as progress."""
-    from fgoffload.benchmark.job import Began, Message, Stepped
+    from fgoffload.benchmark.job import Message, Stepped
+    from fgoffload.benchmark.measurement import Run
 
     on_step: list[Callable[[float], None]] = []
 
     def on_message(message: Message) -> None:
-        if isinstance(message, Began):
-            on_step[:] = [progress.start_run(message.run.setting.name, steps=job.steps_of_run)]
-        elif isinstance(message, Stepped):
+        if isinstance(message, Run):
+            on_step[:] = [progress.start_run(message.setting.name, steps=job.steps_of_run)]
+        elif isinstance(message, Stepped) and message.loss is not None:
             on_step[0](message.loss)
 
     return on_message
 
 
-def _make_job(checked: BenchOptions, file_flags: Sequence[str]) -> "Job":
-    from fgoffload.benchmark.job import Job, Purpose
-    from fgoffload.trainer.training_policy import Update
-
-    return Job(
-        source=str(checked.arguments_file),
-        file_flags=tuple(file_flags),
-        typed_flags=checked.megatron_flags,
-        own_flags=OWN_FLAGS,
-        warmup=checked.warmup,
-        steps=checked.steps,
-        purpose=Purpose.BITS if checked.compares_bits else Purpose.TIMES,
-        update=Update.ADAMW if checked.has_optimizer else Update.NONE,
-        plan_folder=checked.folder,
-        trace_folder=checked.folder if checked.writes_traces else None,
-    )
-
-
-def _choose_settings(checked: BenchOptions, transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
-    defaults = list_default_settings(transformer, plans=checked.plans, budgets_bytes=checked.budgets_bytes)
-    chosen = defaults
-    if checked.settings:
-        # Plans and budgets from the command line are always measured.
-        given = (setting for setting in defaults if setting.system in (System.PLAN, System.BUDGET))
-        chosen = tuple(dict.fromkeys((*choose_settings(checked.settings, defaults), *given)))
+def _choose_settings(
+    options: argparse.Namespace, budgets_bytes: Sequence[int], transformer: Mapping[str, Any]
+) -> tuple[Setting, ...]:
+    # Plans and budgets from the command line are always measured.
+    given = [Setting(system=System.PLAN, plan=Path(name)) for name in options.plans or ()]
+    given += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
+    chosen = choose_settings(options.settings or (), list_default_settings(transformer), given)
     check_names(chosen)
-    if not checked.measures_profile:
-        return chosen
-    # The profile comes first, so that predictions are ready while the rest is measured.
-    return (BASELINE, PROFILE, *(setting for setting in chosen if setting != BASELINE))
+    return chosen
 
 
-def _describe(checked: BenchOptions) -> dict[str, Any]:
-    """Return the metadata of a benchmark for the JSON file."""
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "options": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(checked).items()
-            if name != "plans"
-        },
-        "plans": {path.stem: json.loads(path.read_text(encoding="utf-8-sig")) for path in checked.plans},
-    }
-
-
-def _show(checked: BenchOptions, results: "Results") -> int:
-    """Print the tables, write the final files, and return the exit code.
+def _show(results: "Results") -> int:
+    """Print the tables, draw the picture, and return the exit code.
 
     Raises:
         ConfigError: `baseline` failed, so there is no result.
     """
     from fgoffload.benchmark.frontier import write_frontier_plot
+    from fgoffload.benchmark.measurement import summarize
     from fgoffload.benchmark.report import build_bits_table, build_times_table, compare_bits, name_run
     from fgoffload.benchmark.results import PICTURE_NAME
     from fgoffload.cli.console import PipeConsole
 
-    first = results.outcomes[0]
+    folder, workload, first = results.job.folder, results.workload, results.outcomes[0]
     if results.surroundings is None or (first.setting == BASELINE and first.failure):
-        raise ConfigError(f"{checked.arguments_file}: {first.failure}. The output of the training is in {checked.folder}.")
+        raise ConfigError(f"{results.job.source}: {first.failure}. The output of the training is in {folder}.")
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    if checked.compares_bits:
+    if results.job.compares_bits:
         rows = compare_bits(results.outcomes)
-        console.print(build_bits_table(rows, results.workload, results.surroundings))
-        return EXIT_MEASURED if all(row.is_equal for row in rows) else EXIT_MISSED
-    summaries, workload = results.summarize(), results.workload
+        console.print(build_bits_table(rows, workload, results.surroundings))
+        return EXIT_MEASURED if all(answer == "yes" for _, answer, _ in rows) else EXIT_MISSED
+    summaries = summarize(results.outcomes)
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
-    try:
-        write_frontier_plot(checked.folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
-    except ImportError as error:  # a GPU machine often lacks matplotlib, and the numbers are complete without it
-        show_line(f"warning: {PICTURE_NAME} was not written: {error}. Install matplotlib.")
-    print(f"Table, picture and logs: {checked.folder}")
+    write_frontier_plot(folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
+    print(f"Table, picture and logs: {folder}")
     # A failed setting is a row of the table. If all fail, only `baseline` is left.
-    asked = [one for one in results.outcomes if one.setting not in (BASELINE, PROFILE)]
+    asked = [one for one in results.outcomes if one.setting != BASELINE]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
 
 

@@ -1,6 +1,7 @@
 """`fgoffload doctor`: checks the machine for problems that make offload slow, wrong or impossible."""
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], ('--json',))} Usage: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine
 
-    results = list(check_machine(Machine.here()))
+    results = list(check_machine(Machine()))
     has_error = any(result.status is Status.ERROR for result in results)
     if options.json:
         print(to_json(results))
@@ -50,9 +51,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 def to_json(results: "Sequence[CheckResult]") -> str:
     """Return the rows as JSON text."""
-    rows = [
-        {"name": result.name, "status": result.status.value, "found": result.found, "fix": result.fix} for result in results
-    ]
+    rows = [{**dataclasses.asdict(result), "status": result.status.value} for result in results]
     return json.dumps({"checks": rows}, indent=2)
 
 

@@ -3,36 +3,24 @@
 Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
 library that swallows exceptions can delay that for any time. So a second thread receives the signal through a pipe and ends
 the process if the main thread has not stopped in time.
-
-During an import, KeyboardInterrupt is deferred: extension modules abort the process or turn it into an ImportError or
-RuntimeError (torch, SciPy and dataclasses do, about once in 300 imports each).
 """
 
 import contextlib
-import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
 """How long the main thread may take to close files. Half of the two seconds within which the process must end."""
 
-IMPORT_POLL_SECONDS = 0.02
-"""How soon a deferred interrupt is retried, for at most `GRACE_SECONDS`."""
-
 
 @contextlib.contextmanager
-def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None] = lambda: None) -> Iterator[None]:
+def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     """End the process with `exit_code` if the body has not ended `GRACE_SECONDS` after Ctrl-C.
 
     Does nothing outside the main thread, where Python delivers no signals.
-
-    Args:
-        exit_code: Exit code of a process that must be ended.
-        on_interrupt: Called in the main thread before KeyboardInterrupt is raised there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,15 +31,9 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_watch, args=(read_end, body_ended, exit_code), name="fgoffload-interrupt", daemon=True)
     watcher.start()
-    earlier_handler = signal.getsignal(signal.SIGINT)
-    # A process that ignores the signal, such as a background job, keeps ignoring it.
-    if earlier_handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, functools.partial(_interrupt, on_interrupt))
     try:
         yield
     finally:
-        if earlier_handler is signal.default_int_handler:
-            signal.signal(signal.SIGINT, earlier_handler)
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
         # Send a byte instead of closing the pipe: forked processes, such as data loaders, keep it open.
@@ -59,26 +41,6 @@ def end_soon_after_interrupt(exit_code: int, *, on_interrupt: Callable[[], None]
         watcher.join()
         os.close(write_end)
         os.close(read_end)
-
-
-def _interrupt(on_interrupt: Callable[[], None], number: int, frame: FrameType | None) -> None:
-    if _is_importing(frame):
-        # A real signal, not only an interpreter flag: it must wake a call that sleeps in the kernel.
-        again = threading.Timer(IMPORT_POLL_SECONDS, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        again.daemon = True  # the process may have ended
-        again.start()
-        return
-    on_interrupt()
-    signal.default_int_handler(number, frame)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether `frame` runs within an import. Compiled code has no frame, but the importer that calls it has."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 _STOP = 0

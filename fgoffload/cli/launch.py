@@ -1,15 +1,18 @@
-"""Rank and world size of this process, as its launcher sets them."""
+"""Rank and world size of this process, as its launcher sets them, or as a training script expects them."""
 
 import contextlib
 import dataclasses
-import logging
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 from fgoffload.errors import ConfigError, OffloadError
 
-_SIZES = ("RANK", "WORLD_SIZE")
+_SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+"""Variables of a training in a single process."""
+
 _FIRST_SPEAKS_WITHIN_S = 30.0
 """How long a process with an error waits for the launcher to end it, while the first process of its machine shows the same
 error."""
@@ -47,11 +50,6 @@ class Launch:
                 time.sleep(_FIRST_SPEAKS_WITHIN_S)
             raise
 
-    def silence_library(self) -> None:
-        """Let only the first process show the library's warnings."""
-        if not self.is_first:
-            logging.getLogger("fgoffload").setLevel(logging.ERROR)
-
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Return the launch that `torchrun` has set in `environment`, or that of a single process.
@@ -59,9 +57,9 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     Raises:
         ConfigError: A variable is not a number, or the rank is out of range.
     """
-    if not all(name in environment for name in _SIZES):
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return Launch()
-    rank, world_size = (_read_number(environment, name) for name in _SIZES)
+    rank, world_size = (_read_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if world_size <= 1:
         return Launch()
     if rank >= world_size:
@@ -71,6 +69,30 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         )
     local_rank = _read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def set_up_process(environment: MutableMapping[str, str]) -> int:
+    """Return this process's rank for a training script. Without a launcher, set up `environment` for a single process.
+
+    Raises:
+        ConfigError: Variables of the launcher are missing or not numbers.
+    """
+    given = [name for name in _SIZES if name in environment]
+    if not given:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))  # a free port
+            environment.setdefault("MASTER_PORT", str(listener.getsockname()[1]))
+        for name, value in _SINGLE.items():
+            environment.setdefault(name, value)
+        return 0
+    missing = [name for name in _SIZES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"The environment has {' and '.join(given)} and no {' nor '.join(missing)}. Start with torchrun, which sets all of "
+            f"them, or unset {' and '.join(given)} to train in one process."
+        )
+    rank, _, _ = (_read_number(environment, name) for name in _SIZES)
+    return rank
 
 
 def _read_number(environment: Mapping[str, str], name: str) -> int:

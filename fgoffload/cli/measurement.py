@@ -3,30 +3,31 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from fgoffload.benchmark.steps import StepRecord
-from fgoffload.cli.comparison import MemorySample, RunRecord, TagTransfer, Transfers, merge_ranks
+from fgoffload.cli.comparison import RunRecord, merge_ranks
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch
-from fgoffload.cli.report import Setting
+from fgoffload.cli.report import Description
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.host_budget import get_default_budget_bytes
 from fgoffload.errors import InternalError, OffloadError
 from fgoffload.integrations.collectives import gather
+from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.parallel import join_processes, name_device
-from fgoffload.trainer.plan_check import check_plan_file
-from fgoffload.trainer.trainer import StepResult, Trainer
+from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
+from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _logger = logging.getLogger(__name__)
@@ -36,52 +37,41 @@ _logger = logging.getLogger(__name__)
 class Training:
     """A training that is identical for each run, including its seed and data."""
 
-    arguments_file: str
-    """Path as the user typed it."""
     arguments: TrainingArguments
     text: TextData
     """The training text."""
-    steps: int
-    """Optimizer steps, at least 1."""
+    flags: tuple[str, ...]
+    """Megatron's flags, of the file and then of the command line."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSource:
-    """Files and flags that describe a training."""
+def load_training(
+    path: Path,
+    typed: Sequence[str] = (),
+    *,
+    own_flags: Iterable[str] = (),
+    data: str | None = None,
+    steps: int | None = None,
+    world_size: int = 1,
+) -> Training:
+    """Load a training, and check all that can be checked before a model is built.
 
-    arguments_file: str
-    """Path as the user typed it, for errors."""
-    file_flags: Sequence[str]
-    """Megatron's flags from that file."""
-    typed_flags: Sequence[str]
-    """Megatron's flags from the command line; they override the file."""
-    own_flags: Sequence[str]
-    """The command's own flags, for suggestions."""
-    data: Path | None
-    """A text file or a folder; None takes Python's standard library."""
-    steps: int | None
-    """Number of steps; None takes the number of the flags."""
-    world_size: int = 1
-    """Number of processes started."""
-
-
-def load_training(source: TrainingSource) -> Training:
-    """Load the training that `source` describes, and check all that can be checked before a model is built.
+    Args:
+        path: The argument file.
+        typed: Megatron's flags from the command line; they override the file.
+        own_flags: The command's own flags, for suggestions.
+        data: A text file or a folder; None takes Python's standard library.
+        steps: Number of steps; None takes the number of the flags.
+        world_size: Number of processes started.
 
     Raises:
         ConfigError: A flag or the text is wrong.
         PlanError: The plan file cannot be read, or was made for another training.
     """
-    arguments = parse_arguments(
-        source.file_flags,
-        source=source.arguments_file,
-        world_size=source.world_size,
-        typed=source.typed_flags,
-        known_elsewhere=source.own_flags,
-    )
+    flags = read_argument_file(path, variables=os.environ)
+    arguments = parse_arguments(flags, source=str(path), world_size=world_size, typed=typed, known_elsewhere=tuple(own_flags))
     refuse_what_is_not_built(arguments)
-    if source.steps is not None:
-        arguments = dataclasses.replace(arguments, train_iters=source.steps)
+    if steps is not None:
+        arguments = dataclasses.replace(arguments, train_iters=steps)
     # Check the second training's needs now too: a fault found later would cost the whole first one.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
@@ -98,13 +88,13 @@ def load_training(source: TrainingSource) -> Training:
             arguments.train_iters,
             arguments.steps_until_replay,
         )
-    text = TextData.load(source.data)
+    text = TextData.load(None if data is None else Path(data).expanduser())
     text.check_length(arguments.seq_length)
-    return Training(arguments_file=source.arguments_file, arguments=arguments, text=text, steps=arguments.train_iters)
+    return Training(arguments=arguments, text=text, flags=(*flags, *typed))
 
 
 @contextlib.contextmanager
-def process_groups(training: Training, launch: Launch) -> Iterator[None]:
+def process_groups(arguments: TrainingArguments, launch: Launch) -> Iterator[None]:
     """Create Megatron-Core's process groups, and destroy them when the body ends.
 
     Raises:
@@ -112,22 +102,21 @@ def process_groups(training: Training, launch: Launch) -> Iterator[None]:
     """
     if launch.world_size > 1:
         join_processes(rank=launch.rank, world_size=launch.world_size, local_rank=launch.local_rank)
-    Trainer.initialize_parallel(training.arguments)
+    initialize_parallel(arguments)
     try:
         yield
     finally:
-        Trainer.destroy_parallel()
+        destroy_parallel()
 
 
-def describe_setting(training: Training) -> Setting:
-    """Return the description of `training` for the table and the plot."""
-    device, ranks = name_device(), training.arguments.world_size
-    return Setting(
-        arguments_file=training.arguments_file,
-        layers=training.arguments.transformer["num_layers"],
-        device=device if ranks == 1 else f"{ranks} x {device}",
+def describe_training(arguments: TrainingArguments) -> Description:
+    """Return the description of a training for its table and its plot."""
+    device, ranks, layers = name_device(), arguments.world_size, arguments.transformer["num_layers"]
+    where = device if ranks == 1 else f"{ranks} x {device}"
+    return Description(
+        title=f"{arguments.source.places[0]}: {layers} {'layer' if layers == 1 else 'layers'} on {where}",
         versions=f"torch {torch.__version__}, megatron-core {load_module('megatron.core').__version__}",
-        offload=training.arguments.offload,
+        offload=arguments.offload,
     )
 
 
@@ -152,7 +141,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         _check_budget(training, trainer)
         ledger = ActivationLedger(parameters=trainer.parameters())
         records = []
-        for number in range(1, training.steps + 1):
+        for number in range(1, training.arguments.train_iters + 1):
             if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
                 # From here on graphs only replay. Leave out the memory that eager steps and the capture took.
                 torch.cuda.reset_peak_memory_stats()
@@ -162,16 +151,17 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                     around.enter_context(_explain_refusal(training, offload, when))
                 if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
-                records.append(_read_step(trainer.run_step()))
-            on_step(_average_loss(records[-1]))
+                records.append(trainer.run_step())
+            # In a pipeline, only the last stage has losses.
+            on_step(statistics.fmean(loss for own in gather(records[-1].losses) for loss in own))
         peak = ledger.find_peak()
         record = RunRecord(
             steps=tuple(records),
             activation_peak_bytes=ledger.peak_bytes,
             activation_peak_place="" if peak is None else peak.place,
-            samples=tuple(MemorySample(sample.position, sample.resident_bytes) for sample in ledger.samples),
+            samples=tuple(ledger.samples),
             allocator_peak_bytes=None if needs_cpu_support() else torch.cuda.max_memory_allocated(),
-            transfers=_read_transfers(trainer),
+            stats=None if trainer.integration is None else trainer.integration.last_step,
         )
         return merge_ranks(gather(record))  # on every rank, so that all return the same exit code
 
@@ -179,8 +169,8 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 def _find_counted_step(training: Training) -> int:
     """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide what they save."""
     if not training.arguments.captures_graphs:
-        return training.steps
-    return max(1, min(training.steps, training.arguments.cuda_graph_warmup_steps))
+        return training.arguments.train_iters
+    return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))
 
 
 def _check_budget(training: Training, trainer: Trainer) -> None:
@@ -188,17 +178,6 @@ def _check_budget(training: Training, trainer: Trainer) -> None:
     budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
     if budget_bytes is not None:
         check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
-
-
-def _average_loss(step: StepRecord) -> float:
-    """Return the mean loss of a step over all ranks. In a pipeline, only the last stage has losses."""
-    if torch.distributed.get_world_size() == 1:
-        return step.loss
-    device = torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
-    sums = torch.tensor([sum(step.losses), len(step.losses)], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(sums)
-    total, count = sums.tolist()
-    return float(total / count)
 
 
 @contextlib.contextmanager
@@ -223,22 +202,3 @@ def _explain_refusal(training: Training, offload: OffloadConfig | None, when: st
             f"{training.arguments.source}: offload failed {when}, but the same arguments trained without offload: {text}. "
             f"{see}, and report it with the argument file."
         ) from error
-
-
-def _read_step(result: StepResult) -> StepRecord:
-    return StepRecord(losses=tuple(result.losses), gradient_digests=dict(result.gradient_digests), seconds=result.seconds)
-
-
-def _read_transfers(trainer: Trainer) -> Transfers | None:
-    if trainer.integration is None:
-        return None
-    stats = trainer.integration.last_step
-    return Transfers(
-        tags={
-            name: TagTransfer(d2h_bytes=tag.d2h_bytes, h2d_bytes=tag.h2d_bytes, kept_bytes=dict(tag.kept_bytes))
-            for name, tag in stats.tags.items()
-        },
-        host_peak_bytes=stats.host_peak_bytes,
-        prefetch_misses=stats.prefetch_misses,
-        window_waits=stats.window_waits,
-    )

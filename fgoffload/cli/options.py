@@ -1,5 +1,6 @@
 """Parsing of options that commands share."""
 
+import argparse
 import difflib
 import os
 import re
@@ -9,6 +10,14 @@ from pathlib import Path
 from fgoffload.cli.shipped_models import find_model, suggest_model
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import check_writable
+
+DATA_HELP = "text file or folder (default: Python's standard library)"
+
+
+def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
+    """Add the argument file to `parser`. It may be missing there, so that our own error reports it."""
+    meaning = meaning or "a Megatron argument file, or a name of `fgoffload plan --list`"
+    parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
 
 def suggest(word: str, known: Collection[str]) -> str:
@@ -36,31 +45,14 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
     if not os.path.isfile(name):
         if (shipped := find_model(name)) is not None:
             return shipped
-        flag = None if name.endswith(".sh") or os.path.exists(name) else _find_flag_without_value(flags)
-        if flag is not None:
-            raise ConfigError(
-                f"ARGUMENTS.sh is missing: {name!r} is in its place. Give a Megatron argument file before {flag}, as in "
-                f"{example} {flag} {name}.{meant}"
-            )
-        raise ConfigError(
-            f"argument file {name!r} {say_why_no_file(name)}.{suggest_model(name)} Give a file, before any Megatron flag."
-        )
+        meant = meant or suggest_model(name)
+        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}.{meant} Give a file, before any Megatron flag.")
     if name.endswith(".json"):
         raise ConfigError(
             f"argument file {name!r} is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in: "
             f"{example}. To plan for a Hugging Face config.json: fgoffload plan {name} --gpu h100."
         )
     return Path(name)
-
-
-def _find_flag_without_value(words: Sequence[str]) -> str | None:
-    """Return the first flag of `words` without a value, or None. Its value may have been taken for the file.
-
-    A file after a flag is not its value.
-    """
-    followed = zip(words, [*words[1:], "--"], strict=False)  # one item longer if `words` is empty
-    flags = (word for word, after in followed if word.startswith("--") and (after.startswith("--") or os.path.isfile(after)))
-    return next(flags, None)
 
 
 def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:

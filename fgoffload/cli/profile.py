@@ -2,20 +2,17 @@
 
 import argparse
 import dataclasses
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch, find_launch
-from fgoffload.cli.options import check_argument_file, check_output_file, suggest
+from fgoffload.cli.options import DATA_HELP, add_argument_file, check_argument_file, check_output_file, suggest
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fgoffload.cli.measurement import TrainingSource
     from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
@@ -35,30 +32,17 @@ PROFILE_NAME = "profile.json"
 """Default file of the profile, in the current folder."""
 RUNS_A_SCRIPT = False
 
-_PROCESSES_OF_A_NODE = 8
-"""Processes of a node in examples."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    parser.add_argument(
-        "arguments_file",
-        metavar="ARGUMENTS.sh",
-        nargs="?",
-        help="a Megatron argument file or a shipped model; without it, only the link",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help=f"where the profile is written (default: {PROFILE_NAME})",
-    )
-    parser.add_argument("--data", metavar="PATH", help="text file or folder (default: Python's standard library)")
+    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; without it, only the link")
+    parser.add_argument("--json", metavar="FILE", help=f"where the profile is written (default: {PROFILE_NAME})")
+    parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, show the tables, write the file, and return 0. Under `torchrun` the first process shows and writes."""
     launch = find_launch()
-    launch.silence_library()
     with launch.one_voice():
         json_file = _check_options(options, megatron_flags)
         from fgoffload.integrations.megatron.patching.imports import require_torch
@@ -102,67 +86,25 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
-    from fgoffload.trainer.profile_training import (
-        LONGEST_RUN,
-        get_training_device,
-        profile_link,
-        profile_training,
-    )
+    from fgoffload.trainer.profile_training import profile_link, profile_training
 
     if options.arguments_file is None:
-        return profile_link(get_training_device())
-    from fgoffload.cli.measurement import TrainingSource, load_training, process_groups
-    from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
+        return profile_link()
+    from fgoffload.cli.measurement import load_training, process_groups
     from fgoffload.planner.timing.profile import MeasuredTraining
 
     with launch.one_voice(), hold_messages():
-        source = TrainingSource(
-            arguments_file=options.arguments_file,
-            file_flags=read_argument_file(Path(options.arguments_file), variables=os.environ),
-            typed_flags=tuple(megatron_flags),
-            own_flags=tuple(EXAMPLE_VALUES),
-            data=None if options.data is None else Path(os.path.expanduser(options.data)),
-            steps=LONGEST_RUN,
+        training = load_training(
+            Path(options.arguments_file),
+            megatron_flags,
+            own_flags=EXAMPLE_VALUES,
+            data=options.data,
             world_size=launch.world_size,
         )
-        _check_processes(source)
-        training = load_training(source)
-    with process_groups(training, launch):
-        link = profile_link(get_training_device()).link
-        profile = profile_training(training.arguments, training.text, link)
-    measured = MeasuredTraining(
-        source=options.arguments_file,
-        flags=(*source.file_flags, *source.typed_flags),
-        world_size=launch.world_size,
-    )
+    with process_groups(training.arguments, launch):
+        profile = profile_training(training.arguments, training.text)
+    measured = MeasuredTraining(source=options.arguments_file, flags=training.flags, world_size=launch.world_size)
     return dataclasses.replace(profile, training=measured)
-
-
-def _check_processes(source: "TrainingSource") -> None:
-    """Refuse a training that needs another number of processes, and say how to start those.
-
-    Raises:
-        ConfigError: With both numbers and the fix; or a flag is wrong.
-    """
-    from fgoffload.trainer.arguments import parse_arguments
-
-    # Without a number of processes, a training has as few as possible.
-    needed = parse_arguments(
-        source.file_flags, source=source.arguments_file, typed=source.typed_flags, known_elsewhere=source.own_flags
-    ).world_size
-    if source.world_size % needed == 0:
-        return
-    started = "there is 1" if source.world_size == 1 else f"there are {source.world_size}"
-    name, flags = source.arguments_file, "".join(f" {shlex.quote(word)}" for word in source.typed_flags)
-    nodes, rest = divmod(needed, _PROCESSES_OF_A_NODE)
-    launcher = f"--nnodes {nodes} --nproc-per-node {_PROCESSES_OF_A_NODE}"
-    if needed <= _PROCESSES_OF_A_NODE or rest:
-        launcher = f"--nproc-per-node {needed}"
-    raise ConfigError(
-        f"{name}: this training needs a multiple of {needed} processes, and {started}. Start them, as in torchrun {launcher} "
-        f"-m fgoffload profile {name}{flags}; or measure the link alone, and plan with it: fgoffload profile --json "
-        f"link.json, and fgoffload plan {name} --gpu NAME --profile link.json."
-    )
 
 
 def _show(profile: "Profile") -> None:

@@ -2,14 +2,17 @@
 
 import argparse
 import contextlib
-import dataclasses
+import io
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fgoffload.cli.errors import show_line
+from fgoffload.cli.launch import set_up_process
 from fgoffload.cli.options import suggest
-from fgoffload.cli.script import find_fault, imports_any
+from fgoffload.cli.script import EXIT_FAILED, find_fault, imports_any, run_script, script_folder_first
+from fgoffload.cli.streams import collect_info
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import SIZE_UNITS
 
@@ -52,8 +55,7 @@ OWN_FLAGS: Mapping[str, str] = {
 """Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
+class RunRequest(NamedTuple):
     """The parsed words of `fgoffload run`."""
 
     torchrun_options: tuple[str, ...]
@@ -79,9 +81,8 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the script, here or in the processes that torchrun starts, and return its exit code."""
     request = read_request(words)
     if request.torchrun_options:
-        return _run_by_torchrun(request)
-    from fgoffload.cli.process import set_up_process
-
+        _take_own_flags(request)  # here an error is one line; later each rank would print it
+        return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
     # A Trainer creates a process group if the environment has a rank, so a single process must have none.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
     with _named_in_errors(rank):
@@ -119,17 +120,44 @@ def _find_own_flag(words: Sequence[str]) -> str | None:
     return next((flag for flag in (word.partition("=")[0] for word in words) if flag in own), None)
 
 
-def _run_by_torchrun(request: RunRequest) -> int:
-    from fgoffload.cli.process import run_torchrun
+def run_torchrun(words: Sequence[str]) -> int:
+    """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
 
-    _take_own_flags(request)  # here an error is one line; later each rank would print it
-    return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
+    torchrun itself always exits with 1 if a rank fails.
+
+    Raises:
+        ConfigError: torchrun does not know an option, or cannot use its value.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import config_from_args, main, parse_args
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = parse_args(list(words))  # type: ignore[no-untyped-call]
+        if config_from_args(options)[0].nproc_per_node < 1:
+            raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"torchrun refuses its options: {error}. See `torchrun --help`.") from error
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            raise
+        why = said.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"torchrun refuses its options: {why}. See `torchrun --help`.") from ended
+    try:
+        main(list(words))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        _, failure = error.get_first_failure()
+        code = failure.exitcode
+        return 128 - code if code < 0 else code or EXIT_FAILED  # negative for a signal, as a shell reports it
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
 
 
 def _run_here(request: RunRequest, *, is_first: bool) -> int:
-    from fgoffload.cli.script import run_script, script_folder_first
-    from fgoffload.cli.streams import collect_info
-
     with script_folder_first(request.script):
         own = _take_own_flags(request)
         if is_first:
@@ -162,7 +190,6 @@ def _makes_trainers(request: RunRequest) -> bool:
 
 def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> int:
     """Run the script, and add the callback to each Trainer that it makes."""
-    from fgoffload.cli.script import run_script
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     makes_trainers = _makes_trainers(request)

@@ -32,7 +32,7 @@ class LibraryLog(logging.Handler):
         """Messages held back; None if messages are shown at once."""
 
     def silence(self) -> None:
-        """Show nothing from now on, after Ctrl-C."""
+        """Show nothing from now on."""
         self._is_silent = True
 
     def emit(self, record: logging.LogRecord) -> None:

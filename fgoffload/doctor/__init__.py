@@ -1,6 +1,6 @@
 """Checks a machine for problems that make offload slow, wrong or impossible.
 
-    for result in check_machine(Machine.here()):
+    for result in check_machine(Machine()):
         print(result.name, result.status.value, result.found, result.fix)
 
 Each check is a function from a `Machine` to results. Each file covers one topic. Checks read everything through `Machine`, so
@@ -10,12 +10,11 @@ tests can pass their own. No check changes the machine.
 from collections.abc import Iterator
 
 from fgoffload.doctor.attention import check_attention
-from fgoffload.doctor.environment import check_environment
 from fgoffload.doctor.gpus import check_gpus, find_gpus
 from fgoffload.doctor.host import check_host
 from fgoffload.doctor.machine import CommandResult, Machine
 from fgoffload.doctor.result import CheckResult, Status
-from fgoffload.doctor.versions import check_versions
+from fgoffload.doctor.versions import check_environment, check_versions
 
 __all__ = ["CheckResult", "CommandResult", "Machine", "Status", "check_machine"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from fgoffload.doctor.machine import CommandResult, Machine
-from fgoffload.doctor.result import CheckResult, Status, skip
+from fgoffload.doctor.result import CheckResult, fail, ok, skip
 
 PROBE = """
 import torch
@@ -29,12 +29,7 @@ _CUDNN = re.compile(r"(/\S*libcudnn[\w.]*\.so[\w.]*)")
 
 
 def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
-    """Run attention once, and check the kernel and the libraries.
-
-    Args:
-        machine: Machine that runs the attention.
-        reason: Reason why there is no GPU; empty if there is one.
-    """
+    """Run attention once, and check the kernel and the libraries. `reason` says why there is no GPU, or is empty."""
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"
     if reason:
@@ -51,43 +46,26 @@ def check_kernel(ended: CommandResult) -> CheckResult:
     name = "attention kernel"
     if ended.exit_code != 0 or "probe: forward and backward ran" not in ended.output:
         lines = [line for line in ended.output.strip().splitlines() if line.strip()]
-        return CheckResult(
-            name=name,
-            status=Status.ERROR,
-            found=f"Transformer Engine's attention failed: {lines[-1] if lines else 'without output'}",
-            fix="install Transformer Engine for this torch and CUDA, and check that `import transformer_engine.pytorch` works",
-        )
+        fix = "install Transformer Engine for this torch and CUDA, and check that `import transformer_engine.pytorch` works"
+        return fail(name, f"Transformer Engine's attention failed: {lines[-1] if lines else 'without output'}", fix)
     selected = _SELECTED.findall(ended.output)
     if not selected:
         return skip(name, "Transformer Engine does not say which one it selected")
     if selected[-1].startswith("Unfused"):
-        return CheckResult(
-            name=name,
-            status=Status.ERROR,
-            found=f"{selected[-1]}, which saves a matrix of sequence x sequence a head",
-            fix=(
-                "see the rows of cuDNN and of the backends; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why the others are "
-                "unavailable"
-            ),
-        )
-    return CheckResult(name=name, status=Status.OK, found=selected[-1])
+        found = f"{selected[-1]}, which saves a matrix of sequence x sequence a head"
+        why = "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why the others are unavailable"
+        return fail(name, found, f"see the rows of cuDNN and of the backends; {why}")
+    return ok(name, selected[-1])
 
 
 def check_cudnn(output: str) -> CheckResult:
     """Check that the probe loaded cuDNN from a single folder."""
-    name = "cuDNN"
     folders = sorted({str(PurePosixPath(path).parent) for path in _CUDNN.findall(output)})
     if not folders:
-        return skip(name, "the attention kernel loaded none")
+        return skip("cuDNN", "the attention kernel loaded none")
     if len(folders) > 1:
         bundled = next((folder for folder in folders if "nvidia/cudnn" in folder), folders[0])
-        return CheckResult(
-            name=name,
-            status=Status.ERROR,
-            found=f"two in one process: {' and '.join(folders)}. Fused attention silently falls back",
-            fix=(
-                f"put torch's first: export CUDNN_HOME={PurePosixPath(bundled).parent} "
-                f"LD_LIBRARY_PATH={bundled}:$LD_LIBRARY_PATH"
-            ),
-        )
-    return CheckResult(name=name, status=Status.OK, found=f"one, in {folders[0]}")
+        home, path = PurePosixPath(bundled).parent, f"{bundled}:$LD_LIBRARY_PATH"
+        found = f"two in one process: {' and '.join(folders)}. Fused attention silently falls back"
+        return fail("cuDNN", found, f"put torch's first: export CUDNN_HOME={home} LD_LIBRARY_PATH={path}")
+    return ok("cuDNN", f"one, in {folders[0]}")

@@ -1,17 +1,16 @@
 """Checks the GPUs, their links to the host, and copy rates."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fgoffload.doctor.machine import Machine
-from fgoffload.doctor.result import CheckResult, Status, skip
+from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
 from fgoffload.units import MIB, format_bytes
 
 _FIELDS = (
     "uuid",
     "name",
     "pci.bus_id",
-    "pcie.link.gen.current",
     "pcie.link.gen.max",
     "pcie.link.width.current",
     "pcie.link.width.max",
@@ -29,8 +28,7 @@ EXPECTED_FRACTION = 0.65
 measured on an H100."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU as `nvidia-smi` reports it; None for unknown values."""
 
     uuid: str
@@ -71,35 +69,23 @@ def read_gpus(text: str) -> list[Gpu]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
             continue  # a driver warning among the rows
-        row = dict(zip(_FIELDS, cells, strict=True))
-        memory = _read_number(row["memory.total"])
-        gpus.append(
-            Gpu(
-                uuid=row["uuid"],
-                name=row["name"],
-                bus_id=row["pci.bus_id"],
-                generation=_read_number(row["pcie.link.gen.max"]),
-                width=_read_number(row["pcie.link.width.current"]),
-                most_width=_read_number(row["pcie.link.width.max"]),
-                memory_bytes=None if memory is None else memory * MIB,
-                driver=row["driver_version"],
-            )
-        )
+        uuid, name, bus_id, *numbers, driver = cells
+        generation, width, most_width, memory = map(_read_number, numbers)
+        memory_bytes = None if memory is None else memory * MIB
+        gpus.append(Gpu(uuid, name, bus_id, generation, width, most_width, memory_bytes, driver))
     return gpus
 
 
 def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
     """Check the GPUs and their links."""
     if not gpus:
-        yield skip("GPUs", reason)
-        yield skip("link to the host", reason)
-        yield skip("copy rates", reason)
+        yield from (skip(name, reason) for name in ("GPUs", "link to the host", "copy rates"))
         return
     names = sorted({gpu.name for gpu in gpus})
     found = f"{len(gpus)} x {', '.join(names)}, driver {gpus[0].driver}"
     if gpus[0].memory_bytes is not None:
         found += f", {format_bytes(gpus[0].memory_bytes)} each"
-    yield CheckResult(name="GPUs", status=Status.OK, found=found)
+    yield ok("GPUs", found)
     for index, gpu in enumerate(gpus):
         yield check_link(index, gpu)
         yield _check_rates(machine, index, gpu)
@@ -112,13 +98,9 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
         return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: {gpu.link_rate / 1e9:.0f} GB/s each way at most"
     if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
-        return CheckResult(
-            name=name,
-            status=Status.WARNING,
-            found=f"{found}; the GPU could use x{gpu.most_width}",
-            fix="put the GPU into a slot with all lanes, reseat it or its riser, or ask the machine's administrator",
-        )
-    return CheckResult(name=name, status=Status.OK, found=found)
+        fix = "put the GPU into a slot with all lanes, reseat it or its riser, or ask the machine's administrator"
+        return warn(name, f"{found}; the GPU could use x{gpu.most_width}", fix)
+    return ok(name, found)
 
 
 def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
@@ -126,26 +108,17 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     try:
         rates = machine.measure_copies(index)
     except RuntimeError as error:  # torch raises this for all CUDA errors
-        return CheckResult(
-            name=name,
-            status=Status.ERROR,
-            found=f"a pinned copy failed: {str(error).splitlines()[0]}",
-            fix="free memory on the GPU and the host, and look for GPU errors in `dmesg`",
-        )
+        fix = "free memory on the GPU and the host, and look for GPU errors in `dmesg`"
+        return fail(name, f"a pinned copy failed: {str(error).splitlines()[0]}", fix)
     found = f"{rates.d2h / 1e9:.1f} GB/s to the host, {rates.h2d / 1e9:.1f} GB/s to the device"
     if gpu.link_rate is None:
-        return CheckResult(name=name, status=Status.OK, found=found)
+        return ok(name, found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
     found += f", the slower one {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
-        return CheckResult(
-            name=name,
-            status=Status.WARNING,
-            found=found,
-            fix="bind the process to the GPU's NUMA node, stop other users of the link, and check IOMMU and ACS settings of "
-            "a virtual machine",
-        )
-    return CheckResult(name=name, status=Status.OK, found=found)
+        others = "stop other users of the link, and check IOMMU and ACS settings of a virtual machine"
+        return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")
+    return ok(name, found)
 
 
 def _read_number(text: str) -> int | None:

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fgoffload.doctor.copies import COPY_BYTES
 from fgoffload.doctor.gpus import Gpu
-from fgoffload.doctor.machine import Machine
-from fgoffload.doctor.result import CheckResult, Status, skip
+from fgoffload.doctor.machine import COPY_BYTES, Machine
+from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
@@ -26,23 +25,18 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
     """Check that host memory can be pinned, by pinning some."""
-    name = "pinned memory"
-    limit = machine.memlock_limit_bytes
+    name, limit = "pinned memory", machine.memlock_limit_bytes
     found = "no limit" if limit is None else f"limit of {format_bytes(limit)} (ulimit -l)"
     if not has_gpu:
-        return CheckResult(name=name, status=Status.OK, found=f"{found}; not tried without a GPU")
+        return ok(name, f"{found}; not tried without a GPU")
     problem = machine.try_pinning()
     if problem is not None:
-        return CheckResult(
-            name=name,
-            status=Status.ERROR,
-            found=f"{found}; {problem}",
-            fix="raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`) or the container's memory limit",
-        )
+        fix = "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`) or the container's memory limit"
+        return fail(name, f"{found}; {problem}", fix)
     tried = f"{format_bytes(COPY_BYTES)} pinned and released"
     if limit is not None and limit < COPY_BYTES:
         tried += "; CUDA does not count against that limit here"
-    return CheckResult(name=name, status=Status.OK, found=f"{found}; {tried}")
+    return ok(name, f"{found}; {tried}")
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
@@ -55,25 +49,20 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     try:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:
-        return CheckResult(
-            name=name, status=Status.ERROR, found=str(error), fix="set the variable to the number of ranks on this node"
-        )
-    is_launched = any(
-        variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES
-    )  # already divided by the launcher
+        return fail(name, str(error), "set the variable to the number of ranks on this node")
+    # A launcher's variable has divided it already.
+    is_launched = any(variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES)
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
     found = f"{format_bytes(share_bytes)} a rank: {SHARE:.0%} of what is free, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or give a budget with --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
-        return CheckResult(name=name, status=Status.ERROR, found=found, fix=fix)
+        return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
     if share_bytes < memory // 2:
-        return CheckResult(
-            name=name, status=Status.WARNING, found=f"{found}; less than half of a GPU's {format_bytes(memory)}", fix=fix
-        )
-    return CheckResult(name=name, status=Status.OK, found=found)
+        return warn(name, f"{found}; less than half of a GPU's {format_bytes(memory)}", fix)
+    return ok(name, found)
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
@@ -85,21 +74,15 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if not node.isdigit() or not machine.cpus:  # -1 if unknown
         return skip(name, "the GPU's NUMA node is unknown")
     if len(nodes) == 1:
-        return CheckResult(name=name, status=Status.OK, found="the machine has one NUMA node")
+        return ok(name, "the machine has one NUMA node")
     near = _read_cpu_list(_read_text(machine.root / f"sys/devices/system/node/node{node}/cpulist"))
     fix = f"numactl --cpunodebind={node} --membind={node} for the rank that uses GPU {index}"
     if not near & machine.cpus:
-        return CheckResult(
-            name=name, status=Status.WARNING, found=f"this process may not run on node {node}, the GPU's", fix=fix
-        )
+        return warn(name, f"this process may not run on node {node}, the GPU's", fix)
     if machine.cpus - near:
-        return CheckResult(
-            name=name,
-            status=Status.WARNING,
-            found=f"this process may run on {len(machine.cpus)} CPUs; the GPU's node {node} has {len(near)} of them",
-            fix=f"{fix}, or use a launcher that binds (Megatron-LM does with its own offload flag)",
-        )
-    return CheckResult(name=name, status=Status.OK, found=f"this process runs on node {node}, the GPU's")
+        found = f"this process may run on {len(machine.cpus)} CPUs; the GPU's node {node} has {len(near)} of them"
+        return warn(name, found, f"{fix}, or use a launcher that binds (Megatron-LM does with its own offload flag)")
+    return ok(name, f"this process runs on node {node}, the GPU's")
 
 
 def _read_cpu_list(text: str) -> frozenset[int]:

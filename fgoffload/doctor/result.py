@@ -13,7 +13,7 @@ class Status(enum.Enum):
     SKIPPED = "skipped"  # cannot be checked here
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
     """Result of one check: a row of the table."""
 
@@ -25,6 +25,21 @@ class CheckResult:
     """Fix; empty if none is needed."""
 
 
+def ok(name: str, found: str) -> CheckResult:
+    """Return the result of a check that found nothing to do."""
+    return CheckResult(name, Status.OK, found)
+
+
+def warn(name: str, found: str, fix: str) -> CheckResult:
+    """Return the result of a check that found something slow or wasteful."""
+    return CheckResult(name, Status.WARNING, found, fix)
+
+
+def fail(name: str, found: str, fix: str) -> CheckResult:
+    """Return the result of a check that found something that does not work."""
+    return CheckResult(name, Status.ERROR, found, fix)
+
+
 def skip(name: str, reason: str) -> CheckResult:
     """Return the result of a check that cannot be made."""
-    return CheckResult(name=name, status=Status.SKIPPED, found=reason)
+    return CheckResult(name, Status.SKIPPED, reason)

@@ -1,10 +1,10 @@
-"""Checks the versions of installed packages."""
+"""Checks the versions of installed packages, and environment variables of Transformer Engine and CUDA."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fgoffload.doctor.machine import Machine
-from fgoffload.doctor.result import CheckResult, Status
+from fgoffload.doctor.result import CheckResult, fail, ok, warn
 
 _PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
 _TORCH_FROM = (2, 9)
@@ -15,16 +15,14 @@ another tensor, unless Transformer Engine's own offload is on. Source: `linear.p
 v2.15."""
 
 
+_BACKENDS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
+
+
 def check_versions(machine: Machine) -> Iterator[CheckResult]:
     """Check Python, torch, Megatron-Core and Transformer Engine."""
     python = machine.python_version
     is_known = _PYTHON_FROM <= _read(python) < _PYTHON_BELOW
-    yield CheckResult(
-        name="Python",
-        status=Status.OK if is_known else Status.ERROR,
-        found=python,
-        fix="" if is_known else "use Python 3.10 to 3.13",
-    )
+    yield ok("Python", python) if is_known else fail("Python", python, "use Python 3.10 to 3.13")
     yield _check_torch(machine)
     yield _check_megatron(machine.find_version("megatron-core"))
     yield _check_transformer_engine(machine.find_version("transformer-engine"))
@@ -33,53 +31,83 @@ def check_versions(machine: Machine) -> Iterator[CheckResult]:
 def _check_torch(machine: Machine) -> CheckResult:
     found = machine.find_version("torch")
     if found is None:
-        return CheckResult(
-            name="torch",
-            status=Status.ERROR,
-            found="not installed; only `fgoffload plan` and `fgoffload doctor` work without it",
-            fix="install torch 2.9 or newer: pip install 'fgoffload[torch]'",
-        )
+        missing = "not installed; only `fgoffload plan` and `fgoffload doctor` work without it"
+        return fail("torch", missing, "install torch 2.9 or newer: pip install 'fgoffload[torch]'")
     fault = machine.find_import_fault("torch")
     if fault is not None:
-        found = f"{found} cannot be imported: {fault}"
-        return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch again: pip install torch")
-    cuda = machine.find_cuda_version()
+        return fail("torch", f"{found} cannot be imported: {fault}", "install torch again: pip install torch")
     if _read(found) < _TORCH_FROM:
-        return CheckResult(name="torch", status=Status.ERROR, found=found, fix="install torch 2.9 or newer")
+        return fail("torch", found, "install torch 2.9 or newer")
+    cuda = machine.find_cuda_version()
     if cuda is None:
-        return CheckResult(
-            name="torch",
-            status=Status.WARNING,
-            found=f"{found}, built without CUDA",
-            fix="install a build for CUDA to train on a GPU: https://pytorch.org/get-started/locally",
-        )
-    return CheckResult(name="torch", status=Status.OK, found=f"{found}, CUDA {cuda}")
+        build = "install a build for CUDA to train on a GPU: https://pytorch.org/get-started/locally"
+        return warn("torch", f"{found}, built without CUDA", build)
+    return ok("torch", f"{found}, CUDA {cuda}")
 
 
 def _check_megatron(found: str | None) -> CheckResult:
-    name = "megatron-core"
     if found is None:
-        return CheckResult(name=name, status=Status.OK, found="not installed; only needed for Megatron")
+        return ok("megatron-core", "not installed; only needed for Megatron")
     if _read(found) < _CORE_FROM:
-        return CheckResult(name=name, status=Status.ERROR, found=found, fix="pip install 'megatron-core>=0.16.1'")
-    return CheckResult(name=name, status=Status.OK, found=found)
+        return fail("megatron-core", found, "pip install 'megatron-core>=0.16.1'")
+    return ok("megatron-core", found)
 
 
 def _check_transformer_engine(found: str | None) -> CheckResult:
     name = "Transformer Engine"
     if found is None:
-        return CheckResult(name=name, status=Status.OK, found="not installed; only needed for its layers in Megatron")
+        return ok(name, "not installed; only needed for its layers in Megatron")
     if _read(found) < _ENGINE_FROM:
-        return CheckResult(
-            name=name,
-            status=Status.WARNING,
-            found=f"{found}: with fused gradient accumulation, its linears lose track of weights under saved-tensor hooks",
-            fix="install Transformer Engine 2.15 or newer, or give --no-gradient-accumulation-fusion",
-        )
-    return CheckResult(name=name, status=Status.OK, found=found)
+        fault = "with fused gradient accumulation, its linears lose track of weights under saved-tensor hooks"
+        fix = "install Transformer Engine 2.15 or newer, or give --no-gradient-accumulation-fusion"
+        return warn(name, f"{found}: {fault}", fix)
+    return ok(name, found)
 
 
 def _read(version: str) -> tuple[int, ...]:
     """Return the numbers that `version` begins with: `2.11.0+cu130` is (2, 11, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Check the variables: one row for the attention backends, and one for each other variable."""
+    yield _check_backends(environment)
+    variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    # Not a fault, and independent of offload. It matters when two runs are compared bitwise.
+    means = "may differ in the last bits from run to run; 0 makes it deterministic"
+    if environment.get(variable) == "0":
+        means = "is deterministic"
+    yield ok("attention's backward", f"{_describe(environment, variable)}: it {means}")
+    name, variable = "Megatron-LM's own check", "NVTE_CPU_OFFLOAD_V1"
+    found = _describe(environment, variable)
+    if environment.get(variable) in (None, "1"):
+        yield ok(name, found)
+    else:
+        fix = f"unset {variable}; `fgoffload run` sets it when needed"
+        yield warn(name, f"{found}: Megatron-LM refuses its own offload flags", fix)
+    name, variable = "CUDA's queues", "CUDA_DEVICE_MAX_CONNECTIONS"
+    found = _describe(environment, variable)
+    if environment.get(variable) != "1":
+        yield ok(name, found)
+    else:
+        fix = f"unset {variable}, unless Megatron asks for 1 (tensor or context parallel before Blackwell)"
+        yield warn(name, f"{found}: all streams share one queue, so a copy may wait for an unrelated kernel", fix)
+
+
+def _check_backends(environment: Mapping[str, str]) -> CheckResult:
+    name = "attention allowed"
+    off = [variable for variable in _BACKENDS if environment.get(variable, "1") == "0"]
+    allowed = [backend for variable, backend in _BACKENDS.items() if variable not in off]
+    found = f"{', '.join(allowed) or 'none'}{'' if not off else ' (' + ' '.join(f'{variable}=0' for variable in off) + ')'}"
+    if not allowed:
+        return fail(name, found, "unset NVTE_FUSED_ATTN: Megatron sets the backends that it needs")
+    if allowed == ["unfused"]:
+        fix = "unset NVTE_FUSED_ATTN: the unfused kernel saves a matrix of sequence x sequence a head"
+        return warn(name, found, fix)
+    return ok(name, found)
+
+
+def _describe(environment: Mapping[str, str], variable: str) -> str:
+    value = environment.get(variable)
+    return f"{variable} is not set" if value is None else f"{variable}={value}"

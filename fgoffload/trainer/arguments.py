@@ -99,6 +99,9 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
 queries through a rank of 512, where Megatron-LM projects them directly. Source: `_add_mla_args` of
 megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in 0.20."""
 
+_REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
+"""Fields that must be given, with examples."""
+
 
 def parse_arguments(
     argv: Sequence[str],
@@ -128,19 +131,18 @@ def parse_arguments(
         offload = OffloadConfig.from_flags(argparse.Namespace(**values))
     except ConfigError as error:
         raise sources.refuse(str(error)) from error
-    _warn_of_flags_without_effect(values, offload, is_switched="--fine-grained-activation-offloading" in given)
+    if offload is None and values.get("offload_modules") and "--fine-grained-activation-offloading" not in given:
+        _logger.warning(
+            "--offload-modules has no effect without --fine-grained-activation-offloading. Add that flag to offload."
+        )
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
     if values["use_rotary_position_embeddings"]:
         training.setdefault("position_embedding_type", "rope")
     transformer = _collect_transformer_fields(values, sources)
-    for name, given_fields in (
-        ("seq_length", training),
-        ("micro_batch_size", training),
-        *((n, transformer) for n in _REQUIRED),
-    ):
-        if name not in given_fields:
-            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {_EXAMPLES[name]}.")
+    for name, example in _REQUIRED.items():
+        if name not in training and name not in transformer:
+            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
     world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
     # Megatron-LM's default: one microbatch per step on every data-parallel rank.
@@ -193,16 +195,6 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
             return config_class(**fields)
     except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
         raise arguments.source.refuse(f"Megatron-Core refuses this combination of flags: {error}") from error
-
-
-_EXAMPLES: Mapping[str, int] = {
-    "seq_length": 256,
-    "micro_batch_size": 1,
-    "num_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-}
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagParser:
@@ -300,22 +292,3 @@ def _count_processes(transformer: Mapping[str, Any]) -> int:
     tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
     experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
     return math.lcm(max(1, _count_model_parallel(transformer)), max(1, experts))
-
-
-def _warn_of_flags_without_effect(values: Mapping[str, Any], offload: OffloadConfig | None, *, is_switched: bool) -> None:
-    """Log a warning, with the reason, for each flag that has no effect.
-
-    Args:
-        values: Values of all flags.
-        offload: Offload options from the flags; None if offload is off.
-        is_switched: Whether a flag turns offload on or off explicitly, so that off is intended.
-    """
-    if offload is None and values.get("offload_modules") and not is_switched:
-        _logger.warning(
-            "--offload-modules has no effect without --fine-grained-activation-offloading. Add that flag to offload."
-        )
-    if offload is not None and offload.activation_offload_fraction == 0:
-        _logger.warning(
-            "--activation-offload-fraction 0 keeps all tensors on the GPU. Give a part above 0, or "
-            "--no-fine-grained-activation-offloading."
-        )

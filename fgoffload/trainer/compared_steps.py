@@ -46,9 +46,6 @@ FEWEST_ROUNDS, MOST_ROUNDS = 2, 4
 ENOUGH_S = 30.0
 """Seconds after which no further round starts, once the fewest rounds are done."""
 
-MOST_COMPARED_STEPS = 3 * MOST_ROUNDS * (1 + TIMED_STEPS)
-"""Maximum number of steps for two plans and the baseline."""
-
 
 def compare_steps(
     trainer: Trainer,

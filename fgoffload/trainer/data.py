@@ -4,25 +4,29 @@ The default text is the source of Python's own standard library, which every mac
 can be random.
 """
 
-import dataclasses
+import abc
+import math
 import os
 import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
 from fgoffload.errors import ConfigError
+from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
 LARGEST_TEXT_BYTES = 4 * MIB
 """Maximum bytes to read. A demonstration needs far less."""
 
+FP8_ROWS = 16
+"""Number that must divide the row counts of FP8 matrix products. Source: Transformer Engine."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Microbatch:
+
+class Microbatch(NamedTuple):
     """Inputs of one forward pass. Shapes are `[b, s]`: sequences, tokens."""
 
     tokens: torch.Tensor
@@ -35,29 +39,10 @@ class Microbatch:
     """Positions, int64, from 0 in every sequence."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """Options for cutting microbatches from a text."""
-
-    seq_length: int
-    """Tokens of a sequence."""
-    micro_batch_size: int
-    """Sequences of a microbatch."""
-    seed: int
-    """Seed of the offsets into the text."""
-    data_parallel_rank: int = 0
-    """Data-parallel rank. Each rank reads at different offsets."""
-    shortest: int | None = None
-    """Shortest length. Each microbatch has its own length up to `seq_length`, equal on all ranks. None for fixed lengths."""
-    length_multiple: int = 1
-    """Divisor of all lengths."""
-    split: str = ""
-    """Name of the split. Each split reads at different offsets."""
-
-
-class TokenSource(Protocol):
+class TokenSource(abc.ABC):
     """Source of a training's microbatches."""
 
+    @abc.abstractmethod
     def check_length(self, seq_length: int) -> None:
         """Check that there is enough text for one sequence.
 
@@ -65,53 +50,82 @@ class TokenSource(Protocol):
             ConfigError: The text is too short.
         """
 
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches of step `step`."""
+    @abc.abstractmethod
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return int64 tokens, `[sequences, length]`, which only depend on the state of `draw`."""
+
+    def get_microbatch(
+        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
+    ) -> Microbatch:
+        """Return a microbatch of whole sequences. The same source and arguments give identical bits.
+
+        Args:
+            arguments: The training.
+            step: Number of the step, from 0.
+            microbatch: Number of the microbatch in the step, from 0.
+            data_parallel_rank: Data-parallel rank. Each copy of the model sees different text.
+            split: Name of the split. Each split has different text.
+
+        Raises:
+            ConfigError: The text is shorter than a sequence.
+        """
+        self.check_length(arguments.seq_length)
+        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
+        place = f"{split}{arguments.seed}/{step}/{microbatch}"
+        length = _draw_length(arguments, place)
+        rows = self.draw_rows(random.Random(f"{place}/{data_parallel_rank}"), arguments.micro_batch_size, length + 1)
+        return Microbatch(
+            tokens=rows[:, :-1].contiguous(),
+            labels=rows[:, 1:].contiguous(),
+            loss_mask=torch.ones(len(rows), length, dtype=torch.float32, device=rows.device),
+            position_ids=torch.arange(length, device=rows.device).expand(len(rows), length).contiguous(),
+        )
 
 
-class RandomTokens:
+class RandomTokens(TokenSource):
     """Random tokens from the whole vocabulary, drawn once. Every step has the same microbatches, already on the device.
 
-    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients.
+    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients. All
+    trainings must have the same shapes.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._drawn: dict[tuple[Batches, int], Microbatch] = {}
+        self._drawn: dict[tuple[int, int, str], Microbatch] = {}
 
     def check_length(self, seq_length: int) -> None:
         """Do nothing: random tokens do not run out."""
 
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches, the same in every step."""
-        for microbatch in range(count):
-            key = batches, microbatch
-            if key not in self._drawn:
-                self._drawn[key] = self._draw(batches, microbatch)
-            yield self._drawn[key]
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return random tokens on the device."""
+        generator = torch.Generator().manual_seed(draw.getrandbits(63))
+        return torch.randint(self._vocab_size, (sequences, length), generator=generator).to(self._device)
 
-    def _draw(self, batches: Batches, microbatch: int) -> Microbatch:
-        # As in `TextData.get_microbatch`, each microbatch has its own seed, and torch's random state is unchanged.
-        seed = random.Random(f"{batches.split}{batches.seed}/{microbatch}/{batches.data_parallel_rank}").getrandbits(63)
-        size = batches.micro_batch_size, _draw_length(batches, 0, microbatch) + 1
-        rows = torch.randint(self._vocab_size, size, generator=torch.Generator().manual_seed(seed))
-        return _cut(rows.to(self._device))
+    def get_microbatch(
+        self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
+    ) -> Microbatch:
+        """Return a microbatch of whole sequences, the same in every step."""
+        key = microbatch, data_parallel_rank, split
+        if key not in self._drawn:
+            self._drawn[key] = super().get_microbatch(
+                arguments, step=0, microbatch=microbatch, data_parallel_rank=data_parallel_rank, split=split
+            )
+        return self._drawn[key]
 
 
-class TextData:
-    """A text in memory that is cut into microbatches."""
+class TextData(TokenSource):
+    """A text in memory that is cut into microbatches.
+
+    Args:
+        text: At least two bytes, which are copied.
+        name: Name of the text, for messages and errors.
+
+    Raises:
+        ConfigError: The text is too short for one token and its successor.
+    """
 
     def __init__(self, text: bytes, *, name: str) -> None:
-        """Copy `text` into memory.
-
-        Args:
-            text: At least two bytes.
-            name: Name of the text, for messages and errors.
-
-        Raises:
-            ConfigError: The text is too short for one token and its successor.
-        """
         if len(text) < 2:
             raise ConfigError(f"--data {name} has {len(text)} bytes. Give a text of at least one sequence.")
         self.name = name
@@ -129,17 +143,17 @@ class TextData:
             ConfigError: `path` does not exist, or has nothing to read.
         """
         if path is None:
-            library = Path(sysconfig.get_path("stdlib"))
-            return cls(_read(_find_library_files(library)), name="Python standard library")
-        if not os.path.exists(path):
-            raise ConfigError(f"--data {path} does not exist. Give a text file or a folder of them, or leave --data out.")
+            return cls(_read(_find_library_files()), name="Python standard library")
+        other = "Give a text file or a folder of them, or leave --data out."
         if not (path.is_file() or path.is_dir()):
-            raise ConfigError(
-                f"--data {path} is not a regular file. Give a text file or a folder of them, or leave --data out."
-            )
-        text = _read(iter([path]) if path.is_file() else _find_files(path))
+            raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {other}")
+        try:
+            text = _read(iter([path]) if path.is_file() else _find_files(path))
+        except OSError as error:
+            why = f"{error.filename} cannot be read: {error.strerror}"
+            raise ConfigError(f"--data {why}. Make it readable or leave it out.") from error
         if not text:
-            raise ConfigError(f"--data {path} is empty. Give a text file or a folder of them, or leave --data out.")
+            raise ConfigError(f"--data {path} is empty. {other}")
         return cls(text, name=str(path))
 
     def __len__(self) -> int:
@@ -158,76 +172,47 @@ class TextData:
                 "Give a longer text or a shorter sequence."
             )
 
-    def get_microbatch(self, batches: Batches, *, step: int, microbatch: int) -> Microbatch:
-        """Return microbatch `microbatch` of step `step`, on the CPU. The same text and arguments give identical bits.
-
-        Raises:
-            ConfigError: The text is shorter than a sequence.
-        """
-        self.check_length(batches.seq_length)
-        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
-        draw = random.Random(f"{batches.split}{batches.seed}/{step}/{microbatch}/{batches.data_parallel_rank}")
-        length = _draw_length(batches, step, microbatch)
-        starts = [draw.randrange(len(self) - length) for _ in range(batches.micro_batch_size)]
-        rows = torch.stack([self._bytes[start : start + length + 1] for start in starts]).to(torch.int64)
-        return _cut(rows)
-
-    def iterate_microbatches(self, batches: Batches, *, step: int, count: int) -> Iterator[Microbatch]:
-        """Yield the first `count` microbatches of step `step`."""
-        for microbatch in range(count):
-            yield self.get_microbatch(batches, step=step, microbatch=microbatch)
+    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return sequences that begin anywhere in the text, on the CPU."""
+        starts = [draw.randrange(len(self) + 1 - length) for _ in range(sequences)]
+        return torch.stack([self._bytes[start : start + length] for start in starts]).to(torch.int64)
 
 
-def _cut(rows: torch.Tensor) -> Microbatch:
-    """Split `rows`, `[b, s + 1]`, into the tensors of a microbatch, on the same device."""
-    sequences, length = rows.shape[0], rows.shape[1] - 1
-    return Microbatch(
-        tokens=rows[:, :-1].contiguous(),
-        labels=rows[:, 1:].contiguous(),
-        loss_mask=torch.ones(sequences, length, dtype=torch.float32, device=rows.device),
-        position_ids=torch.arange(length, device=rows.device).expand(sequences, length).contiguous(),
-    )
+def _draw_length(arguments: TrainingArguments, place: str) -> int:
+    """Return the sequence length of the microbatch at `place`, equal on all ranks: all of it, or from half of it on."""
+    if not arguments.has_variable_lengths:
+        return arguments.seq_length
+    multiple = arguments.sequence_shares
+    if arguments.transformer.get("fp8"):
+        multiple = math.lcm(multiple, FP8_ROWS * multiple)
+    shortest = max(multiple, arguments.seq_length // 2)
+    return multiple * random.Random(f"length {place}").randint(-(-shortest // multiple), arguments.seq_length // multiple)
 
 
-def _draw_length(batches: Batches, step: int, microbatch: int) -> int:
-    if batches.shortest is None:
-        return batches.seq_length
-    draw = random.Random(f"length {batches.split}{batches.seed}/{step}/{microbatch}")
-    multiple = batches.length_multiple
-    return multiple * draw.randint(-(-batches.shortest // multiple), batches.seq_length // multiple)
-
-
-def _find_library_files(library: Path) -> Iterator[Path]:
+def _find_library_files() -> Iterator[Path]:
     # Installed packages, tests and optional parts differ between machines; the rest comes with every Python.
     left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
-    for folder, folders, files in os.walk(library):
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - left_out)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def _find_files(folder: Path) -> Iterator[Path]:
     """Yield the regular files under `folder` in name order. Each folder is listed only when it is reached."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ConfigError(f"--data {folder} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
-    for entry in entries:
-        if entry.is_file():
-            yield Path(entry.path)
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
         # Do not follow links: a link to a parent folder would never end.
-        elif entry.is_dir(follow_symlinks=False):
-            yield from _find_files(Path(entry.path))
+        elif path.is_dir() and not path.is_symlink():
+            yield from _find_files(path)
 
 
 def _read(files: Iterator[Path]) -> bytes:
     """Return the first `LARGEST_TEXT_BYTES` of `files`. Later files are neither opened nor read."""
     text = bytearray()
     for path in files:
-        try:
-            with path.open("rb") as file:
-                text += file.read(LARGEST_TEXT_BYTES - len(text))
-        except OSError as error:
-            raise ConfigError(f"--data {path} cannot be read: {error.strerror}. Make it readable or leave it out.") from error
+        with path.open("rb") as file:
+            text += file.read(LARGEST_TEXT_BYTES - len(text))
         if len(text) >= LARGEST_TEXT_BYTES:
             break
     return bytes(text)

@@ -4,7 +4,7 @@ import concurrent.futures
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,20 +49,6 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "token_dispatcher"):
             detach_routing(module.token_dispatcher)
-
-
-class Optimizer(Protocol):
-    """Interface of the optimizers of a trainer."""
-
-    def step(self) -> None:
-        """Update the parameters, or leave them unchanged."""
-
-
-class NoOptimizer:
-    """Stand-in that leaves the parameters unchanged and needs no memory."""
-
-    def step(self) -> None:
-        """Leave the parameters unchanged."""
 
 
 class MainGradOptimizer:

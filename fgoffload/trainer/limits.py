@@ -1,15 +1,21 @@
-"""Refuses trainings that this version or the installed packages do not support, before anything is built."""
+"""Refuses trainings and plans that this version or the installed packages do not support, before anything is built."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from fgoffload.errors import PlanError
+from fgoffload.integrations.megatron.adapter.model_config import read_facts
 from fgoffload.integrations.megatron.flags.graph_modes import TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.graphs.graph_checks import list_dropless_faults
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, naming_plan_file
 from fgoffload.trainer.training_arguments import TrainingArguments
 
-_TE_LAYERS = "give --transformer-impl transformer_engine"
+_IMPLEMENTATIONS = ("local", "transformer_engine")
+_LAYER_GRAPHS = f"--cuda-graph-impl {TRANSFORMER_ENGINE}"
 
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
@@ -25,21 +31,15 @@ def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
 
 def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
     given = arguments.transformer
-    implementations = ("local", "transformer_engine")
+    impl = given.get("transformer_impl", "local")
+    is_local = not arguments.uses_transformer_engine
     for flag, is_given, instead in (
-        ("--fp16, which needs loss scaling,", given.get("fp16", False), "give --bf16"),
-        ("--fp8-param-gather, which needs an FP8 optimizer,", given.get("fp8_param", False), "leave it out"),
-        (
-            f"--transformer-impl {given.get('transformer_impl')}",
-            given.get("transformer_impl", "local") not in implementations,
-            f"give one of {', '.join(implementations)}",
-        ),
+        ("--fp16, which needs loss scaling,", given.get("fp16"), "give --bf16"),
+        ("--fp8-param-gather, which needs an FP8 optimizer,", given.get("fp8_param"), "leave it out"),
+        (f"--transformer-impl {impl}", impl not in _IMPLEMENTATIONS, f"give one of {', '.join(_IMPLEMENTATIONS)}"),
         ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "give --cuda-graph-impl local"),
-        (
-            "--external-cuda-graph, a deprecated flag,",
-            given.get("external_cuda_graph"),
-            f"give --cuda-graph-impl {TRANSFORMER_ENGINE}",
-        ),
+        ("--external-cuda-graph, a deprecated flag,", given.get("external_cuda_graph"), f"give {_LAYER_GRAPHS}"),
+        ("--masked-softmax-fusion, which needs Apex,", given.get("masked_softmax_fusion") and is_local, "leave it out"),
     ):
         if is_given:
             yield f"{flag} is not supported in this version: {instead}."
@@ -62,8 +62,6 @@ def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
         )
     if arguments.uses_transformer_engine and needs_cpu_support():
         yield "--transformer-impl transformer_engine needs a GPU, and there is none. Give --transformer-impl local."
-    if arguments.transformer.get("masked_softmax_fusion", False) and not arguments.uses_transformer_engine:
-        yield "--masked-softmax-fusion, which needs Apex, is not supported in this version: leave it out."
 
 
 def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
@@ -99,25 +97,47 @@ def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
     """Yield settings that Transformer Engine's layers support and Megatron's local ones do not."""
     if arguments.uses_transformer_engine:
         return
-    given = arguments.transformer
-    if given.get("fp8"):
-        yield f"--fp8-format {given['fp8']} needs Transformer Engine's layers: {_TE_LAYERS} or leave it out."
-    if given.get("moe_grouped_gemm"):
-        yield f"--moe-grouped-gemm needs Transformer Engine's layers: {_TE_LAYERS} or leave it out."
-    if arguments.context_parallel_size > 1:
-        size = arguments.context_parallel_size
-        yield f"--context-parallel-size {size} needs Transformer Engine's attention: {_TE_LAYERS} (on GPUs) or give 1."
+    given, size = arguments.transformer, arguments.context_parallel_size
     # Users who replace the local layers' attention know what it supports.
-    if not _has_megatrons_own_attention():
-        return
+    has_own_attention = _has_megatrons_own_attention()
     for flag, is_given in (
-        ("--multi-latent-attention", given.get("multi_latent_attention")),
-        ("--packed-sequences", arguments.packed_sequences),
+        (f"--fp8-format {given.get('fp8')}", given.get("fp8")),
+        ("--moe-grouped-gemm", given.get("moe_grouped_gemm")),
+        (f"--context-parallel-size {size}", size > 1),
+        ("--multi-latent-attention", given.get("multi_latent_attention") and has_own_attention),
+        ("--packed-sequences", arguments.packed_sequences and has_own_attention),
     ):
         if is_given:
-            yield f"{flag} needs Transformer Engine's attention: {_TE_LAYERS} (on a GPU) or leave it out."
+            instead = "give --transformer-impl transformer_engine (on a GPU) or leave it out"
+            yield f"{flag} needs Transformer Engine's layers: {instead}."
 
 
 def _has_megatrons_own_attention() -> bool:
     attention = load_module("megatron.core.transformer.dot_product_attention").DotProductAttention
     return bool(load_module("megatron.core.models.backends").LocalSpecProvider().core_attention() is attention)
+
+
+def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
+    """Check a plan file against a training, as far as possible before a model is built.
+
+    Raises:
+        ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.
+        PlanError: The file cannot be read, was made for another training, or names a layer that does not exist.
+    """
+    plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
+    step = {
+        TOKENS: arguments.seq_length * arguments.micro_batch_size,
+        MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
+    }
+    with naming_plan_file(path):
+        plan.check_made_for({**read_facts(config), **step})
+    if arguments.offload is not None:
+        arguments.offload.tags.check(plan.offloaded_tags, flag=name)
+    layers = config.num_layers + (config.mtp_num_layers or 0)
+    chunks = arguments.virtual_pipeline_size or 1
+    for site in plan.actions:
+        if site.layer not in range(layers) or site.chunk not in range(chunks):
+            raise PlanError(
+                f"{name} names {site} in chunk {site.chunk}, and the model has {layers} layers and {chunks} "
+                "chunk(s) a rank, counted from 0. Plan for this model."
+            )

@@ -36,7 +36,13 @@ def forget_embeddings(chunks: Iterable[Any]) -> None:
 def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None) -> Any:
     parallel_state = load_module("megatron.core.parallel_state")
     gpt_model = load_module("megatron.core.models.gpt.gpt_model")
-    layer_spec = _build_layer_spec(config, vp_stage)
+    layer_spec = load_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
     return gpt_model.GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,
@@ -54,35 +60,13 @@ def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None
     )
 
 
-def _build_layer_spec(config: Any, vp_stage: int | None) -> Any:
-    """Return the spec of all layers of a chunk, or of a single layer if all are alike."""
-    specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
-    uses_transformer_engine = config.transformer_impl == "transformer_engine"
-    if config.num_moe_experts is not None:
-        return specs.get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=uses_transformer_engine,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
-    common = {
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "qk_l2_norm": config.qk_l2_norm,
-    }
-    if uses_transformer_engine:
-        return specs.get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=config.use_te_activation_func)
-    return specs.get_gpt_layer_local_spec(**common, normalization=config.normalization)
-
-
 def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
     """Return the spec of the multi-token prediction layers, or None if this chunk has none."""
     if not config.mtp_num_layers:
         return None
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
     uses_transformer_engine = config.transformer_impl == "transformer_engine"
-    if not getattr(layer_spec, "layer_specs", True):
+    if not layer_spec.layer_specs:
         # A last stage without decoder layers: build them like the decoder's last layer.
         layer_spec = specs.get_gpt_decoder_layer_specs(
             config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm

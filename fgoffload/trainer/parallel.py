@@ -1,19 +1,24 @@
 """Sets up the processes of a training: groups, device, seeds, and Megatron's process-wide state."""
 
+import contextlib
 import os
 import random
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fgoffload.environment import keep_environment
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.planner.timing.profile import CPU
 from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.training_arguments import TrainingArguments
+
+ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables that Megatron's model sets for Transformer Engine. The next model raises if they name another backend."""
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
@@ -129,6 +134,24 @@ def clear_megatron_buffers() -> None:
     load_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper.tracker.clear()
     if has_transformer_engine():
         load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.reset()
+
+
+@contextlib.contextmanager
+def use_deterministic_algorithms() -> Iterator[None]:
+    """Make torch and Transformer Engine use deterministic kernels. torch warns if it has none for an operator."""
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Deterministic matrix products need this before the first CUDA matrix product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # At 0, Transformer Engine only uses attention kernels whose backward adds in a fixed order.
+    variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    try:
+        with keep_environment((variable,)):
+            os.environ[variable] = "0"
+            yield
+    finally:
+        torch.use_deterministic_algorithms(mode=was_enabled, warn_only=was_warn_only)
 
 
 def get_router_losses() -> MutableMapping[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from fgoffload.config import AUTO, OffloadConfig
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-from fgoffload.engine import Device, find_device
+from fgoffload.engine import find_device
 from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
@@ -24,12 +24,11 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile, merge_processes
-from fgoffload.trainer.compared_steps import MOST_COMPARED_STEPS, compare_steps
+from fgoffload.trainer.compared_steps import compare_steps
 from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.parallel import name_device
-from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 from fgoffload.trainer.training_arguments import TrainingArguments
-from fgoffload.trainer.training_policy import Kernels, TrainingPolicy, Update
 from fgoffload.units import TIB
 
 logger = logging.getLogger(__name__)
@@ -37,28 +36,17 @@ logger = logging.getLogger(__name__)
 PLAIN_STEPS = 3
 """Number of steps timed without a measurement, after one warm-up step. The median of three ignores a slow step."""
 
-LONGEST_RUN = max(1 + PLAIN_STEPS, 2 + MOST_COMPARED_STEPS)
-"""Maximum number of steps that a profile runs with one trainer."""
 
-
-def get_training_device() -> Device:
-    """Return the device of this process's trainings."""
-    return find_device("cpu" if needs_cpu_support() else "cuda")
-
-
-def profile_link(device: Device) -> Profile:
-    """Measure the link of `device`, and return a profile of the link alone."""
-    return _make_profile(measure_link(device), ())
+def profile_link() -> Profile:
+    """Measure the link of this process's device, and return a profile of the link alone."""
+    return _make_profile(measure_link(find_device("cpu" if needs_cpu_support() else "cuda")), ())
 
 
 def profile_training(
     arguments: TrainingArguments,
     text: TokenSource,
-    link: LinkProfile,
     *,
-    update: Update = Update.ADAMW,
-    plain_step_s: float | None = None,
-    has_own_host: bool | None = None,
+    has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Profile a training. All processes of the training call this and get the profile.
@@ -67,11 +55,7 @@ def profile_training(
         arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of
             offloaded tensors.
         text: Training text.
-        link: Link of this process.
-        update: Parameter update at the end of a step, if any.
-        plain_step_s: Seconds of an unmeasured step of the same training without offload, if it was just timed. None times some
-            steps first. Baseline steps of the comparison count equally.
-        has_own_host: Whether the host is separate from the device, so that training may be launch-bound. None asks the device.
+        has_optimizer: Whether a step updates the parameters.
         on_step: Called after each step except the unmeasured ones.
 
     Raises:
@@ -83,11 +67,11 @@ def profile_training(
             "a profile is measured without --cuda-graph-impl %s: replayed graphs cannot be measured.",
             arguments.cuda_graph_impl,
         )
-        arguments, plain_step_s = arguments.without_graphs(), None
+        arguments = arguments.without_graphs()
     # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
-    policy = TrainingPolicy(kernels=Kernels.FASTEST, update=update)
-    if plain_step_s is None:
-        plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
+    link = profile_link().link
+    policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
+    plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
         engine = trainer.integration.engine
@@ -98,13 +82,11 @@ def profile_training(
         with contextlib.closing(measurement):
             profile = dataclasses.replace(
                 _make_profile(link, _measure_ranks(trainer, measurement, on_step)),
-                has_optimizer=update is not Update.NONE,
+                has_optimizer=has_optimizer,
                 plain_step_s=plain_step_s,
             )
-            if has_own_host is None:
-                has_own_host = engine.device.type != "cpu"
-            # Steps differ if the batch grows or if sequence lengths vary.
-            if has_own_host and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
+            # On a CPU, device and host are one. Steps differ if the batch grows or if sequence lengths vary.
+            if engine.device.type != "cpu" and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
                 profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
 

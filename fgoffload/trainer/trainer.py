@@ -8,7 +8,6 @@ timing measurement omits the parts that it does not need.
 import contextlib
 import dataclasses
 import gc
-import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
+from fgoffload.environment import keep_environment
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
@@ -26,39 +26,35 @@ from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.forward_step import LOSS, ForwardStep
 from fgoffload.trainer.gradients import (
     MainGradOptimizer,
-    NoOptimizer,
-    Optimizer,
     digest_tensors,
     get_main_grad,
     release_graphs,
     wrap_chunks,
 )
 from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.microbatches import count_microbatches, iterate_microbatches
 from fgoffload.trainer.models import build_chunks, forget_embeddings
-from fgoffload.trainer.process_state import keep_environment, use_deterministic_algorithms
+from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_graphs import choose_graphs
-from fgoffload.trainer.training_policy import DEFAULT_POLICY, Engine, Kernels, TrainingPolicy, Update
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Results of one step on this rank."""
+class TrainingPolicy:
+    """Options of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
 
-    step: int
-    """Number of the step, from 0."""
-    losses: tuple[float, ...]
-    """Losses of this rank's microbatches, in order, over this rank's tokens; empty on all pipeline stages but the last."""
-    gradient_digests: dict[str, str]
-    """SHA-256 of each gradient's bytes, reduced over all ranks, by parameter name as `chunk.name`. Empty if not requested."""
-    seconds: float
-    """Seconds from the start of forward until the device finished the optimizer, without digests."""
+    is_deterministic: bool = True
+    """Whether kernels are bitwise reproducible but slower. Otherwise torch and Transformer Engine choose the fastest."""
+    has_optimizer: bool = True
+    """Whether AdamW updates the parameters. Otherwise a step is forward and backward only, without optimizer memory."""
+    uses_megatrons_engine: bool = False
+    """Whether Megatron-Core's own engine offloads, see `megatron_engine`. Otherwise ours does, also at its call sites."""
+
+
+DEFAULT_POLICY = TrainingPolicy()
+"""The policy of `fgoffload train`."""
 
 
 class Trainer:
-    """A model, its optimizer and its data. Call `initialize_parallel` first and `close` at the end."""
+    """A model, its optimizer and its data. Call `parallel.initialize_parallel` first and `close` at the end."""
 
     def __init__(
         self,
@@ -85,7 +81,9 @@ class Trainer:
         refuse_what_is_not_built(arguments)
         text.check_length(arguments.seq_length)
         if not torch.distributed.is_initialized():
-            raise StateError("no process group is initialized. Call Trainer.initialize_parallel(arguments) first.")
+            raise StateError(
+                "no process group is initialized. Call initialize_parallel(arguments) of fgoffload.trainer.parallel first."
+            )
         self.arguments = arguments
         self.text = text
         self.policy = policy
@@ -96,6 +94,7 @@ class Trainer:
         self.graphs = choose_graphs(arguments)
         """CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
+        self._optimizer: MainGradOptimizer | None = None
         self._step = 0
         self._evaluations = 0
         self._consumed_samples = 0
@@ -110,19 +109,23 @@ class Trainer:
     def _build(self, offload: OffloadConfig | None) -> None:
         arguments = self.arguments
         self._cleanup.enter_context(apply_cpu_support() if needs_cpu_support() else apply_local_layer_support())
-        if self.policy.kernels is Kernels.DETERMINISTIC:
-            self._cleanup.enter_context(use_deterministic_algorithms())
-        self._cleanup.enter_context(keep_environment())
+        if self.policy.is_deterministic:
+            self._cleanup.enter_context(parallel.use_deterministic_algorithms())
+        self._cleanup.enter_context(keep_environment(parallel.ATTENTION_BACKENDS))
         self._cleanup.callback(parallel.clear_megatron_buffers)
-        if offload is not None:
-            # Offload starts before the model is built, since layers look up the offload interface while they are built.
-            self._start_offload(offload)
+        if offload is not None and not self.policy.uses_megatrons_engine:
+            from fgoffload.integrations import megatron
+
+            # Before the model is built, since layers look up the offload interface while they are built.
+            self.integration = megatron.apply(offload)
+            self._cleanup.callback(self.integration.remove)
         self._device = parallel.get_device()
         parallel.clear_megatron_buffers()
         parallel.seed_everything(arguments)
         config = build_transformer_config(arguments, offload=offload)
-        if offload is not None and self.policy.engine is Engine.MEGATRON:
-            megatron_engine.choose_fraction(config, offload.activation_offload_fraction)
+        if offload is not None and self.policy.uses_megatrons_engine:
+            megatron_engine.prepare(offload, config)
+            self._cleanup.callback(megatron_engine.reset)
         self.chunks = [
             # The local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
             chunk.to(self._device, dtype=config.params_dtype)
@@ -132,25 +135,8 @@ class Trainer:
             self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
         self.graphs.start(self._wrapped_chunks, config)
         self._forward_step = ForwardStep(arguments, self._device)
-        self._optimizer: Optimizer = NoOptimizer()
-        if self.policy.update is Update.ADAMW:
+        if self.policy.has_optimizer:
             self._optimizer = MainGradOptimizer(self.parameters(), lr=arguments.lr)
-        _logger.info(
-            "%d parameters in %d model chunk(s) on %s.",
-            sum(parameter.numel() for parameter in self.parameters()),
-            len(self.chunks),
-            self._device,
-        )
-
-    def _start_offload(self, offload: OffloadConfig) -> None:
-        if self.policy.engine is Engine.MEGATRON:
-            megatron_engine.prepare(offload)
-            self._cleanup.callback(megatron_engine.reset)
-            return
-        from fgoffload.integrations import megatron
-
-        self.integration = megatron.apply(offload)
-        self._cleanup.callback(self.integration.remove)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Iterate over the parameters of this rank, each once."""
@@ -174,7 +160,7 @@ class Trainer:
         start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
-        count = count_microbatches(self.arguments, consumed_samples=self._consumed_samples)
+        count = self.arguments.count_microbatches(self._consumed_samples)
         losses = self._run_schedule(count, is_evaluation=False)
         digests: dict[str, str] = {}
         if with_digests:
@@ -184,7 +170,8 @@ class Trainer:
             hashing = time.perf_counter()
             digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
             start += time.perf_counter() - hashing
-        self._optimizer.step()
+        if self._optimizer is not None:
+            self._optimizer.step()
         values = tuple(float(loss) for loss in losses)
         self._synchronize()
         result = StepResult(step=self._step, losses=values, gradient_digests=digests, seconds=time.perf_counter() - start)
@@ -227,20 +214,10 @@ class Trainer:
         forget_embeddings(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
-        self._optimizer = NoOptimizer()
+        self._optimizer = None
         self._cleanup.close()
         # Megatron's modules have reference cycles (a layer and its bound methods), and the next trainer needs the memory.
         gc.collect()
-
-    @staticmethod
-    def initialize_parallel(arguments: TrainingArguments) -> None:
-        """Create the process groups. See `parallel.initialize_parallel`."""
-        parallel.initialize_parallel(arguments)
-
-    @staticmethod
-    def destroy_parallel() -> None:
-        """Destroy Megatron's process groups, and the process group itself."""
-        parallel.destroy_parallel()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -249,21 +226,15 @@ class Trainer:
     def _run_schedule(self, count: int, *, is_evaluation: bool) -> list[torch.Tensor]:
         """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
         arguments = self.arguments
+        rank, step = parallel.get_data_parallel_rank(), self._evaluations if is_evaluation else self._step
+        split = "evaluation" if is_evaluation else ""
+
+        def prepare(microbatch: int) -> dict[str, Any]:
+            batch = self.text.get_microbatch(arguments, step=step, microbatch=microbatch, data_parallel_rank=rank, split=split)
+            return self._forward_step.prepare(batch)
+
         # A stage with several chunks requests the same microbatch once for each chunk.
-        iterators = [
-            map(
-                self._forward_step.prepare,
-                iterate_microbatches(
-                    arguments,
-                    self.text,
-                    step=self._evaluations if is_evaluation else self._step,
-                    count=count,
-                    data_parallel_rank=parallel.get_data_parallel_rank(),
-                    is_evaluation=is_evaluation,
-                ),
-            )
-            for _ in self._wrapped_chunks
-        ]
+        iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]
         with ignore_expected_warnings():
             reports = self.graphs.get_schedule()(
                 forward_step_func=self._forward_step,

@@ -186,6 +186,24 @@ class TrainingArguments:
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
+    @property
+    def sequence_shares(self) -> int:
+        """Number that must divide a sequence's length, so that sequence- and context-parallel ranks can share it."""
+        shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
+        return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
+
+    def count_microbatches(self, consumed_samples: int) -> int:
+        """Return the microbatches of a rank in the step after `consumed_samples` sequences, while the batch ramps up.
+
+        Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core 0.16.1.
+        """
+        batch_size = self.global_batch_size
+        if self.rampup_batch_size is not None:
+            start, increment, samples = self.rampup_batch_size
+            increments = (batch_size - start) // increment
+            batch_size = min(batch_size, start + increment * (consumed_samples * increments // samples))
+        return batch_size // (self.micro_batch_size * self.data_parallel_size)
+
     def without_graphs(self) -> "TrainingArguments":
         """Return the same training with eager steps only."""
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
@@ -227,23 +245,12 @@ class TrainingArguments:
             yield (
                 f"--num-query-groups {groups} does not divide --num-attention-heads {heads}. Give a number of groups that does."
             )
-        channels = self.transformer.get("kv_channels")
-        if channels is None and hidden < heads:
-            yield (
-                f"--hidden-size {hidden} is below --num-attention-heads {heads}: a head would have no channels. "
-                f"Give --hidden-size {heads} or more, or --kv-channels."
-            )
+        channels = self.transformer.get("kv_channels") or hidden // heads
         is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
-        if is_rotary and channels is not None and channels % 2:
+        if channels < 1 or (is_rotary and channels % 2):
             yield (
-                f"--kv-channels {channels} is odd, and --position-embedding-type rope rotates pairs of channels. "
-                f"Give --kv-channels {channels + 1}."
-            )
-        if is_rotary and channels is None and hidden // heads % 2:
-            yield (
-                f"--hidden-size {hidden} over --num-attention-heads {heads} gives a head {hidden // heads} channels, an odd "
-                "number, and --position-embedding-type rope rotates pairs of them. "
-                f"Give --hidden-size {heads * (hidden // heads + 1)}, or an even --kv-channels."
+                f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0, and even with "
+                f"--position-embedding-type rope, which rotates pairs of channels. Give --kv-channels {channels + 1}."
             )
 
     def _check_experts(self) -> Iterator[str]:
@@ -296,22 +303,15 @@ class TrainingArguments:
             )
         if self.rampup_batch_size is None:
             return
-        if len(self.rampup_batch_size) != 3:
+        start, increment, samples = (*self.rampup_batch_size, 0, 0, 0)[:3]
+        batch_sizes = range(start, self.global_batch_size + 1, max(1, increment))
+        multiples = start % one_microbatch == increment % one_microbatch == 0
+        is_three = len(self.rampup_batch_size) == 3 and min(start, increment, samples) > 0
+        if not (is_three and multiples) or self.global_batch_size not in batch_sizes[1:]:
             yield (
-                f"--rampup-batch-size takes START, INCREMENT and SAMPLES, but got {len(self.rampup_batch_size)} number(s). "
-                f"Give three, as in {one_microbatch} {one_microbatch} 1000."
-            )
-            return
-        start, increment, samples = self.rampup_batch_size
-        spelled = f"--rampup-batch-size {start} {increment} {samples}"
-        if min(start, increment, samples) < 1:
-            yield f"{spelled} has a number below 1. Give numbers of 1 or more."
-        elif start % one_microbatch or increment % one_microbatch:
-            yield f"{spelled}: START and INCREMENT are not multiples of {one}. Give multiples of {one_microbatch}."
-        elif self.global_batch_size <= start or (self.global_batch_size - start) % increment:
-            yield (
-                f"{spelled} does not reach --global-batch-size {self.global_batch_size} in whole INCREMENTs. "
-                f"Give --global-batch-size {start + max(1, (self.global_batch_size - start) // increment) * increment}."
+                f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
+                f"{self.global_batch_size}. Give START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
+                f"multiples of {one}, so that START plus whole INCREMENTs is the global batch."
             )
 
     def _check_length(self) -> Iterator[str]:
@@ -321,8 +321,7 @@ class TrainingArguments:
                 f"--seq-length {self.seq_length} is above --max-position-embeddings "
                 f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
             )
-        shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
-        shares *= 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        shares = self.sequence_shares
         if self.seq_length % shares:
             yield (
                 f"--seq-length {self.seq_length} is not a multiple of {shares}, the parts that --sequence-parallel and "

@@ -23,11 +23,8 @@ _logger = logging.getLogger(__name__)
 _LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
-_TRAINING = "training"
-"""Megatron's key for training steps in its graph of a whole step."""
 
-
-class NoGraphs:
+class Graphs:
     """Runs every step eagerly. Base class of the classes that capture graphs."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
@@ -43,7 +40,16 @@ class NoGraphs:
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
         """Run the body, which builds the data-parallel wrapper, on a stream that is allowed during capture."""
-        yield
+        if not self._arguments.captures_graphs:
+            yield
+            return
+        # The wrapper holds the gradient accumulation nodes, which keep the stream on which they were created. Backward would
+        # wait for the default stream, which is not allowed during capture. Megatron-LM does the same.
+        stream = self._find_wrapping_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
         """Receive this rank's wrapped chunks and their config."""
@@ -63,42 +69,24 @@ class NoGraphs:
         Raises:
             IntegrationError: Nothing was captured when graphs should replay.
         """
-
-    def close(self) -> None:
-        """Release the graphs and Megatron's state for them. The model still exists."""
-        self._chunks, self._config = (), None
-
-
-class _Graphs(NoGraphs):
-    """Base class of all kinds of graphs."""
-
-    @contextlib.contextmanager
-    def wrapping(self) -> Iterator[None]:
-        # The wrapper holds the gradient accumulation nodes, which keep the stream on which they were created. Backward would
-        # wait for the default stream, which is not allowed during capture. Megatron-LM does the same.
-        stream = self._find_wrapping_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def prepare_step(self, step: int) -> None:
-        if step >= self._arguments.steps_until_replay and not self.is_captured:
+        if self._arguments.captures_graphs and step >= self._arguments.steps_until_replay and not self.is_captured:
             raise IntegrationError(
                 f"--cuda-graph-impl {self._arguments.cuda_graph_impl}: Megatron-Core has captured no CUDA graph in the first "
                 f"{step} steps. Name other --cuda-graph-modules, or leave the flag out."
             )
 
     def close(self) -> None:
+        """Release the graphs and Megatron's state for them. The model still exists."""
         self._chunks, self._config = (), None
-        # cuBLAS keeps a workspace per stream. A workspace allocated from a graph's pool would keep the pool alive.
-        clear_cublas_workspaces()
+        if self._arguments.captures_graphs:
+            # cuBLAS keeps a workspace per stream. A workspace allocated from a graph's pool would keep the pool alive.
+            clear_cublas_workspaces()
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-class _LocalGraphs(_Graphs):
+class _LocalGraphs(Graphs):
     """Graphs of modules, which Megatron captures at the end of the first step's schedule."""
 
     @property
@@ -118,7 +106,7 @@ class _LocalGraphs(_Graphs):
         super().close()
 
 
-class _LayerGraphs(_Graphs):
+class _LayerGraphs(Graphs):
     """Graphs of layers or their parts, which Transformer Engine captures between two steps."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
@@ -169,7 +157,7 @@ class _LayerGraphs(_Graphs):
         _logger.info("CUDA graphs of the layers are captured.")
 
 
-class _StepGraph(_Graphs):
+class _StepGraph(Graphs):
     """One graph of all microbatches' forward and backward, captured by Megatron in place of the schedule."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
@@ -178,7 +166,7 @@ class _StepGraph(_Graphs):
 
     @property
     def is_captured(self) -> bool:
-        return self._schedule is not None and self._schedule.cuda_graph[_TRAINING] is not None
+        return self._schedule is not None and self._schedule.cuda_graph["training"] is not None
 
     def get_schedule(self) -> Callable[..., Any]:
         if self._schedule is None:
@@ -212,9 +200,9 @@ class _StepGraph(_Graphs):
         return super()._find_wrapping_stream()
 
 
-_KINDS: dict[str, type[NoGraphs]] = {LOCAL: _LocalGraphs, TRANSFORMER_ENGINE: _LayerGraphs, FULL_ITERATION: _StepGraph}
+_KINDS: dict[str, type[Graphs]] = {LOCAL: _LocalGraphs, TRANSFORMER_ENGINE: _LayerGraphs, FULL_ITERATION: _StepGraph}
 
 
-def choose_graphs(arguments: TrainingArguments) -> NoGraphs:
+def choose_graphs(arguments: TrainingArguments) -> Graphs:
     """Return the object that captures the graphs of `arguments`."""
-    return _KINDS.get(arguments.cuda_graph_impl, NoGraphs)(arguments)
+    return _KINDS.get(arguments.cuda_graph_impl, Graphs)(arguments)

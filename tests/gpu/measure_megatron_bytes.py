@@ -27,12 +27,11 @@ def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[
     """
     from fgoffload import OffloadConfig
     from fgoffload.trainer.data import TextData
-    from fgoffload.trainer.trainer import Trainer
-    from fgoffload.trainer.training_policy import Kernels, TrainingPolicy
+    from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
     config = OffloadConfig(offload_modules=tuple(tags), min_offloaded_tensor_size=1)
     # Megatron and torch look at this for every operator, and attention when it is built: with sinks it is fused without alone.
-    policy = TrainingPolicy(kernels=Kernels.DETERMINISTIC if is_deterministic else Kernels.FASTEST)
+    policy = TrainingPolicy(is_deterministic=is_deterministic)
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=config, policy=policy)) as trainer:
         rows = note_rows(trainer)
         trainer.run_step(with_digests=False)
@@ -103,7 +102,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
 
     from fgoffload.integrations.megatron.patching.imports import load_module
     from fgoffload.trainer.arguments import parse_arguments
-    from fgoffload.trainer.trainer import Trainer
+    from fgoffload.trainer.parallel import initialize_parallel
 
     parallel_state = load_module("megatron.core.parallel_state")
     if torch.cuda.is_available():
@@ -121,7 +120,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
             kernels = contextlib.nullcontext() if arguments.uses_transformer_engine else fused_kernels()
             with kernels, balanced_routing():
                 if not parallel_state.model_parallel_is_initialized():
-                    Trainer.initialize_parallel(arguments)
+                    initialize_parallel(arguments)
                     gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
                 results[name] = measure(arguments, training["tags"], is_deterministic=request["is_deterministic"])
         except Exception:  # noqa: BLE001 - whatever it is, the test says it

@@ -169,7 +169,7 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
 
     from fgoffload import Action, OffloadConfig, OffloadPlan, Site
     from fgoffload.trainer.arguments import parse_arguments
-    from fgoffload.trainer.trainer import Trainer
+    from fgoffload.trainer.parallel import initialize_parallel
 
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
@@ -177,7 +177,7 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=row.gpus)
     arguments = parse_arguments(row.flags.split(), source=row.name, world_size=row.gpus)
-    Trainer.initialize_parallel(arguments)
+    initialize_parallel(arguments)
     options: dict[str, object] = {"min_offloaded_tensor_size": 64, **dict(row.options)}
     if row.plan:
         actions = {Site(chunk=row.find_chunk(layer), layer=layer, tag=tag): Action(action) for layer, tag, action in row.plan}

@@ -10,6 +10,7 @@ from fgoffload import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 from fgoffload.trainer.trainer import Trainer
 
 # Megatron and Transformer Engine warn of their own code, while it is imported and while it runs.
@@ -61,9 +62,9 @@ def parallel():
         pytest.skip("needs Transformer Engine")
     if not is_installed("0.18"):
         pytest.skip("needs megatron-core 0.18 or newer")
-    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    initialize_parallel(parse_arguments(DENSE.split(), source="test"))
     yield
-    Trainer.destroy_parallel()
+    destroy_parallel()
 
 
 INSIDE, BESIDE = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")

@@ -4,13 +4,12 @@ import dataclasses
 
 from fgoffload.doctor import CommandResult, Machine
 from fgoffload.doctor.attention import PROBE
-from fgoffload.doctor.copies import CopyRates
 from fgoffload.doctor.gpus import QUERY
+from fgoffload.doctor.machine import CopyRates
 
 UUID = "GPU-aaaa"
 VERSIONS = {"torch": "2.11.0+cu130", "megatron-core": "0.16.1", "transformer-engine": "2.20.2"}
-SMI = "GPU-aaaa, NVIDIA H100 80GB HBM3, 00000000:17:00.0, 1, 5, 16, 16, 81559, 580.65.06\n"
-"""An idle GPU: its link runs as PCIe 1 to save power."""
+SMI = "GPU-aaaa, NVIDIA H100 80GB HBM3, 00000000:17:00.0, 5, 16, 16, 81559, 580.65.06\n"
 PROBE_OUTPUT = """\
 [DEBUG    | DotProductAttention]: Available backends = {FlashAttention=False, FusedAttention=True (sub-backend 1)}
 [DEBUG    | DotProductAttention]: Selected backend = FusedAttention.
@@ -43,22 +42,23 @@ def make_machine(root, **changes):
     write(root / "sys/devices/system/node/online", "0-1\n")
     write(root / "sys/devices/system/node/node0/cpulist", "0-3,8-11\n")
     write(root / "sys/devices/system/node/node1/cpulist", "4-7,12-15\n")
-    machine = Machine(
-        root=root,
-        environment={},
-        python_version="3.12.1",
-        run=Answers().run,
-        find_version=VERSIONS.get,
-        find_import_fault=lambda module: None,
-        find_cuda_version=lambda: "13.0",
-        count_gpus=lambda: 1,
-        find_gpu_uuid=lambda index: UUID,
-        measure_copies=lambda index: CopyRates(d2h=50e9, h2d=53e9),
-        try_pinning=lambda: None,
-        memlock_limit_bytes=None,
-        cpus=frozenset({0, 1, 2, 3}),
-    )
-    return dataclasses.replace(machine, **changes)
+    machine = Machine(root)
+    usual = {
+        "environment": {},
+        "python_version": "3.12.1",
+        "run": Answers().run,
+        "find_version": VERSIONS.get,
+        "find_import_fault": lambda module: None,
+        "find_cuda_version": lambda: "13.0",
+        "count_gpus": lambda: 1,
+        "find_gpu_uuid": lambda index: UUID,
+        "measure_copies": lambda index: CopyRates(d2h=50e9, h2d=53e9),
+        "try_pinning": lambda: None,
+        "memlock_limit_bytes": None,
+        "cpus": frozenset({0, 1, 2, 3}),
+    }
+    vars(machine).update(usual | changes)
+    return machine
 
 
 def write(path, text):

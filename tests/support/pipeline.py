@@ -166,7 +166,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     from fgoffload.integrations.megatron.patching.imports import load_module
     from fgoffload.trainer.arguments import parse_arguments
     from fgoffload.trainer.data import TextData
-    from fgoffload.trainer.trainer import Trainer
+    from fgoffload.trainer.parallel import initialize_parallel
     from support.attention import reference_attention
 
     store = torch.distributed.FileStore(str(folder / "store"), processes)
@@ -179,7 +179,7 @@ def _main(rank: int, processes: int, folder: Path) -> None:
         sizes = [getattr(arguments, f"{name}_size") for name in SIZES]
         if sizes != former:
             load_module("megatron.core.parallel_state").destroy_model_parallel()
-            Trainer.initialize_parallel(arguments)
+            initialize_parallel(arguments)
             gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
             former = sizes
         with reference_attention() if training.has_reference_attention else contextlib.nullcontext():

@@ -8,7 +8,8 @@ from pathlib import Path
 from fgoffload import Action, OffloadConfig, OffloadPlan, Site
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.trainer import StepResult, Trainer
+from fgoffload.trainer.steps import StepResult
+from fgoffload.trainer.trainer import Trainer
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "

@@ -11,7 +11,7 @@ from support.command import ARGUMENTS
 
 from fgoffload import OffloadConfig, text_files
 from fgoffload.cli import main
-from fgoffload.cli.process import run_torchrun
+from fgoffload.cli.run import run_torchrun
 from fgoffload.errors import LONGEST_MESSAGE, LONGEST_VALUE, ConfigError
 from fgoffload.text_files import read_text_file
 from fgoffload.units import parse_bytes

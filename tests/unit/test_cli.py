@@ -92,19 +92,18 @@ def test_a_training_without_offload_flags_runs_once_and_says_so(capsys):
 
 
 def test_a_gradient_that_differs_ends_with_code_1_and_names_the_parameter(capsys, monkeypatch):
-    from fgoffload.cli import measurement
+    from fgoffload.trainer.trainer import Trainer
 
-    read_step = measurement._read_step
+    run_step = Trainer.run_step
 
-    def read_and_change(result):
-        record = read_step(result)
-        changes.append(record)
+    def run_and_change(trainer):
+        changes.append(run_step(trainer))
         if len(changes) == 4:  # the second step of the second training
-            record.gradient_digests[next(iter(record.gradient_digests))] = "changed"
-        return record
+            changes[-1].gradient_digests[next(iter(changes[-1].gradient_digests))] = "changed"
+        return changes[-1]
 
     changes = []
-    monkeypatch.setattr(measurement, "_read_step", read_and_change)
+    monkeypatch.setattr(Trainer, "run_step", run_and_change)
     assert main(["train", ARGUMENTS, "--steps", "2"]) == 1
     first = next(iter(changes[0].gradient_digests))
     assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
@@ -148,6 +147,14 @@ def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
         logging.getLogger("fgoffload.integrations.megatron.adapter.site_actions").info("chunk 0")
         logging.getLogger("fgoffload.engine.engine").warning("late")
     assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites leave", "fgoffload: warning: late"]
+
+
+def test_warnings_come_from_the_first_process_alone(capsys):
+    log = LibraryLog()
+    log.silence()
+    with log.attached():
+        logging.getLogger("fgoffload.engine.engine").warning("late")
+    assert capsys.readouterr().err == ""
 
 
 def test_version_lists_the_packages_that_matter(capsys):

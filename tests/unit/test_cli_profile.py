@@ -71,7 +71,10 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["--json", "none/profile.json"], "--json 'none/profile.json' is in 'none', which does not exist. Give a writable"),
         (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be overwritten. Give another"),
         (["config.json"], "is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in:"),
-        (["model.sh", "--pipeline-model-parallel-size", "2"], "model.sh: this training needs a multiple of"),
+        (
+            ["model.sh", "--pipeline-model-parallel-size", "2"],
+            "model.sh and the command line: one copy of the model takes 2 processes",
+        ),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):

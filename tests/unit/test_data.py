@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from fgoffload.errors import ConfigError
-from fgoffload.trainer.data import Batches, TextData
+from fgoffload.trainer.arguments import parse_arguments
+from fgoffload.trainer.data import TextData
 
-BATCHES = Batches(seq_length=8, micro_batch_size=2, seed=1)
+
+def make_arguments(*, seq_length=8, micro_batch_size=2, seed=1):
+    flags = f"--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length {seq_length} --seed {seed}"
+    return parse_arguments([*flags.split(), "--micro-batch-size", str(micro_batch_size)], source="test")
+
+
+BATCHES = make_arguments()
 
 
 def test_labels_are_the_bytes_after_the_tokens() -> None:
@@ -27,10 +34,8 @@ def test_the_same_arguments_give_the_same_microbatch_and_others_another() -> Non
     others = [
         text.get_microbatch(BATCHES, step=4, microbatch=1).tokens,
         text.get_microbatch(BATCHES, step=3, microbatch=0).tokens,
-        text.get_microbatch(Batches(seq_length=8, micro_batch_size=2, seed=2), step=3, microbatch=1).tokens,
-        text.get_microbatch(
-            Batches(seq_length=8, micro_batch_size=2, seed=1, data_parallel_rank=1), step=3, microbatch=1
-        ).tokens,
+        text.get_microbatch(make_arguments(seed=2), step=3, microbatch=1).tokens,
+        text.get_microbatch(BATCHES, step=3, microbatch=1, data_parallel_rank=1).tokens,
     ]
 
     assert torch.equal(first, text.get_microbatch(BATCHES, step=3, microbatch=1).tokens)
@@ -44,7 +49,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"fourth")
     (tmp_path / "a.txt").write_bytes(b"first, ")
     text = TextData.load(tmp_path)
-    whole = Batches(seq_length=len(text) - 1, micro_batch_size=1, seed=1)
+    whole = make_arguments(seq_length=len(text) - 1, micro_batch_size=1)
 
     assert bytes(text.get_microbatch(whole, step=0, microbatch=0).tokens[0].tolist()) == b"first, second, thirdfourt"
 

@@ -1,7 +1,5 @@
 """What a launcher says of a process is read from its environment, and nothing else is."""
 
-import logging
-
 import pytest
 
 from fgoffload.cli.launch import Launch, find_launch
@@ -39,16 +37,3 @@ def test_torchrun_says_which_process_this_is():
 def test_what_no_launcher_would_set_is_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         find_launch(environment)
-
-
-def test_warnings_come_from_the_first_process_alone():
-    logger = logging.getLogger("fgoffload")
-    level = logger.level
-    try:
-        logger.setLevel(logging.INFO)
-        Launch(rank=0, world_size=2).silence_library()
-        assert logger.isEnabledFor(logging.WARNING)
-        Launch(rank=1, world_size=2).silence_library()
-        assert not logger.isEnabledFor(logging.WARNING)
-    finally:
-        logger.setLevel(level)

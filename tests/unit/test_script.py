@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from fgoffload.cli.process import set_up_process
+from fgoffload.cli.launch import set_up_process
 from fgoffload.cli.run import read_request
 from fgoffload.cli.script import run_script
 from fgoffload.errors import ConfigError

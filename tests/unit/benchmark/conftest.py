@@ -7,7 +7,7 @@ import pytest
 from support.trainings import DENSE
 
 from fgoffload.trainer.arguments import parse_arguments
-from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,6 @@ def _what_was_imported_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[None]:
-    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    initialize_parallel(parse_arguments(DENSE.split(), source="test"))
     yield
-    Trainer.destroy_parallel()
+    destroy_parallel()

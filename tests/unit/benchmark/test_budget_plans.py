@@ -2,18 +2,16 @@
 
 import dataclasses
 import itertools
+import types
 from pathlib import Path
 
 import pytest
 from support.toy_ranks import make_toy_rank
 
 from fgoffload import Action, OffloadPlan, PlanError, Site
-from fgoffload.benchmark import budget_plans
-from fgoffload.benchmark.budget_plans import BudgetPlans
-from fgoffload.benchmark.job import Job
-from fgoffload.benchmark.rank_models import Planned
+from fgoffload.benchmark import rank_models
+from fgoffload.benchmark.rank_models import plan_budget
 from fgoffload.benchmark.settings import parse_setting
-from fgoffload.planner.tried_plan import Tried
 
 BUDGET_BYTES = 1000
 SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")
@@ -26,23 +24,23 @@ class Planner:
     asked: list = dataclasses.field(default_factory=list)
     """What was to be left free, of each plan."""
 
-    def plan(self, ranks, *, budget_bytes, free_bytes):
-        """Stand in for `plan_for_budget`."""
+    def solve(self, ranks, *, budget_bytes, free_bytes, layer_passes):
+        """Stand in for `solve_leaving_free`."""
         self.asked.append(free_bytes)
         plan = OffloadPlan(actions={Site(chunk=0, layer=len(self.asked), tag="core_attn"): Action.OFFLOAD})
-        return Planned(plan=plan, peak_bytes=min(900, budget_bytes - free_bytes))
+        peak_bytes = min(900, budget_bytes - free_bytes)
+        return types.SimpleNamespace(plan=plan, result=types.SimpleNamespace(peak_bytes=peak_bytes))
 
 
 @pytest.fixture
 def planner(monkeypatch):
     planner = Planner()
-    monkeypatch.setattr(budget_plans, "plan_for_budget", planner.plan)
+    monkeypatch.setattr(rank_models, "solve_leaving_free", planner.solve)
     return planner
 
 
-def make_plans(folder: Path) -> BudgetPlans:
-    job = Job(source="x.sh", file_flags=(), warmup=1, steps=1, plan_folder=folder)
-    return BudgetPlans(job, rank=0, build_ranks=lambda: (make_toy_rank(),))
+def plan(folder: Path, try_plan):
+    return plan_budget(SETTING, (make_toy_rank(),), folder / "plan.json", try_plan)
 
 
 def read_layer(setting) -> int:
@@ -54,11 +52,11 @@ def read_layer(setting) -> int:
 def take(*peaks):
     """Return a trial of plans that take `peaks` bytes one after the other, the last one on and on."""
     sizes = itertools.chain(peaks, itertools.repeat(peaks[-1]))
-    return lambda setting: Tried(peak_bytes=next(sizes), step_s=1.0)
+    return lambda setting: next(sizes)
 
 
 def test_a_plan_that_takes_more_is_made_again_with_what_was_missing_left_free(planner, tmp_path):
-    found = make_plans(tmp_path).find(SETTING, take(1050, 1020, 990))
+    found = plan(tmp_path, take(1050, 1020, 990))
     # 1050 where 900 were predicted; then 1020 where 850 were.
     assert planner.asked == [0, 150, 170]
     assert read_layer(found) == 3
@@ -68,6 +66,6 @@ def test_that_there_is_no_plan_at_all_is_an_error(monkeypatch, tmp_path):
     def refuse(ranks, **_):
         raise PlanError("no plan")
 
-    monkeypatch.setattr(budget_plans, "plan_for_budget", refuse)
+    monkeypatch.setattr(rank_models, "solve_leaving_free", refuse)
     with pytest.raises(PlanError, match="no plan"):
-        make_plans(tmp_path).find(SETTING, take(0))
+        plan(tmp_path, take(0))

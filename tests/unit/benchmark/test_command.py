@@ -10,11 +10,10 @@ from support.trainings import write_plan
 
 from fgoffload import Action, OffloadPlan
 from fgoffload.benchmark import results
-from fgoffload.benchmark.job import Ready
 from fgoffload.benchmark.measurement import Measurement, Outcome
-from fgoffload.benchmark.steps import StepRecord
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.cli import main
+from fgoffload.trainer.steps import StepResult
 
 REFUSED = [
     ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench tiny_moe."),
@@ -98,13 +97,13 @@ def test_a_measured_profile_predicts_settings_and_plans_for_budgets(capsys):
     assert main(["bench", ARGUMENTS, *words, "--steps", "1", "--warmup", "1", "--repeats", "1", "--out", "results"]) == 0
     shown, _ = capsys.readouterr()
     rows = {row["setting"]: row for row in read_rows("results")}
-    assert list(rows) == ["baseline", "profile", "recompute:full", "ours:expert_fc1", "budget:12.00MiB", "plan:x"]
+    assert list(rows) == ["baseline", "recompute:full", "ours:expert_fc1", "budget:12.00MiB", "plan:x"]
     assert [name for name, row in rows.items() if row["failure"]] == ["budget:12.00MiB"]
     # From the profile: the hardware table does not have this device.
     assert "A memory budget of 11.98 MiB is not above the static memory" in rows["budget:12.00MiB"]["failure"]
     peaks = {name: int(row["activation_peak_bytes"] or 0) for name, row in rows.items()}
     assert 0 < peaks["recompute:full"] < peaks["plan:x"] < peaks["ours:expert_fc1"] < peaks["baseline"]
-    assert {name for name, row in rows.items() if row["profile_step_s"]} == {*rows} - {"profile", "budget:12.00MiB"}
+    assert {name for name, row in rows.items() if row["profile_step_s"]} == {*rows} - {"budget:12.00MiB"}
     assert "recompute:full" in shown
     document = json.loads(Path("results/run.json").read_text(encoding="utf-8"))
     assert document["surroundings"]["device"] == "CPU"
@@ -116,11 +115,11 @@ def test_a_measured_profile_predicts_settings_and_plans_for_budgets(capsys):
 def answer(monkeypatch, make_outcome):
     """Let every run have the outcome that `make_outcome` gives for its number, without a process."""
 
-    def run_sessions(job, runs, *, first_session, on_message, **options):
+    def run_sessions(job, runs, *, kind, first_session, on_message):
         found = Surroundings(device="CPU", driver=None, python="3", packages={}, cuda=None, cpus=1, variables={})
-        on_message(Ready(found))
+        on_message(found)
         for number, run in enumerate(runs):
-            yield Outcome(setting=run.setting, repeat=run.repeat, session=first_session, **make_outcome(number))
+            yield Outcome(run=run, process=kind, session=first_session, **make_outcome(number))
 
     monkeypatch.setattr(results, "run_sessions", run_sessions)
 
@@ -128,7 +127,7 @@ def answer(monkeypatch, make_outcome):
 def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     def make_outcome(number):
         digest = "other" if number == 2 else "same"
-        return {"bits": (StepRecord(losses=(1.0,), gradient_digests={"0.weight": digest}, seconds=1.0),)}
+        return {"bits": (StepResult(losses=(1.0,), gradient_digests={"0.weight": digest}, seconds=1.0),)}
 
     answer(monkeypatch, make_outcome)
     assert main(["bench", ARGUMENTS, "--check-bits", "--settings", "recompute:full", "save_on_cpu", "--out", "bits"]) == 1

@@ -7,11 +7,10 @@ from support.toy_ranks import make_toy_layer, make_toy_rank
 from support.trainings import write_plan
 
 from fgoffload import Action, ConfigError, OffloadPlan, PlanError
-from fgoffload.benchmark import forecaster as forecaster_module
-from fgoffload.benchmark.forecaster import Forecaster, predict
+from fgoffload.benchmark import prediction
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
-from fgoffload.benchmark.prediction import Source
+from fgoffload.benchmark.prediction import Forecaster, Source, predict
 from fgoffload.benchmark.rank_models import check_profile
 from fgoffload.benchmark.settings import BASELINE, list_default_settings, parse_setting
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
@@ -20,17 +19,15 @@ from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile
-from fgoffload.trainer.training_policy import Update
 
 ARGUMENTS = Path(__file__).parents[3] / "arguments"
-GIB = 2**30
 DEVICE = "NVIDIA H200"
 
 
-def make_job(folder=Path(), *, name="w2_moe"):
+def make_job(folder=Path(), *, name="w2_moe", profile=None):
     path = ARGUMENTS / f"{name}.sh"
     flags = tuple(read_argument_file(path, variables={}))
-    return Job(source=f"{name}.sh", file_flags=flags, warmup=1, steps=1, plan_folder=folder)
+    return Job(source=f"{name}.sh", file_flags=flags, warmup=1, steps=1, folder=folder, profile=profile)
 
 
 def make_profile(*, layers=6, device=DEVICE, **options):
@@ -50,12 +47,6 @@ def make_profile(*, layers=6, device=DEVICE, **options):
     copies = (CopyRate(size_bytes=1, d2h_bytes_per_s=1e6, h2d_bytes_per_s=1e6, duplex_bytes_per_s=1e6),)
     link = LinkProfile(copies=copies, compute_slowdown=0.0)
     return Profile(device=device, versions={}, date="today", link=link, ranks=(rank,), **options)
-
-
-def make_forecaster(job=None, *, device=DEVICE, profile=None):
-    forecaster = Forecaster(job or make_job(), profile=profile)
-    forecaster.meet(device)
-    return forecaster
 
 
 RANKS = [make_toy_rank(pipeline=Pipeline(microbatches=3), static_bytes=100)]
@@ -79,7 +70,7 @@ def test_a_setting_is_simulated_as_the_plan_of_its_flags(name, rows, monkeypatch
         plans.append(plan)
         return simulate(ranks, plan)
 
-    monkeypatch.setattr(forecaster_module, "simulate", simulate_and_record)
+    monkeypatch.setattr(prediction, "simulate", simulate_and_record)
     predicted = predict(RANKS, parse_setting(name))
     plan, nothing = plans
     assert {f"{site}: {action.value}" for site, action in plan.actions.items()} == rows
@@ -102,27 +93,28 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
         predict(RANKS, parse_setting("budget:1GiB").with_plan(Path("none.json")))
 
 
-def test_nothing_is_predicted_from_the_profile_of_another_device():
-    profile = make_profile(has_optimizer=False)
-    assert set(make_forecaster(profile=profile).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
-    assert set(make_forecaster(profile=profile, device="NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
+def test_nothing_is_predicted_from_the_profile_of_another_device(tmp_path):
+    make_profile(has_optimizer=False).save(tmp_path / "p.json")
+    job = make_job(profile=tmp_path / "p.json")
+    assert set(Forecaster(job, DEVICE).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
+    assert set(Forecaster(job, "NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
 
 
 def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(tmp_path):
     job = make_job(tmp_path, name="mla_moe")
-    forecaster = make_forecaster(job)
-    settings = list_default_settings(parse_setting_arguments(job, BASELINE).transformer, budgets_bytes=[20 * GIB])
+    forecaster = Forecaster(job, DEVICE)
+    settings = [*list_default_settings(parse_setting_arguments(job, BASELINE).transformer), parse_setting("budget:20GiB")]
     write_plan(job.find_plan_path(parse_setting("budget:20GiB")), {(0, "layer"): Action.RECOMPUTE})
     nothing = forecaster.predict(BASELINE)[Source.TABLE]
     assert nothing.ratio == 1
     for setting in settings:
         found = forecaster.predict(setting)
         assert bool(found) is not setting.name.startswith(("megatron", "te-layers", "save_on_cpu")), setting.name
-        for prediction in found.values():
-            assert prediction.ratio >= 1
+        for one in found.values():
+            assert one.ratio >= 1
             # A recompute of attention keeps more than it drops: docs/reference/saved_bytes.md.
-            assert prediction.static_bytes < prediction.peak_bytes
-            assert prediction.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
+            assert one.static_bytes < one.peak_bytes
+            assert one.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +124,7 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
         (make_profile(), r"p.json was measured with an optimizer, and this benchmark runs without an optimizer"),
     ],
 )
-def test_a_profile_of_another_training_is_refused(profile, message):
-    arguments = parse_setting_arguments(make_job(), BASELINE)
+def test_a_profile_of_another_training_is_refused(profile, message, tmp_path):
+    profile.save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=message):
-        check_profile(profile, arguments, update=Update.NONE, source="p.json")
+        check_profile(make_job(profile=tmp_path / "p.json"), parse_setting_arguments(make_job(), BASELINE))

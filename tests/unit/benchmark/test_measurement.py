@@ -8,8 +8,9 @@ import pytest
 from fgoffload.benchmark.measurement import (
     Measurement,
     Outcome,
-    Summary,
+    Run,
     find_ratio,
+    find_ratio_interval,
     merge_ranks,
     summarize,
 )
@@ -22,7 +23,8 @@ MAIN, MEGATRON = ProcessKind.MAIN, ProcessKind.MEGATRON
 
 def outcome(setting, *seconds, repeat=0, session=0, failure="", **numbers):
     measurement = Measurement(step_seconds=seconds, **numbers) if seconds else None
-    return Outcome(setting=setting, repeat=repeat, session=session, measurement=measurement, failure=failure)
+    run = Run(setting=setting, repeat=repeat)
+    return Outcome(run=run, process=MAIN, session=session, measurement=measurement, failure=failure)
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank_and_memory_is_the_fullest_ranks():
@@ -44,7 +46,7 @@ def test_a_ratio_is_over_the_baseline_of_the_same_process_and_repeat():
         outcome(BASELINE, 8.0, repeat=1, session=1),
         outcome(OURS, 10.0, repeat=1, session=1),
     ]
-    assert [find_ratio(outcomes, index) for index in range(6)] == [1.0, 1.5, 1.0, 0.75, 1.0, 1.25]
+    assert [find_ratio(outcomes, outcome) for outcome in outcomes] == [1.0, 1.5, 1.0, 0.75, 1.0, 1.25]
 
 
 def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory():
@@ -54,15 +56,11 @@ def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory()
         outcome(BASELINE, 2.0, repeat=1),
         outcome(OURS, 2.0, 3.0, repeat=1, peak_allocated_bytes=7, host_bytes=8),
     ]
-    _, ours = summarize(outcomes, [MAIN])
+    _, ours = summarize(outcomes)
     assert ours.step_seconds == (1.0, 2.0, 2.0, 3.0)
     assert ours.ratios == (1.5, 1.25)
-    assert (ours.ratio, ours.seconds) == (1.375, 2.0)
+    assert ours.ratio == 1.375
     assert (ours.worst.peak_allocated_bytes, ours.worst.host_bytes) == (7, 9)
-
-
-def summary(*ratios):
-    return Summary(setting=OURS, process=MAIN, ratios=ratios)
 
 
 def test_the_interval_of_ratios_is_students_of_their_logarithms():
@@ -70,4 +68,4 @@ def test_the_interval_of_ratios_is_students_of_their_logarithms():
     # The quantile 0.975 of Student's distribution with two degrees of freedom, from a table.
     reach = 4.30265 * statistics.stdev(logs) / math.sqrt(3)
     expected = (1.1 * math.exp(-reach), 1.1 * math.exp(reach))
-    assert summary(1.0, 1.1, 1.21).find_interval() == pytest.approx(expected, rel=1e-5)
+    assert find_ratio_interval((1.0, 1.1, 1.21)) == pytest.approx(expected, rel=1e-5)

@@ -1,15 +1,17 @@
 """Sessions: what becomes of the settings after one that fails, and of processes that die or fall silent."""
 
 import contextlib
+import dataclasses
+import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 from support.trainings import MOE
 
-from fgoffload.benchmark.job import Began, Crashed, Ended, Finished, Job, Purpose, Run
-from fgoffload.benchmark.measurement import Measurement
-from fgoffload.benchmark.processes import Session, run_sessions
+from fgoffload.benchmark.job import Crashed, Finished, Job
+from fgoffload.benchmark.measurement import Measurement, Outcome, Run
+from fgoffload.benchmark.processes import run_sessions, start_session
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 
 ONE, TWO, THREE = (parse_setting(f"recompute:{name}") for name in ("full", "core_attn", "layernorm"))
@@ -17,48 +19,36 @@ MEASURED = Measurement(step_seconds=(1.0,))
 
 
 def make_job(flags: str = MOE, **options) -> Job:
-    options.setdefault("plan_folder", Path())
+    options.setdefault("folder", Path())
     return Job(source="test.sh", file_flags=tuple(flags.split()), warmup=1, steps=1, **options)
 
 
-def run_scripted(tmp_path, runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None, purpose=Purpose.TIMES):
+def run_scripted(runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None):
     """Return the outcomes of `runs`, and what each session was given.
 
     Sessions crash at some settings, the first at some runs too, and refuse others.
     """
     given = []
 
-    class Scripted:
-        def __init__(self, runs):
-            self.runs = runs
+    def listen(runs, session):
+        for index, run in enumerate(runs):
+            yield 0, run
+            if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
+                yield 0, Crashed("out of memory")
+                return
+            outcome = Outcome(run=run, process=ProcessKind.MAIN, session=session)
+            yield 1, outcome  # another rank's counts for nothing
+            failure = "refused" if run.setting in refuse else ""
+            yield 0, dataclasses.replace(outcome, measurement=None if failure else MEASURED, failure=failure)
+        yield 0, Finished()
 
-        def listen(self):
-            for index, run in enumerate(self.runs):
-                yield 0, Began(run)
-                if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
-                    yield 0, Crashed("out of memory")
-                    return
-                yield 1, Ended(run)  # another rank's counts for nothing
-                failure = "refused" if run.setting in refuse else ""
-                yield 0, Ended(run, measurement=None if failure else MEASURED, failure=failure)
-            yield 0, Finished()
-
-    def start(job, runs, kind, log):
+    def start(job, runs, kind, session):
         given.append(list(runs))
-        return contextlib.nullcontext(Scripted(runs))
+        return contextlib.nullcontext(listen(runs, session))
 
     on_message = (lambda message: None) if heard is None else heard.append
-    outcomes = list(
-        run_sessions(
-            make_job(purpose=purpose),
-            runs,
-            kind=ProcessKind.MAIN,
-            first_session=4,
-            log_folder=tmp_path,
-            on_message=on_message,
-            start=start,
-        )
-    )
+    sessions = run_sessions(make_job(), runs, kind=ProcessKind.MAIN, first_session=4, on_message=on_message, start=start)
+    outcomes = list(sessions)
     return outcomes, given
 
 
@@ -70,17 +60,17 @@ def list_numbers(outcomes):
     return [(one.setting, one.session, one.failure) for one in outcomes]
 
 
-def test_runs_that_all_end_take_one_session(tmp_path):
+def test_runs_that_all_end_take_one_session():
     heard = []
-    outcomes, given = run_scripted(tmp_path, list_runs(BASELINE, ONE, TWO), refuse=[ONE], heard=heard)
+    outcomes, given = run_scripted(list_runs(BASELINE, ONE, TWO), refuse=[ONE], heard=heard)
     assert list_numbers(outcomes) == [(BASELINE, 4, ""), (ONE, 4, "refused"), (TWO, 4, "")]
     assert outcomes[2].measurement == MEASURED
     assert len(given) == 1
-    assert [type(message) for message in heard] == [Began, Ended] * 3 + [Finished]
+    assert [type(message) for message in heard] == [Run, Outcome] * 3 + [Finished]
 
 
-def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_the_baseline(tmp_path):
-    outcomes, given = run_scripted(tmp_path, list_runs(BASELINE, ONE, TWO, THREE), crash_at=[ONE])
+def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_the_baseline():
+    outcomes, given = run_scripted(list_runs(BASELINE, ONE, TWO, THREE), crash_at=[ONE])
     assert list_numbers(outcomes) == [
         (BASELINE, 4, ""),
         (ONE, 4, "out of memory"),
@@ -95,11 +85,11 @@ def test_leaving_a_session_on_an_exception_ends_its_processes(tmp_path):
     pids = []
 
     def interrupt():
-        with Session(make_job(), list_runs(BASELINE), ProcessKind.MAIN, tmp_path / "log") as session:
-            pids.append(session._processes[0].pid)
+        with start_session(make_job(folder=tmp_path), list_runs(BASELINE), ProcessKind.MAIN, 0):
+            pids.extend(process.pid for process in multiprocessing.active_children())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+        os.kill(pids[-1], 0)

@@ -6,11 +6,12 @@ import pytest
 from support.trainings import EXPERTS, SHAPE
 
 from fgoffload import ConfigError, IntegrationError
-from fgoffload.benchmark.job import Job, Purpose, Run
+from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import load_arguments
+from fgoffload.benchmark.measurement import Run
 from fgoffload.benchmark.runner import Runner
 from fgoffload.benchmark.settings import BASELINE, parse_setting
-from fgoffload.benchmark.steps import find_gradient_difference, find_loss_difference
+from fgoffload.trainer.steps import find_differences
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -19,7 +20,7 @@ OURS = "--min-offloaded-tensor-size 64 --offload-prefetch 64KiB"
 
 
 def make_job(flags: str = f"{FLAGS} {OURS}", **options) -> Job:
-    options = {"warmup": 1, "steps": 2, "plan_folder": Path(), **options}
+    options = {"warmup": 1, "steps": 2, "folder": Path(), **options}
     return Job(source="test.sh", file_flags=tuple(flags.split()), **options)
 
 
@@ -43,18 +44,17 @@ def test_where_graphs_are_captured_no_timed_step_comes_before_their_first_replay
 
 
 def test_where_graphs_are_captured_bits_are_compared_up_to_a_replay():
-    job = make_job(steps_until_replay=3, purpose=Purpose.BITS)
-    assert len(Runner(job, lambda loss: None).record_bits(Run(setting=BASELINE, repeat=0))) == job.steps_of_run == 4
+    job = make_job(steps_until_replay=3, compares_bits=True)
+    assert len(Runner(job, lambda loss: None).record_bits(BASELINE)) == job.steps_of_run == 4
 
 
 @pytest.mark.parametrize("name", ["ours:core_attn+attn_proj+expert_fc1", "ours:layer_input/full"])
 def test_bits_of_a_setting_are_those_of_the_baseline(name):
-    runner = Runner(make_job(), lambda loss: None)
-    before, after = (runner.record_bits(Run(setting=parse_setting(one), repeat=0)) for one in ("baseline", name))
+    runner = Runner(make_job(compares_bits=True), lambda loss: None)
+    before, after = (runner.record_bits(parse_setting(one)) for one in ("baseline", name))
     assert len(after) == 2
     assert after[0].gradient_digests
-    assert find_loss_difference(before, after) is None
-    assert find_gradient_difference(before, after) is None
+    assert find_differences(before, after) == {}
 
 
 def test_a_setting_that_recomputes_has_a_lower_peak():

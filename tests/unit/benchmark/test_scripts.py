@@ -114,6 +114,7 @@ def test_predictions_are_checked_by_a_command_that_the_benchmark_takes(tmp_path)
     assert words[1:4] == ["-m", "fgoffload", "bench"]
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    checked = bench.check_options(*parser.parse_known_args(words[4:]))
-    assert (checked.arguments_file, checked.measures_profile, checked.folder) == (path, True, tmp_path)
-    assert len(checked.settings) + len(checked.budgets_bytes) == 6
+    options, flags = parser.parse_known_args(words[4:])
+    job = bench.check_options(options, flags)
+    assert (job.source, job.measures_profile, job.folder) == (str(path), True, tmp_path)
+    assert len(options.settings) + len(options.budgets) == 6

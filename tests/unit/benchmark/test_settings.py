@@ -5,8 +5,6 @@ import pytest
 from fgoffload import ConfigError
 from fgoffload.benchmark.settings import (
     BASELINE,
-    PROFILE,
-    check_plans,
     choose_settings,
     list_default_settings,
     parse_setting,
@@ -56,20 +54,16 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         "budget:1.00MiB needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench "
         "--budgets, which makes one."
     )
-    with pytest.raises(ConfigError, match=r"budget:1\.00MiB needs a plan"):
-        check_plans([BASELINE, parse_setting("plan:x.json"), parse_setting("budget:1MiB")])
-    with pytest.raises(ConfigError, match=r"not a setting\. Measure one with fgoffload bench --profile\."):
-        PROFILE.list_flags()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("megatrom:core_attn", "'megatrom:core_attn' is not a setting"),
-        ("recompute", "--settings 'recompute' lacks what runs again, as in recompute:full. Add it."),
-        ("te-layers", "lacks a number of layers"),
-        ("plan", "lacks a plan file, as in plan:plan.json"),
-        ("baseline:much", "baseline takes no modules. Give it alone."),
+        ("recompute", "--settings 'recompute' is not a setting of that system. Give one as in recompute:full."),
+        ("te-layers", "Give one as in te-layers:3."),
+        ("plan", "Give one as in plan:plan.json."),
+        ("baseline:much", "is not a setting of that system. Give one as in baseline."),
         ("ours:expert_fc1@0", "'0' is not a fraction. Give a number above 0 and up to 1"),
         ("baseline~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
@@ -88,4 +82,6 @@ def test_the_name_of_a_system_takes_its_default_settings_and_the_baseline_is_alw
     defaults = list_default_settings(MOE)
     chosen = choose_settings(["te-layers", "recompute:full", "recompute:full", "ours:router"], defaults)
     assert [setting.name for setting in chosen] == ["baseline", "te-layers:2", "te-layers:4", "recompute:full", "ours:router"]
-    assert choose_settings([], defaults) == (BASELINE,)
+    given = parse_setting("budget:1GiB")
+    assert choose_settings([], defaults, [given]) == (*defaults, given)
+    assert choose_settings(["baseline"], defaults, [given]) == (BASELINE, given)

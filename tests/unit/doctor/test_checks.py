@@ -2,7 +2,7 @@ import pytest
 from support.machines import PROBE_OUTPUT, SMI, VERSIONS, Answers, make_machine, write
 
 from fgoffload.doctor import CommandResult, Status, check_machine
-from fgoffload.doctor.copies import CopyRates
+from fgoffload.doctor.machine import CopyRates
 
 ALL_ROWS = (
     "Python, torch, megatron-core, Transformer Engine, GPUs, GPU 0: link to the host, GPU 0: copy rates, pinned memory, "

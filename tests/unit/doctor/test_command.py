@@ -3,8 +3,9 @@ import json
 import pytest
 from support.machines import Answers, make_machine
 
+from fgoffload import doctor
 from fgoffload.cli import main
-from fgoffload.doctor import CommandResult, Machine
+from fgoffload.doctor import CommandResult
 
 
 @pytest.fixture
@@ -13,7 +14,7 @@ def use(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
     def use(**changes):
-        monkeypatch.setattr(Machine, "here", staticmethod(lambda: make_machine(tmp_path, **changes)))
+        monkeypatch.setattr(doctor, "Machine", lambda: make_machine(tmp_path, **changes))
 
     return use
 

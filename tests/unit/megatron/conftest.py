@@ -7,14 +7,14 @@ import pytest
 from support.trainings import DENSE
 
 from fgoffload.trainer.arguments import parse_arguments
-from fgoffload.trainer.trainer import Trainer
+from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[None]:
-    Trainer.initialize_parallel(parse_arguments(DENSE.split(), source="test"))
+    initialize_parallel(parse_arguments(DENSE.split(), source="test"))
     # A closed trainer collects garbage. Most of a small training's time would go into looking through what was imported.
     gc.collect()
     gc.freeze()
     yield
-    Trainer.destroy_parallel()
+    destroy_parallel()

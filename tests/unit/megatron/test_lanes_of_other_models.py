@@ -7,10 +7,11 @@ import torch
 from support.megatron_stub.training import list_departures
 from support.trainings import make_config
 
+from fgoffload.environment import keep_environment
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
-from fgoffload.trainer.process_state import keep_environment
+from fgoffload.trainer.parallel import ATTENTION_BACKENDS
 
 SEQUENCE, BATCH, LAYERS, FORWARDS = 32, 2, 2, 3
 
@@ -40,7 +41,7 @@ def forward(kind, model):
 def test_each_forward_is_a_microbatch(kind, caplog):
     offload = megatron.apply(make_config("attn_norm"))
     try:
-        with keep_environment(), apply_cpu_support(), ignore_expected_warnings():
+        with keep_environment(ATTENTION_BACKENDS), apply_cpu_support(), ignore_expected_warnings():
             model = build(kind)
             with caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
                 for _ in range(FORWARDS):

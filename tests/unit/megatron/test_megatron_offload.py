@@ -14,7 +14,7 @@ from fgoffload import Action, IntegrationError, OffloadConfig, OffloadPlan, Plan
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations import megatron
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
-from fgoffload.trainer.data import Batches, TextData
+from fgoffload.trainer.data import TextData
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
@@ -28,9 +28,7 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left():
     for offload in (None, make_config(*MOE_TAGS, min_offloaded_tensor_size=0)):
         with make_trainer(MOE, offload) as trainer:
             trainer.run_step()
-            batch = next(
-                TextData.load().iterate_microbatches(Batches(seq_length=32, micro_batch_size=2, seed=1), step=0, count=1)
-            )
+            batch = TextData.load().get_microbatch(trainer.arguments, step=0, microbatch=0)
             ledger = ActivationLedger(parameters=trainer.parameters())
             with contextlib.ExitStack() as stack:
                 if offload:

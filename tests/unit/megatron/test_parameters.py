@@ -11,13 +11,14 @@ import torch
 from support.attention import ReferenceAttention
 from support.versions import find_graph_field
 
+from fgoffload.environment import keep_environment
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model.parameters import count_parameters, count_rank_parameters
-from fgoffload.trainer.process_state import keep_environment
+from fgoffload.trainer.parallel import ATTENTION_BACKENDS
 
 state = pytest.importorskip("megatron.core.parallel_state")
 gpt_model = pytest.importorskip("megatron.core.models.gpt.gpt_model")
@@ -150,7 +151,7 @@ def build_rank(model, parallelism, rank):
         "get_expert_tensor_parallel_group": Group(parallelism.expert_tensor_parallel_size),
     }
     config = make_config(model, parallelism)
-    with pytest.MonkeyPatch.context() as patch, ignore_expected_warnings(), keep_environment():
+    with pytest.MonkeyPatch.context() as patch, ignore_expected_warnings(), keep_environment(ATTENTION_BACKENDS):
         for name, group in groups.items():
             patch.setattr(state, name, lambda *_, group=group, **__: group)
         patch.setattr(state, "get_pipeline_model_parallel_rank", lambda: rank)

@@ -4,13 +4,13 @@ import pytest
 from support.trainings import DENSE, make_trainer, train
 from support.versions import is_installed
 
-from fgoffload.cli.measurement import TrainingSource, load_training, measure_training
+from fgoffload.cli.measurement import load_training, measure_training
 from fgoffload.errors import ConfigError, IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.trainer import limits
 from fgoffload.trainer.arguments import parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.profile_training import get_training_device, profile_link, profile_training
+from fgoffload.trainer.profile_training import profile_training
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_graphs import choose_graphs
 
@@ -146,14 +146,15 @@ def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
         graphs.prepare_step(4)
 
 
-def load(steps):
-    flags = TE.split()
-    return load_training(
-        TrainingSource(arguments_file="x.sh", file_flags=flags, typed_flags=(), own_flags=(), data=None, steps=steps)
-    )
+@pytest.fixture
+def load(tmp_path):
+    """Return a function that loads the training of a file with graphs."""
+    path = tmp_path / "x.sh"
+    path.write_text(f"ARGS=({TE})\n", encoding="utf-8")
+    return lambda steps: load_training(path, steps=steps)
 
 
-def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch):
+def test_activation_bytes_are_counted_in_the_last_eager_step(calls, load, monkeypatch):
     calls.clear()
     observe = Trainer.observe
 
@@ -167,7 +168,7 @@ def test_activation_bytes_are_counted_in_the_last_eager_step(calls, monkeypatch)
     assert record.activation_peak_bytes > 0
 
 
-def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
+def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     load(steps=4)
     assert caplog.messages == []
     load(steps=3)
@@ -177,7 +178,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(caplog):
     ]
 
 
-def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
+def test_what_megatron_raises_while_it_captures_is_one_line(calls, load, monkeypatch):
     helper = calls.pop()
 
     def fail(self):
@@ -191,10 +192,9 @@ def test_what_megatron_raises_while_it_captures_is_one_line(calls, monkeypatch):
 def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
     calls.clear()
     arguments = parse_arguments(TE.split(), source="test")
-    device = get_training_device()
-    profile = profile_training(arguments, TextData.load(), profile_link(device).link, plain_step_s=1000.0, has_own_host=False)
+    profile = profile_training(arguments, TextData.load())
     assert calls == []
     assert caplog.messages[0] == (
         "a profile is measured without --cuda-graph-impl transformer_engine: replayed graphs cannot be measured."
     )
-    assert profile.plain_step_s < 1000  # of eager steps, which nobody had timed
+    assert profile.plain_step_s < 1000  # of eager steps
