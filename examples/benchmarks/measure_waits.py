@@ -49,7 +49,7 @@ from fgoffload.benchmark.traces import write_trace
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
-from fgoffload.integrations.megatron.host_waits.waits import WAITS
+from fgoffload.integrations.megatron.host_waits.waits import HELD_WAITS
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
@@ -141,9 +141,9 @@ def leave_out_remedies() -> Iterator[None]:
 def mark_waits() -> Iterator[None]:
     """Put a profiler range around every method of a token dispatcher that may wait."""
     with Patches() as patches:
-        for wait in WAITS:
-            if wait.owner.startswith(f"{DISPATCHERS}:"):
-                wrap_symbol(patches, wait.owner, wait.method, _mark)
+        held = [(wait.dispatcher, wait.method) for wait in HELD_WAITS]
+        for dispatcher, method in (("MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize"), *held):
+            wrap_symbol(patches, f"{DISPATCHERS}:{dispatcher}", method, _mark)
         yield
 
 

@@ -1,6 +1,6 @@
 """Finds the tags that have a site in a Megatron layer, and adds the sites that Megatron lacks.
 
-`site_table.py` lists which class and method saves which tensors.
+docs/reference/tags.md lists which class and method saves which tensors.
 """
 
 import weakref

@@ -1,11 +1,11 @@
 """Finds where Megatron makes the host wait for the device, and keeps copies to the host from delaying these waits.
 
 The host waits for a few bytes, the token counts of the experts, while the device is idle. Each direction has one copy engine,
-which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Traced
-with Megatron's own engine and with ours; see docs/reference/tags.md.
+which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Either a
+kernel writes the bytes to the host, without the copy engine, or groups that end in the layer are held until the wait is over.
+docs/reference/tags.md lists all waits.
 """
 
-import enum
 import functools
 import inspect
 from collections.abc import Callable
@@ -24,103 +24,39 @@ from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
 
 
-class Remedy(enum.Enum):
-    """Ways to keep copies to the host from delaying a wait."""
+class HeldWait(NamedTuple):
+    """A method of a token dispatcher in which the host waits for bytes that use the copy engine."""
 
-    KERNEL = "a kernel writes the bytes to the host, without the copy engine"
-    HOLD = "groups that end in the layer before the wait are held until it is over"
-    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours; with experts for nothing"
-    NONE = "nothing: where nothing leaves"
-
-
-class WaitRow(NamedTuple):
-    """One place where the host waits for the device."""
-
-    owner: str
-    """Class, as `module:Class`, or the module."""
+    dispatcher: str
+    """Class of the dispatcher."""
     method: str
-    what: str
-    """Bytes that the host waits for, in words."""
-    remedy: Remedy
-    since: str
-    """First version of megatron-core that has the place."""
-
     is_needed: Callable[[Any], bool] = lambda config: True
     """Function that returns whether a model with this config has the wait."""
 
 
-_COUNTS = "the number of tokens of each expert"
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
-_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
+_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
 _ROTARY = "megatron.core.models.common.embeddings.rope_utils"
 
-WAITS = (
-    WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
-    WaitRow(
-        f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher",
+HELD_WAITS = (
+    HeldWait(
+        "MoEAlltoAllTokenDispatcher",
         "dispatch_preprocess",
-        "the number of tokens that masked_select finds, in the permutation that is not fused; since 0.17 that sorts instead",
-        Remedy.HOLD,
-        "0.16.1",
         is_needed=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
     ),
-    WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
-    WaitRow(
-        f"{DISPATCHERS}:MoEFlexTokenDispatcher",
+    HeldWait("MoEAllGatherTokenDispatcher", "dispatch_postprocess"),
+    HeldWait(  # since 0.19
+        "MoEFlexTokenDispatcher",
         "dispatch_preprocess",
-        "the most tokens of any rank, with `moe_hybridep_pad_uneven_dispatch_inputs`",
-        Remedy.HOLD,
-        "0.19",
         is_needed=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
     ),
-    WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
-    WaitRow(
-        _CHECKS,
-        "validate_result",
-        "whether each microbatch's loss, and each bucket's gradients, are finite, with `check_for_nan_in_loss_and_grad`",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        f"{_EXCHANGES}:P2PCommunicator",
-        "_communicate",
-        "the whole device and all copies under way, after each exchange between stages, with `batch_p2p_sync`",
-        Remedy.STREAM,
-        "0.16.1",
-    ),
-    WaitRow(
-        f"{_EXCHANGES}:P2PCommunicator",
-        "_communicate_shapes",
-        "the same, and the shapes that stages exchange where sequence lengths differ",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        _ROTARY,
-        "_apply_rotary_pos_emb_thd",
-        "the lengths of packed sequences, in rotary embeddings that are not fused",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        "megatron.core.optimizer.clip_grads",
-        "get_grad_norm_fp32",
-        "the norm of all gradients, behind the last backward",
-        Remedy.NONE,
-        "0.16.1",
-    ),
-    WaitRow(
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
-        "_unscale_main_grads_and_check_for_nan",
-        "whether a gradient is not finite, behind the last backward, with a loss scale",
-        Remedy.NONE,
-        "0.16.1",
-    ),
+    HeldWait("MoEFlexTokenDispatcher", "dispatch_postprocess"),
 )
+"""Waits for which groups are held, in the order of forward."""
 
 
 def step_aside(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap the methods in `WAITS`, to apply the remedy of each.
+    """Wrap the methods that wait, to apply the remedy of each.
 
     Args:
         patches: Patches that restore them later.
@@ -129,12 +65,12 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     Raises:
         IntegrationError: Megatron-Core lacks one of these methods.
     """
-    for wait in _list_held():
-        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload, wait))
+    for wait in HELD_WAITS:
+        wrap = functools.partial(_wrap_held_wait, get_offload, wait)
+        wrap_symbol(patches, f"{DISPATCHERS}:{wait.dispatcher}", wait.method, wrap)
     wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    exchange = functools.partial(wrap_exchange, get_offload)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
+    wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(wrap_exchange, get_offload))
+    wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", wrap_shapes)
     wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
     KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
@@ -157,22 +93,18 @@ def has_held_wait(layer: Any) -> bool:
     return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
 
 
-def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
+def _find_last_held(dispatcher: Any, config: Any) -> HeldWait | None:
     """Return the last wait in a forward of `dispatcher` that groups are held for."""
     return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
 
 
 @functools.cache  # called in each forward of a layer
-def _list_held_of(dispatcher: type) -> list[WaitRow]:
+def _list_held_of(dispatcher: type) -> list[HeldWait]:
     module = load_module(DISPATCHERS)
-    return [wait for wait in _list_held() if issubclass(dispatcher, getattr(module, wait.owner.partition(":")[2]))]
+    return [wait for wait in HELD_WAITS if issubclass(dispatcher, getattr(module, wait.dispatcher))]
 
 
-def _list_held() -> list[WaitRow]:
-    return [wait for wait in WAITS if wait.remedy is Remedy.HOLD]
-
-
-def _wrap_held_wait(get_offload: GetOffload, wait: WaitRow, original: Any) -> Any:
+def _wrap_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         # Copies that begin after an earlier wait would delay the last one.
