@@ -14,7 +14,7 @@ from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_suppo
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints, save_inputs
-from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
 

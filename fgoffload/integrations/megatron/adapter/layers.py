@@ -11,10 +11,10 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number, list_layers
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.adapter.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import LayerSites
 from fgoffload.integrations.megatron.adapter.sites import (
     add_own_sites,
@@ -226,7 +226,7 @@ class _Registrar:
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
         if offload.measurement is not None:
-            offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
+            offload.measurement.prepare_layer(layer, chunk, self._inputs)
 
 
 def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:

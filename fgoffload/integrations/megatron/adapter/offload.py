@@ -12,12 +12,11 @@ from fgoffload.engine import CapturedRegion, KeptReason, Lane, OffloadEngine, Re
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.adapter.balance import RankBalance
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
-from fgoffload.integrations.megatron.adapter.measurement import Measurement
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import Measurement, ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.host_waits.holding import Holding
-from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
@@ -366,6 +365,8 @@ class MegatronOffload:
 
     def finish_open_step(self) -> None:
         """Finish the running step, if a forward has begun since the last one.
+
+        Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs.
 
         Raises:
             IntegrationError: As in `finish_step`.

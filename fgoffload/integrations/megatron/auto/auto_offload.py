@@ -34,7 +34,7 @@ from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.collectives import ask_first, broadcast, gather, is_first_process
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.auto.measured_plans import (
     Layers,
     MeasuredStep,

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from fgoffload.errors import OffloadError, PlanError
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn

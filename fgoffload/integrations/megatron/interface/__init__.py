@@ -4,14 +4,8 @@ Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a
 that allows the tensors to be offloaded. Many modules import that class by name, some inside functions. So we keep the class and
 replace its methods: all importers, past and future, call ours.
 
-The class has two generations, distinguished by how a group ends (`generations.py`), not by version numbers:
-
-| | ends a group by | adapter |
-|---|---|---|
-| 0.16.1 and the releases before 0.19 | `Interface.group_commit(tensor, name=...)`, on the class | `released.py` |
-| 0.19 and the development branch (0.20) | `site.group_offload(tensor)`, on the object that was the context | `development.py` |
-
-Both adapters only translate. `calls.py` implements the calls, once for both.
+The class has two generations, distinguished by how a group ends and not by version numbers. `methods.py` translates the calls
+of both, and `calls.py` implements them once.
 """
 
 from collections.abc import Callable
@@ -20,11 +14,16 @@ import torch
 
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.interface.calls import Calls, CallSite
-from fgoffload.integrations.megatron.interface.generations import find_generation, find_interface, find_unknown
-from fgoffload.integrations.megatron.interface.refusals import INTERFACE, refuse_unknown
+from fgoffload.integrations.megatron.interface.generations import (
+    INTERFACE,
+    check_methods,
+    find_interface,
+    make_methods,
+    make_refusals,
+)
 from fgoffload.integrations.megatron.patching.patches import Patches
 
-__all__ = ["INTERFACE", "is_marked_to_stay", "is_replaced", "replace_interface"]
+__all__ = ["is_marked_to_stay", "is_replaced", "replace_interface"]
 
 
 def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
@@ -39,12 +38,9 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
             Nothing is replaced then.
     """
     interface = find_interface()
-    generation = find_generation(interface)
-    methods = generation.make_methods(Calls(get_offload))
-    generation.check(interface, methods)
-    # Methods added in a newer version would run Megatron's own engine beside ours. These raise when a call site first uses one.
-    methods |= {name: staticmethod(refuse_unknown(name)) for name in find_unknown(interface, methods)}
-    for name, method in methods.items():
+    methods = make_methods(interface, Calls(get_offload))
+    check_methods(interface, methods)
+    for name, method in (methods | make_refusals(interface, methods)).items():
         patches.replace(INTERFACE, name, method)
 
 

@@ -39,9 +39,7 @@ class Calls:
         """Integration that serves the calls."""
         return self._get_offload()
 
-    def begin_microbatch(
-        self, vp_stage: int | None, *, max_inflight_offloads: int | None = None, **settings: float | None
-    ) -> None:
+    def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
         """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
 
         Args:
@@ -49,20 +47,12 @@ class Calls:
             max_inflight_offloads: How many groups of each tag may be in flight to the host before compute waits.
             settings: Values of Megatron's config, by the name of their field. Our own config takes precedence.
         """
-        self._warn_of_settings(settings)
+        for name, given in settings.items():
+            ours = getattr(self.offload.config, name)
+            if given not in (ours, _MEGATRON_DEFAULTS.get(name)) and name not in self._warned:
+                self._warned.add(name)
+                logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
         self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
-
-    def finish_step(self) -> None:
-        """Finish the step once a schedule has run all its microbatches.
-
-        Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs. If no forward has saved
-        anything since the last call, this is not a step.
-
-        Raises:
-            IntegrationError: A selected tag saved nothing on any rank.
-            PlanError: The plan names a site that no rank has.
-        """
-        self.offload.finish_open_step()
 
     def disable(self) -> None:
         """Stop offload for the warm-up of a CUDA graph, which does not belong to a step.
@@ -83,14 +73,6 @@ class Calls:
         """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
         if tensor is not None:
             self.offload.engine.keep([tensor])
-
-    def _warn_of_settings(self, settings: dict[str, float | None]) -> None:
-        for name, given in settings.items():
-            ours = getattr(self.offload.config, name)
-            if given in (ours, _MEGATRON_DEFAULTS.get(name)) or name in self._warned:
-                continue
-            self._warned.add(name)
-            logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
 
 
 class CallSite:

@@ -1,54 +1,25 @@
-"""Finds out which generation of Megatron's interface class is installed."""
+"""Finds Megatron's interface class and the replacements for its methods, and rejects a class of another version."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.interface.calls import Calls
-from fgoffload.integrations.megatron.interface.development import make_development_methods
-from fgoffload.integrations.megatron.interface.refusals import INTERFACE, INTERFACE_PATH, SUPPORTED
-from fgoffload.integrations.megatron.interface.released import make_released_methods
+from fgoffload.integrations.megatron.interface.methods import make_development_methods, make_released_methods
 from fgoffload.integrations.megatron.patching.imports import load_module
 
-_CONTEXT_METHODS = ("__init__", "__enter__", "__exit__")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Generation:
-    """One generation of the interface class."""
-
-    end_of_group: str
-    """Method by which its call sites end a group. No other generation has it."""
-    make_methods: Callable[[Calls], dict[str, Any]]
-    """Returns the replacements for the methods of the class."""
-
-    def check(self, interface: type, methods: Mapping[str, Any]) -> None:
-        """Check that `interface` has all of `methods`, with the arguments that call sites pass.
-
-        Raises:
-            IntegrationError: A method differs. Names its dotted path and the supported versions.
-        """
-        for name, method in methods.items():
-            if name not in vars(interface):
-                raise IntegrationError(
-                    f"{INTERFACE_PATH}.{name} does not exist in Megatron-Core {get_version()}, whose groups end by "
-                    f"{self.end_of_group}, but activation offload must replace it. Supported: {SUPPORTED}."
-                )
-            unknown = _get_parameters(vars(interface)[name]) - _get_parameters(method)
-            if unknown and name not in _CONTEXT_METHODS:
-                raise IntegrationError(
-                    f"{INTERFACE_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, which this "
-                    f"version does not support. Supported: {SUPPORTED}."
-                )
-
-
-GENERATIONS = (
-    Generation("group_offload", make_development_methods),
-    Generation("group_commit", make_released_methods),
+INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:FineGrainedActivationOffloadingInterface"
+"""Path of Megatron's class, as `Patches` takes it."""
+_PATH = INTERFACE.replace(":", ".")
+_SUPPORTED = (
+    "Supported: megatron-core 0.16.1 to 0.18, where groups end by group_commit, and 0.19 or newer, where by group_offload."
 )
-"""Known generations, newest first."""
+_GENERATIONS: dict[str, Callable[[Calls], dict[str, Any]]] = {
+    "group_offload": make_development_methods,
+    "group_commit": make_released_methods,
+}
+"""By the method with which call sites end a group, which no other generation has: makes the replacements for all methods."""
 
 
 def find_interface() -> type:
@@ -64,41 +35,71 @@ def find_interface() -> type:
     except IntegrationError as error:
         raise IntegrationError(
             f"{module_name} does not exist in Megatron-Core {get_version()}, but activation offload replaces methods in it "
-            f"({error}). Supported: {SUPPORTED}."
+            f"({error}). {_SUPPORTED}"
         ) from error
     if not isinstance(interface, type):
         raise IntegrationError(
-            f"{INTERFACE_PATH} is not a class in Megatron-Core {get_version()}, but activation offload replaces its methods. "
-            f"Supported: {SUPPORTED}."
+            f"{_PATH} is not a class in Megatron-Core {get_version()}, but activation offload replaces its methods. "
+            f"{_SUPPORTED}"
         )
     return interface
 
 
-def find_generation(interface: type) -> Generation:
-    """Return the generation of `interface`, by its methods.
+def make_methods(interface: type, calls: Calls) -> dict[str, Any]:
+    """Return replacements for the methods of `interface`, by its generation.
 
     Raises:
         IntegrationError: It is of no known generation.
     """
-    for generation in GENERATIONS:
-        if generation.end_of_group in vars(interface):
-            return generation
-    known = " nor ".join(f"{INTERFACE_PATH}.{generation.end_of_group}" for generation in GENERATIONS)
+    for end_of_group, make in _GENERATIONS.items():
+        if end_of_group in vars(interface):
+            return make(calls)
+    known = " nor ".join(f"{_PATH}.{end_of_group}" for end_of_group in _GENERATIONS)
     raise IntegrationError(
         f"Neither {known} exists in Megatron-Core {get_version()}: its call sites end their groups in a way that this version "
-        f"does not know. Supported: {SUPPORTED}."
+        f"does not know. {_SUPPORTED}"
     )
 
 
-def find_unknown(interface: type, methods: Mapping[str, Any]) -> list[str]:
-    """Return the public methods of `interface` that are not among `methods`."""
-    return [
-        name
+def check_methods(interface: type, methods: Mapping[str, Any]) -> None:
+    """Check that `interface` has all of `methods`, with the arguments that call sites pass.
+
+    Raises:
+        IntegrationError: A method differs. Names its dotted path and the supported versions.
+    """
+    for name, method in methods.items():
+        if name not in vars(interface):
+            raise IntegrationError(
+                f"{_PATH}.{name} does not exist in Megatron-Core {get_version()}, but activation offload must replace it. "
+                f"{_SUPPORTED}"
+            )
+        unknown = _get_parameters(vars(interface)[name]) - _get_parameters(method)
+        if unknown and name not in ("__init__", "__enter__", "__exit__"):
+            raise IntegrationError(
+                f"{_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, which this version does "
+                f"not support. {_SUPPORTED}"
+            )
+
+
+def make_refusals(interface: type, methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Return replacements for the other public methods of `interface`. They raise when a call site first uses one.
+
+    Methods added in a newer version would run Megatron's own engine beside ours.
+    """
+
+    def refuse(name: str) -> Callable[..., NoReturn]:
+        def call(*args: Any, **kwargs: Any) -> NoReturn:
+            raise IntegrationError(f"{_PATH}.{name} is called, which this version does not support. {_SUPPORTED}")
+
+        return call
+
+    return {
+        name: staticmethod(refuse(name))
         for name, value in vars(interface).items()
         if not name.startswith("_")
         and name not in methods
         and (callable(value) or isinstance(value, (staticmethod, classmethod)))
-    ]
+    }
 
 
 def get_version() -> str:

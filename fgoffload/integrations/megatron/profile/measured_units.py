@@ -54,12 +54,9 @@ LAYER_INPUT = "layer input"
 class LayerFacts:
     """Facts about a layer, from its modules."""
 
-    chunk: int
     number: int
     kind: str
     """Kind of the layer, for display: `dense` or `moe`."""
-    tags: tuple[str, ...]
-    """Tags that have a site in the layer."""
     units: tuple[str, ...]
     """Units of the layer that can be recomputed."""
     watched: tuple[WatchedUnit, ...]

@@ -43,7 +43,7 @@ FIRST, LAST = "first", "last"
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the engine's handle and the segment."""
+    """Handle of a tensor saved in a measured step: the engine's handle and the segment. `saving` is None if it is kept."""
 
     __slots__ = ("_handle", "_saving", "segment")
 

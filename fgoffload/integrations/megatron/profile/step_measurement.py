@@ -6,6 +6,7 @@ nothing is offloaded or recomputed, and results are bitwise identical to those w
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from fgoffload.engine.device import Event
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.adapter.sites import is_sequential
 from fgoffload.integrations.megatron.host_waits.waits import has_held_wait
 from fgoffload.integrations.megatron.patching.imports import load_module
@@ -26,7 +27,7 @@ from fgoffload.integrations.megatron.profile.device_memory import count_paramete
 from fgoffload.integrations.megatron.profile.measured_layers import build_chunk
 from fgoffload.integrations.megatron.profile.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
-from fgoffload.integrations.megatron.profile.token_gathers import TokenGathers
+from fgoffload.integrations.megatron.profile.token_gathers import measure_gather_s
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 from fgoffload.plan import OffloadPlan, Site
@@ -69,7 +70,7 @@ class StepMeasurement:
         """Patches that recompute the units of the plan in use."""
         self._observers = observers
         self._device = device
-        self._gathers = TokenGathers(device)
+        self._measure_gather_s = functools.cache(functools.partial(measure_gather_s, device))
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
@@ -121,17 +122,15 @@ class StepMeasurement:
         """Return whether a step is being recorded."""
         return self.state is MeasurementState.RECORDING
 
-    def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:
+    def prepare_layer(self, layer: Any, chunk: int, inputs: LayerInputs) -> None:
         """Record the facts of a layer, and add hooks to the modules that can be recomputed."""
         units = layer_recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = get_number(layer)
         self._layers[chunk, number] = (weakref.ref(layer), inputs)
         self._facts[chunk, number] = LayerFacts(
-            chunk=chunk,
             number=number,
             kind="dense" if getattr(layer.mlp, "experts", None) is None else "moe",
-            tags=tags,
             units=units,
             watched=tuple(watched),
             wait=_find_wait(layer),
@@ -216,7 +215,7 @@ class StepMeasurement:
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
         facts = {number: [self._facts[key] for key in sorted(self._facts) if key[0] == number] for number, _ in self._facts}
-        return tuple(build_chunk(recorder, number, facts[number], self._gathers.measure_seconds) for number in sorted(facts))
+        return tuple(build_chunk(recorder, number, facts[number], self._measure_gather_s) for number in sorted(facts))
 
     def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
         state = load_module("megatron.core.parallel_state")

@@ -19,41 +19,27 @@ _REPEATS = 3
 """Measurements of a size, of which the fastest counts. Other load on the machine can only slow a gather down."""
 
 
-class TokenGathers:
-    """Measured times of token gathers. Each size is measured once."""
+def measure_gather_s(device: Device, given_bytes: int, made_bytes: int) -> float:
+    """Return the seconds of gathering rows of `made_bytes` from tokens of `given_bytes`.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._seconds: dict[tuple[int, int], float] = {}
+    Allocates memory for both and frees it. Random states do not change.
 
-    def measure_seconds(self, given_bytes: int, made_bytes: int) -> float:
-        """Return the seconds of gathering rows of `made_bytes` from tokens of `given_bytes`.
-
-        Allocates memory for both and frees it. Random states do not change.
-
-        Streams:
-            Gathers on the current stream. The host waits for each batch of them.
-        """
-        size = (given_bytes, made_bytes)
-        if size not in self._seconds:
-            self._seconds[size] = self._measure(*size)
-        return self._seconds[size]
-
-    def _measure(self, given_bytes: int, made_bytes: int) -> float:
-        device, place = self._device, self._device.type
-        given, made = (max(1, size_bytes // _ROW_BYTES) for size_bytes in (given_bytes, made_bytes))
-        tokens = torch.zeros(given, _ROW_BYTES // 2, dtype=torch.bfloat16, device=place)
-        rows = torch.empty(made, _ROW_BYTES // 2, dtype=torch.bfloat16, device=place)
-        # Sorted by expert, rows of one token lie far apart. Uses its own generator to leave those of the training alone.
-        generator = torch.Generator(device=place)
-        generator.manual_seed(0)
-        indices = torch.randperm(made, generator=generator, device=place) % given
-        best_s = math.inf
-        for _ in range(1 + _REPEATS):  # the first warms up
-            start = device.record_event(device.current_stream(), is_timed=True)
-            for _ in range(_BATCH):
-                torch.index_select(tokens, 0, indices, out=rows)
-            end = device.record_event(device.current_stream(), is_timed=True)
-            device.synchronize(end)
-            best_s = min(best_s, device.measure_seconds(start, end) / _BATCH)
-        return best_s
+    Streams:
+        Gathers on the current stream. The host waits for each batch of them.
+    """
+    given, made = (max(1, size_bytes // _ROW_BYTES) for size_bytes in (given_bytes, made_bytes))
+    tokens = torch.zeros(given, _ROW_BYTES // 2, dtype=torch.bfloat16, device=device.type)
+    rows = torch.empty(made, _ROW_BYTES // 2, dtype=torch.bfloat16, device=device.type)
+    # Sorted by expert, rows of one token lie far apart. Uses its own generator to leave those of the training alone.
+    generator = torch.Generator(device=device.type)
+    generator.manual_seed(0)
+    indices = torch.randperm(made, generator=generator, device=device.type) % given
+    best_s = math.inf
+    for _ in range(1 + _REPEATS):  # the first warms up
+        start = device.record_event(device.current_stream(), is_timed=True)
+        for _ in range(_BATCH):
+            torch.index_select(tokens, 0, indices, out=rows)
+        end = device.record_event(device.current_stream(), is_timed=True)
+        device.synchronize(end)
+        best_s = min(best_s, device.measure_seconds(start, end) / _BATCH)
+    return best_s

@@ -214,22 +214,19 @@ def _run_again(inputs: LayerInputs, original: Any) -> Any:
     """Return a forward of a layer that saves only its input."""
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        count = len(args)
-        names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        given = partial_recompute.Arguments.of(args, kwargs)
+        tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
         # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
-        if is_inert() or not any(given[name].requires_grad for name in names):
+        if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
             return original(layer, *args, **kwargs)
+        # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
+        kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
 
         def run(*tensors: torch.Tensor) -> Any:
-            values = given | dict(zip(names, tensors, strict=True))
-            return original(layer, *(values.pop(index) for index in range(count)), **values)
+            return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
 
-        tensors = [given[name] for name in names]
-        # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
-        given.update(dict.fromkeys(names))
         with inputs.layers_from(get_number(layer)):
-            return _checkpoint(layer, run, tensors)
+            return _checkpoint(layer, run, list(tensors.values()))
 
     return forward
 

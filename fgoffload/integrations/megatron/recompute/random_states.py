@@ -20,19 +20,15 @@ class RandomUse:
     """Record of which functions draw random numbers, from their first run."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Any], bool]] = {}
-        """Results by the identity of a function's anchor, which must still be alive."""
+        self._draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def draws(self, function: Any) -> bool | None:
         """Return whether `function` draws random numbers; None if it has not run yet."""
-        anchor = _find_anchor(function)
-        found = self._found.get(id(anchor))
-        return None if found is None or found[0]() is not anchor else found[1]
+        return self._draws.get(_find_anchor(function))
 
     def note(self, function: Any, *, draws: bool) -> None:
         """Record whether `function` drew random numbers in its first run."""
-        anchor = _find_anchor(function)
-        self._found[id(anchor)] = weakref.ref(anchor), draws
+        self._draws[_find_anchor(function)] = draws
 
 
 def _find_anchor(function: Any) -> Any:
