@@ -4,12 +4,11 @@ from types import ModuleType
 
 import pytest
 
-from fgoffload.integrations.megatron.launch import MegatronParser, Switch, find_call_sites, find_megatron_parser
-from fgoffload.integrations.megatron.launch.call_sites import Surroundings, has_module
+from fgoffload.integrations.megatron.launch.call_sites import find_call_sites, has_module
+from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
 
 TAGS = ("core_attn", "router", "attn_proj")
 MEGATRONS = ("core_attn", "attn_proj")
-EVERYTHING = Surroundings(environment={}, has_module=lambda name: True)
 
 
 def make_parser(*, leave_out=()):
@@ -26,13 +25,13 @@ def make_parser(*, leave_out=()):
     return parser
 
 
-def find(*, parser=None, words=("--num-layers", "2"), surroundings=EVERYTHING, tags=TAGS):
-    return find_call_sites(tags, 16, MegatronParser(parser or make_parser()), words, surroundings)
+def find(*, parser=None, words=("--num-layers", "2"), environment=None, has_module=lambda name: True, tags=TAGS):
+    return find_call_sites(tags, 16, MegatronParser(parser or make_parser()), words, environment or {}, has_module=has_module)
 
 
 def test_the_script_gets_the_flags_that_it_takes_with_the_tags_that_megatron_accepts():
     found = find()
-    assert (found.switch, found.tags) == (Switch.FLAGS, MEGATRONS)
+    assert found.tags == MEGATRONS
     # The parser itself has to understand them before any word of the script.
     values = make_parser().parse_args([*found.flags, "--num-layers", "2"])
     assert values.fine_grained_activation_offloading
@@ -51,13 +50,13 @@ def test_the_flags_do_not_swallow_a_word_of_the_script():
 def test_a_parser_without_a_minimum_size_does_not_get_it():
     parser = make_parser(leave_out=("--min-offloaded-tensor-size",))
     found = find(parser=parser)
-    assert found.switch is Switch.FLAGS
+    assert "--fine-grained-activation-offloading" in found.flags
     assert "--min-offloaded-tensor-size" not in found.flags
 
 
 def test_tags_of_ours_alone_leave_megatrons_flag_off():
     found = find(tags=("router",))
-    assert (found.switch, found.tags, found.flags) == (Switch.NOTHING, (), ())
+    assert (found.tags, found.flags) == ((), ())
     assert str(found) == "Megatron's own call sites stay off: it has none of these tags."
 
 
@@ -74,34 +73,34 @@ def test_tags_of_ours_alone_leave_megatrons_flag_off():
             "since it refuses them with --transformer-impl local",
         ),
         (
-            {"surroundings": Surroundings(environment={"NVTE_CPU_OFFLOAD_V1": "0"}, has_module=lambda name: True)},
+            {"environment": {"NVTE_CPU_OFFLOAD_V1": "0"}},
             "since it refuses them with NVTE_CPU_OFFLOAD_V1=0",
         ),
         (
-            {"surroundings": Surroundings(environment={}, has_module=lambda name: name != "pynvml")},
+            {"has_module": lambda name: name != "pynvml"},
             "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)",
         ),
         (
-            {"surroundings": Surroundings(environment={}, has_module=lambda name: name == "pynvml")},
+            {"has_module": lambda name: name == "pynvml"},
             "since it would then need cuda.bindings, to bind itself to CPUs (pip install cuda-bindings)",
         ),
     ],
 )
 def test_where_megatron_would_refuse_its_own_flags_the_config_alone_says_it(given, reason):
     found = find(**given)
-    assert (found.switch, found.tags, found.flags, found.reason) == (Switch.CONFIG, MEGATRONS, (), reason)
+    assert (found.tags, found.flags, found.reason) == (MEGATRONS, (), reason)
     assert str(found).endswith(f"by its config, and the script does not get its flags, {reason}.")
 
 
 def test_without_a_parser_to_ask_the_config_alone_says_it():
-    found = find_call_sites(TAGS, 16, None, (), EVERYTHING)
-    assert (found.switch, found.reason) == (Switch.CONFIG, "since its parser cannot be asked for them")
+    found = find_call_sites(TAGS, 16, None, (), {})
+    assert (found.flags, found.reason) == ((), "since its parser cannot be asked for them")
 
 
 def test_a_value_that_the_parser_cannot_stand_is_left_for_the_script_too():
     parser = make_parser()
     parser.add_argument("--backend", type={"flash": 1}.__getitem__)  # raises KeyError, which argparse lets through
-    assert find(parser=parser, words=("--num-layers", "2", "--backend", "x")).switch is Switch.FLAGS
+    assert find(parser=parser, words=("--num-layers", "2", "--backend", "x")).flags
 
 
 def install(monkeypatch, parse_args):

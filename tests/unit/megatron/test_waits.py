@@ -94,7 +94,7 @@ def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypa
     for method in ("dispatch_preprocess", "dispatch_postprocess"):
         monkeypatch.setattr(dispatcher, method, lambda self, method=method: happened.append(method))
     with make_trainer(MOE, make_config("core_attn")) as trainer:  # which wraps the waits
-        monkeypatch.setattr(trainer.integration, "flush", lambda: happened.append("flush"))
+        monkeypatch.setattr(type(trainer.integration.holding), "flush", lambda self: happened.append("flush"))
         one = object.__new__(dispatcher)
         one.config = types.SimpleNamespace(moe_hybridep_pad_uneven_dispatch_inputs=True)
         one.dispatch_preprocess()
@@ -115,7 +115,7 @@ def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next
         with pytest.raises(ValueError, match="the user's own"):
             trainer.run_step()
         hook.remove()
-        assert not trainer.integration._holding.is_on  # or a layer without a wait would hold its groups too
+        assert not trainer.integration.holding.is_on  # or a layer without a wait would hold its groups too
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
     assert [(result.losses, result.gradient_digests) for result in results] == expected

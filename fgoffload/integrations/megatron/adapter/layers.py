@@ -142,7 +142,7 @@ def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
         offload = get_offload()
         if offload.is_idle or is_inert():
             return original(self, *args, **kwargs)
-        offload.pass_layer(get_number(self))
+        offload.layer = get_number(self)
         with offload.watch_attention():
             outputs = original(self, *args, **kwargs)
         hidden = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -191,7 +191,7 @@ class _Registrar:
             PlanError: The plan has an action that a layer does not support.
         """
         offload = self.get_offload()
-        new = [block for block in blocks if not offload.is_known(block)]
+        new = [block for block in blocks if block not in offload.blocks]
         if not new:
             return
         for block in new:
@@ -207,8 +207,8 @@ class _Registrar:
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             self._prepare(layer, chunk)
-        stacks = {stack for block in new for stack, _, _ in list_layers(block)}
-        offload.remember([*new, *stacks])  # last, so that a rejected block is rejected again next time
+        # Last, so that a rejected block is rejected again next time.
+        offload.blocks.update([*new, *(stack for block in new for stack, _, _ in list_layers(block))])
 
     def _prepare(self, layer: Any, chunk: int) -> None:
         """Add the sites of `layer`, and recompute its planned units."""
@@ -221,8 +221,10 @@ class _Registrar:
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
+        actions = offload.actions
+        sited = actions.list_offloaded(chunk, number) if offload.measurement is None else actions.list_tags(chunk, number)
         # If a first linear is recomputed, its site is around the tensor that the recompute starts from.
-        own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
+        own = tuple(tag for tag in sited if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
         if offload.measurement is not None:
@@ -262,7 +264,7 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
         if is_inert():
             # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
             if not torch.is_grad_enabled():
-                offload.pass_layer(get_number(self))
+                offload.layer = get_number(self)
             return original(self, *args, **kwargs)
         lane = offload.enter_layer(get_number(self))
         if offload.is_idle:
@@ -270,7 +272,7 @@ def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
         hidden = find_tensor(args, kwargs)
         try:
             watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
-            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), watched:
+            with offload.holding if has_held_wait(self) else contextlib.nullcontext(), watched:
                 return original(self, *args, **kwargs)
         except BaseException:
             offload.abandon_microbatch()

@@ -109,7 +109,7 @@ def _wrap_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any) -> A
         result = original(self, *args, **kwargs)
         # Copies that begin after an earlier wait would delay the last one.
         if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
-            offload.flush()
+            offload.holding.flush()
         return result
 
     return run

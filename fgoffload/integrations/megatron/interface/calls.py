@@ -60,13 +60,13 @@ class Calls:
         The warm-up of a layer's graph only counts later offloads: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
         """
         if self.is_enabled:
-            self._begun = self.offload.count_microbatches()
+            self._begun = dict(self.offload.microbatches_begun)
         self.is_enabled = False
 
     def enable(self) -> None:
         """Resume offload after the warm-up."""
         if not self.is_enabled:
-            self.offload.leave_out_microbatches(self._begun)
+            self.offload.microbatches_begun = dict(self._begun)
         self.is_enabled = True
 
     def keep(self, tensor: torch.Tensor | None) -> None:

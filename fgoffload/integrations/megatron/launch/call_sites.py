@@ -8,7 +8,6 @@ engine supports, and some versions do not have them. In these cases only the con
 
 import argparse
 import dataclasses
-import enum
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -20,40 +19,31 @@ from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, loa
 _LIST, _SIZE = "--offload-modules", "--min-offloaded-tensor-size"
 
 
-class Switch(enum.Enum):
-    """How Megatron's own call sites are switched on."""
-
-    NOTHING = "nothing"  # none of the selected tags is Megatron's
-    FLAGS = "flags"  # the script gets Megatron's flags
-    CONFIG = "config"  # every TransformerConfig of the script is changed, but it gets no flag
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallSites:
-    """State of Megatron's own call sites in a script."""
+    """How Megatron's own call sites are switched on in a script."""
 
-    switch: Switch
     tags: tuple[str, ...]
-    """Selected tags that Megatron accepts, in order."""
+    """Selected tags that Megatron accepts, in order; empty if its call sites stay off."""
     flags: tuple[str, ...] = ()
-    """Flags that are put before the script's words."""
+    """Flags that are put before the script's words; empty if only every TransformerConfig of the script is changed."""
     reason: str = ""
     """Reason for not using the flags."""
 
     def __str__(self) -> str:
         """Return a sentence for the user who started the script."""
-        if self.switch is Switch.NOTHING:
+        if not self.tags:
             return "Megatron's own call sites stay off: it has none of these tags."
-        by = "flags" if self.switch is Switch.FLAGS else f"config, and the script does not get its flags, {self.reason}"
+        by = "flags" if self.flags else f"config, and the script does not get its flags, {self.reason}"
         return f"Megatron's own call sites for {' '.join(self.tags)} are on by its {by}."
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """Facts about the process. Tests pass their own."""
-
-    environment: Mapping[str, str]
-    has_module: Callable[[str], bool]
+def has_module(name: str) -> bool:
+    """Return whether a module called `name` could be imported. Imports its parents."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent is missing, or is a module created by hand
+        return False
 
 
 def find_call_sites(
@@ -61,7 +51,9 @@ def find_call_sites(
     min_offloaded_numel: int,
     parser: MegatronParser | None,
     script_words: Sequence[str],
-    surroundings: Surroundings,
+    environment: Mapping[str, str],
+    *,
+    has_module: Callable[[str], bool] = has_module,
 ) -> CallSites:
     """Return how to switch Megatron's own call sites on.
 
@@ -70,21 +62,25 @@ def find_call_sites(
         min_offloaded_numel: Elements. Smaller storages stay on the GPU.
         parser: Megatron-LM's parser, or None if there is none.
         script_words: Words that the script gets, without our flags.
-        surroundings: Facts about the process.
+        environment: Environment of the process.
+        has_module: Returns whether a module could be imported.
     """
     tags = tuple(list_accepted(selected))
     if not tags:
-        return CallSites(switch=Switch.NOTHING, tags=())
-    reason = next(_find_reasons_against_flags(parser, script_words, surroundings), "")
+        return CallSites(tags=())
+    reason = next(_find_reasons_against_flags(parser, script_words, environment, has_module), "")
     if reason or parser is None:
-        return CallSites(switch=Switch.CONFIG, tags=tags, reason=reason)
+        return CallSites(tags=tags, reason=reason)
     size = (_SIZE, str(min_offloaded_numel)) if parser.knows(_SIZE) else ()
     # The switch comes last and ends the list, since the script's words follow.
-    return CallSites(switch=Switch.FLAGS, tags=tags, flags=(_LIST, *tags, *size, SWITCH))
+    return CallSites(tags=tags, flags=(_LIST, *tags, *size, SWITCH))
 
 
 def _find_reasons_against_flags(
-    parser: MegatronParser | None, script_words: Sequence[str], surroundings: Surroundings
+    parser: MegatronParser | None,
+    script_words: Sequence[str],
+    environment: Mapping[str, str],
+    has_module: Callable[[str], bool],
 ) -> Iterator[str]:
     """Yield the reasons why Megatron-LM would reject its own flags here. None of them affects our engine."""
     if parser is None:
@@ -97,20 +93,12 @@ def _find_reasons_against_flags(
     implementation = getattr(values, "transformer_impl", "transformer_engine")
     if implementation != "transformer_engine":
         yield f"since it refuses them with --transformer-impl {implementation}"
-    given = surroundings.environment.get(CPU_OFFLOAD_V1)
+    given = environment.get(CPU_OFFLOAD_V1)
     if given is not None and given != "1":
         yield f"since it refuses them with {CPU_OFFLOAD_V1}={given}"
     # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and exits if it cannot.
     if hasattr(load_module("megatron.core.pipeline_parallel.utils"), "set_ideal_affinity_for_current_gpu"):
-        if not surroundings.has_module("pynvml"):
+        if not has_module("pynvml"):
             yield "since it would then need pynvml, to bind itself to CPUs (pip install nvidia-ml-py)"
-        if not (surroundings.has_module("cuda.bindings") or surroundings.has_module("cuda.cudart")):
+        if not (has_module("cuda.bindings") or has_module("cuda.cudart")):
             yield "since it would then need cuda.bindings, to bind itself to CPUs (pip install cuda-bindings)"
-
-
-def has_module(name: str) -> bool:
-    """Return whether a module called `name` could be imported. Imports its parents."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent is missing, or is a module created by hand
-        return False

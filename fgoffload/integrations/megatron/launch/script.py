@@ -14,13 +14,7 @@ from fgoffload.integrations.megatron import MegatronOffload, apply
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 from fgoffload.integrations.megatron.interface.generations import get_version
-from fgoffload.integrations.megatron.launch.call_sites import (
-    CallSites,
-    Surroundings,
-    Switch,
-    find_call_sites,
-    has_module,
-)
+from fgoffload.integrations.megatron.launch.call_sites import CallSites, find_call_sites
 from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, load_module
@@ -67,9 +61,8 @@ def apply_to_script(
         undo.callback(offload.remove)
         parser = find_megatron_parser()
         _check_tags(config, parser, script_words)
-        surroundings = Surroundings(environment=environment, has_module=has_module)
-        call_sites = find_call_sites(offload.selected, config.min_offloaded_tensor_size, parser, script_words, surroundings)
-        if call_sites.switch is Switch.FLAGS:
+        call_sites = find_call_sites(offload.selected, config.min_offloaded_tensor_size, parser, script_words, environment)
+        if call_sites.flags:
             environment.setdefault(CPU_OFFLOAD_V1, "1")
         undo.pop_all()
     return ScriptOffload(offload=offload, call_sites=call_sites, words=(*call_sites.flags, *script_words))

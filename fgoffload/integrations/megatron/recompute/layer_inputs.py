@@ -58,7 +58,7 @@ class LayerInputs:
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
         """Treat checkpoints inside as layer checkpoints, beginning with layer `number`."""
-        self.get_offload().pass_layer(number - 1)
+        self.get_offload().layer = number - 1
         self._depth += 1
         try:
             yield
@@ -90,7 +90,7 @@ class LayerInputs:
                 made = offload.open_reruns.find_made()
                 with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
                     return original(run_function, *args, **kwargs)
-            offload.enter_layer(offload.last_layer + 1)
+            offload.enter_layer(offload.layer + 1)
             # Inside, grad mode is off and nothing is saved. The checkpoint saves its arguments after its forward.
             return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))
 
