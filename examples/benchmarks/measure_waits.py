@@ -147,12 +147,9 @@ def mark_waits() -> Iterator[None]:
         yield
 
 
-def _mark(original: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(WAIT_RANGE):
-            return original(*args, **kwargs)
-
-    return run
+def _mark(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.profiler.record_function(WAIT_RANGE):
+        return original(*args, **kwargs)
 
 
 def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *, repeat: int) -> Run:

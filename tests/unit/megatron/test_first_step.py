@@ -13,13 +13,11 @@ OURS = (("core_attn",), PLAN)
 
 
 def check(monkeypatch, ours, theirs):
-    """Compare two ranks, as the reduction over processes does."""
-    rows = []
-    monkeypatch.setattr(first_step, "agree", lambda own: rows.extend(own) or own)
+    """Compare two ranks, as an exchange between processes does."""
+    sent = []
+    monkeypatch.setattr(first_step, "gather", lambda own: sent.append(own) or [own])
     check_alike(*theirs)
-    monkeypatch.setattr(
-        first_step, "agree", lambda own: [tuple(map(max, zip(*pair, strict=True))) for pair in zip(own, rows, strict=True)]
-    )
+    monkeypatch.setattr(first_step, "gather", lambda own: [own, *sent])
     check_alike(*ours)
 
 

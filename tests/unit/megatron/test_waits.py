@@ -1,6 +1,7 @@
 """Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import types
@@ -211,9 +212,7 @@ class Pages:
 @pytest.mark.parametrize(
     ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
 )
-def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(
-    as_numpy, is_copying, dtype, monkeypatch
-):
+def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(as_numpy, is_copying, dtype):
     pages, moved = Pages(), []
 
     def original(tensor, as_numpy, record_stream):
@@ -221,8 +220,7 @@ def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_
         return tensor.numpy() if as_numpy else tensor
 
     offload = types.SimpleNamespace(engine=types.SimpleNamespace(is_copying_out=lambda: is_copying))
-    monkeypatch.setattr(waits, "HostPages", lambda: pages)
-    move = waits._wrap_move(lambda: offload, original)
+    move = functools.partial(waits._move_to_cpu, lambda: offload, pages, original)
     counts = torch.tensor([3, 4], dtype=dtype)
     found = move(counts, as_numpy=as_numpy)
     goes_around = is_copying and dtype is torch.int64

@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankBalance:
-    """Chooses the sites of this pipeline rank that stay on the GPU so that it offloads less than the first rank.
-
-    Args:
-        actions: Actions of the rank's sites.
-        delta_bytes: Bytes per step that each rank offloads less than the previous one; 0 if all ranks offload alike.
-    """
+    """Chooses the sites that stay on the GPU, so that each rank offloads `delta_bytes` a step less than the one before."""
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
         self._actions = actions
@@ -67,9 +62,7 @@ class RankBalance:
 def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
     """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer, rounded up to whole sites.
 
-    Args:
-        moved_bytes: Offloaded bytes of each site in a step of all microbatches, in the order of forward.
-        less_bytes: Bytes to keep on the GPU. If all sites together offload fewer, all of them stay.
+    `moved_bytes` are those of each site in a step of all microbatches, in the order of forward.
     """
     kept = []
     for site in reversed(tuple(moved_bytes)):

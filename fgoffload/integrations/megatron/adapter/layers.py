@@ -55,29 +55,24 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to track the position of forward.
+    """Wrap schedules, models, blocks and layers, to notify the integration of the position of forward.
 
-    Args:
-        patches: Patches that restore everything later.
-        get_offload: Function that returns the integration to notify, which exists only after everything is wrapped.
-
-    Raises:
-        IntegrationError: Megatron-Core lacks one of these symbols.
+    `get_offload` returns the integration, which exists only after everything is wrapped.
     """
     for name in SCHEDULE_NAMES:
-        wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
+        wrap_symbol(patches, SCHEDULES, name, functools.partial(_run_schedule, get_offload))
     registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
     for model in (MODEL, *_list_existing(NEWER_MODELS)):
-        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, registrar))
+        wrap_symbol(patches, model, "forward", functools.partial(_run_model, registrar))
     for block in (BLOCK, MTP_BLOCK, *_list_existing(NEWER_BLOCKS)):
-        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
+        wrap_symbol(patches, block, "forward", functools.partial(_run_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
-        wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
+        wrap_symbol(patches, layer, "forward", functools.partial(_run_layer, get_offload))
     # Overlapped expert communication calls no layer's forward. It alternates between pieces of two microbatches.
-    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
-    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
-    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
-    follow_graphs(patches, get_offload, functools.partial(_wrap_layer, get_offload))
+    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_run_model, registrar))
+    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_run_attention, get_offload))
+    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_run_node, get_offload))
+    follow_graphs(patches, get_offload, functools.partial(_run_layer, get_offload))
 
 
 def _list_existing(paths: Sequence[str]) -> Iterator[str]:
@@ -90,43 +85,35 @@ def _list_existing(paths: Sequence[str]) -> Iterator[str]:
             yield path
 
 
-def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("forward_only", False):
-            get_offload().begin_step(ScheduleCall.read(kwargs))
-        result = original(*args, **kwargs)
-        # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
-        if not kwargs.get("forward_only", False):
-            get_offload().finish_open_step()
-        return result
-
-    return run
+def _run_schedule(get_offload: GetOffload, original: Any, *args: Any, **kwargs: Any) -> Any:
+    is_training = not kwargs.get("forward_only", False)
+    if is_training:
+        get_offload().begin_step(ScheduleCall.read(kwargs))
+    result = original(*args, **kwargs)
+    # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
+    if is_training:
+        get_offload().finish_open_step()
+    return result
 
 
-def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        registrar.begin_forward(self)
-        offload = registrar.get_offload()
-        with offload.watch_model(self, getattr(self, "vp_stage", None) or 0):
-            outputs = original(self, *args, **kwargs)
-        offload.flush_delayed()  # this forward launches no more graphs
-        return outputs
-
-    return forward
+def _run_model(registrar: "_Registrar", original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    registrar.begin_forward(model)
+    offload = registrar.get_offload()
+    with offload.watch_model(model, getattr(model, "vp_stage", None) or 0):
+        outputs = original(model, *args, **kwargs)
+    offload.flush_delayed()  # this forward launches no more graphs
+    return outputs
 
 
-def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
-        offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
-        chunk = offload.chunk if chunk is None else chunk
-        registrar.register([self], chunk)
-        offload.enter_block(self, chunk)
-        outputs = original(self, *args, **kwargs)
-        offload.leave_block(self)
-        return outputs
-
-    return forward
+def _run_block(registrar: "_Registrar", original: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+    # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
+    offload, chunk = registrar.get_offload(), getattr(block, "vp_stage", None)
+    chunk = offload.chunk if chunk is None else chunk
+    registrar.register([block], chunk)
+    offload.enter_block(block, chunk)
+    outputs = original(block, *args, **kwargs)
+    offload.leave_block(block)
+    return outputs
 
 
 def _find_ending_block(model: Any) -> Any:
@@ -137,28 +124,22 @@ def _find_ending_block(model: Any) -> Any:
     return model.decoder if multi_token is None else multi_token
 
 
-def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        if offload.is_idle or is_inert():
-            return original(self, *args, **kwargs)
-        offload.layer = get_number(self)
-        with offload.watch_attention():
-            outputs = original(self, *args, **kwargs)
-        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-        if isinstance(hidden, torch.Tensor):
-            offload.leave_attention(hidden)
-        return outputs
-
-    return forward
+def _run_attention(get_offload: GetOffload, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    offload = get_offload()
+    if offload.is_idle or is_inert():
+        return original(layer, *args, **kwargs)
+    offload.layer = get_number(layer)
+    with offload.watch_attention():
+        outputs = original(layer, *args, **kwargs)
+    hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+    if isinstance(hidden, torch.Tensor):
+        offload.leave_attention(hidden)
+    return outputs
 
 
-def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with get_offload().watch():
-            return original(self, *args, **kwargs)
-
-    return forward
+def _run_node(get_offload: GetOffload, original: Any, *args: Any, **kwargs: Any) -> Any:
+    with get_offload().watch():
+        return original(*args, **kwargs)
 
 
 class _Registrar:
@@ -168,7 +149,7 @@ class _Registrar:
         self._patches = patches
         self._innermost = Patches()
         """Patches applied first, so that regions of sites surround them."""
-        patches.enter(self._innermost)
+        patches.enter_context(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
 
@@ -183,13 +164,7 @@ class _Registrar:
             offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
-        """Register the layers of all new blocks.
-
-        Raises:
-            ConfigError: Tags conflict with modules that Megatron recomputes.
-            IntegrationError: A model does not support offload as configured.
-            PlanError: The plan has an action that a layer does not support.
-        """
+        """Register the layers of all new blocks, after checks of their config and of the plan."""
         offload = self.get_offload()
         new = [block for block in blocks if block not in offload.blocks]
         if not new:
@@ -256,39 +231,30 @@ def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[st
     return (LAYER_INPUT,) if begins else ()
 
 
-def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        if is_capturing():
-            return original(self, *args, **kwargs)
-        if is_inert():
-            # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
-            if not torch.is_grad_enabled():
-                offload.layer = get_number(self)
-            return original(self, *args, **kwargs)
-        lane = offload.enter_layer(get_number(self))
-        if offload.is_idle:
-            return original(self, *args, **kwargs)
-        hidden = find_tensor(args, kwargs)
-        try:
-            watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
-            with offload.holding if has_held_wait(self) else contextlib.nullcontext(), watched:
-                return original(self, *args, **kwargs)
-        except BaseException:
-            offload.abandon_microbatch()
-            raise
-
-    return forward
+def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    offload = get_offload()
+    if is_capturing():
+        return original(layer, *args, **kwargs)
+    if is_inert():
+        # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
+        if not torch.is_grad_enabled():
+            offload.layer = get_number(layer)
+        return original(layer, *args, **kwargs)
+    lane = offload.enter_layer(get_number(layer))
+    if offload.is_idle:
+        return original(layer, *args, **kwargs)
+    hidden = find_tensor(args, kwargs)
+    try:
+        watched = offload.watch_layer(lane, hidden, has_parts=hasattr(layer, "_forward_attention"))
+        with offload.holding if has_held_wait(layer) else contextlib.nullcontext(), watched:
+            return original(layer, *args, **kwargs)
+    except BaseException:
+        offload.abandon_microbatch()
+        raise
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:
-    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan.
-
-    Raises:
-        ConfigError: A tag conflicts with a module that Megatron recomputes.
-        IntegrationError: A flag is incompatible with offload. The error names the flag and the fix.
-        PlanError: The plan was made for another model.
-    """
+    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan."""
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
             "--cpu-offloading-num-layers offloads whole layers, and activation offload their modules: both would move the "
@@ -330,13 +296,12 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
 
 
 def _check_linears(block: Any) -> None:
-    """Reject linears that read an attribute of their saved weight to learn whether its gradient is already accumulated.
+    """Reject Megatron's own linears with gradient accumulation fusion.
 
-    Raises:
-        IntegrationError: One of Megatron's own linears in `block` uses gradient accumulation fusion. With any saved-tensor
-            hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
-            `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
-            `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
+    They read an attribute of their saved weight to learn whether its gradient is already accumulated. With any saved-tensor
+    hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
+    `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+    `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """
     linears = load_module("megatron.core.tensor_parallel.layers")
     for name, module in block.named_modules():

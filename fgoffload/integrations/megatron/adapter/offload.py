@@ -4,6 +4,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from types import TracebackType
 
 import torch
 
@@ -15,13 +16,35 @@ from fgoffload.integrations.megatron.adapter.first_step import check_first_step
 from fgoffload.integrations.megatron.adapter.measurement import Measurement, ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
-from fgoffload.integrations.megatron.host_waits.holding import Holding
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
 
 logger = logging.getLogger(__name__)
+
+
+class Holding:
+    """Context manager that holds ended groups. One object serves all layers, since they do not nest."""
+
+    __slots__ = ("_submit", "is_on")
+
+    def __init__(self, submit: Callable[[], None]) -> None:
+        self._submit = submit
+        self.is_on = False
+
+    def flush(self) -> None:
+        """Submit held groups and stop holding."""
+        self.is_on = False
+        self._submit()
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and self.is_on:
+            self.flush()
+        self.is_on = False  # after an exception, held groups are abandoned
 
 
 class MegatronOffload:
@@ -111,12 +134,7 @@ class MegatronOffload:
     def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
         """Begin a forward of model chunk `chunk`. Without grad mode it does not count as a microbatch.
 
-        Args:
-            chunk: Virtual pipeline stage.
-            most_in_flight: Groups of each tag that may be in flight to the host before compute waits; None for no limit.
-
-        Raises:
-            ConfigError: `most_in_flight` is negative.
+        At most `most_in_flight` groups of each tag may be in flight to the host before compute waits.
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
@@ -173,10 +191,7 @@ class MegatronOffload:
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> contextlib.AbstractContextManager[object]:
         """Return a context for the forward of the layer that was entered last.
 
-        Args:
-            lane: Lane that `enter_layer` returned.
-            hidden: Input of the layer.
-            has_parts: Whether the layer calls `watch_attention`, so that attention alone can be watched.
+        With `has_parts`, the layer calls `watch_attention`, so that attention alone can be watched.
         """
         if self.measurement is not None and self.measurement.is_recording:
             recorded = self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
@@ -274,9 +289,7 @@ class MegatronOffload:
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
         """End `region`, and offload its saves now, or at the next flush if groups are held.
 
-        Args:
-            region: Region that has saved all its tensors.
-            may_wait: Whether to delay the offload after a layer's CUDA graph until the next graph launch, whatever the flag.
+        With `may_wait`, the offload after a layer's CUDA graph waits until the next graph launch, whatever the flag.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
         region.end(is_held=self.holding.is_on or is_delayed)
@@ -323,13 +336,9 @@ class MegatronOffload:
         self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
-        """Finish the running step, if a forward has begun since the last one.
+        """Finish the running step, if a forward has begun since the last one. See `finish_step`.
 
         Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs.
-
-        Raises:
-            IntegrationError: As in `finish_step`.
-            PlanError: As in `finish_step`.
         """
         if self.microbatches_begun:
             self.finish_step()

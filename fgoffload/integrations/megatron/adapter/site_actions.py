@@ -70,11 +70,7 @@ class SiteActions:
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Register the layers of a model chunk, and choose an action for each site.
-
-        Raises:
-            PlanError: The plan has an action that a layer does not support.
-        """
+        """Register the layers of a model chunk, and choose an action for each site. A planned action must be possible."""
         planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
         for layer in layers:
             _check_layer(layer, planned.get(layer.number, {}))
@@ -163,11 +159,7 @@ class SiteActions:
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
-    """Reject planned actions that a layer does not support.
-
-    Raises:
-        PlanError: An action is not supported. The error names the site and the alternatives.
-    """
+    """Reject planned actions that a layer does not support. The error names the site and the alternatives."""
     for name, action in planned.items():
         if not action.recomputes:
             continue
@@ -203,9 +195,6 @@ def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple
 
     A plan overrides tags, since flag files name some for runs without a plan. `auto` selects all tags that may have their own
     site in any layer.
-
-    Raises:
-        ConfigError: The plan offloads an unknown tag, or a tag without the one that it requires.
     """
     if plan is not None:
         return _list_planned_tags(config, plan)

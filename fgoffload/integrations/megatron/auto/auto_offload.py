@@ -13,7 +13,7 @@ room for it, with a reserve for memory that is not known yet. All tags of other 
 far as host memory allows. Their bytes are the same, but their times include waits for copies. These times count only if the
 layer was offloaded in every timed microbatch, and so was every other layer of its kind in its model chunk. If that does not fit
 either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in
-`step_times`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, nothing is measured.
+`measured_plans`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, none is measured.
 
 [Note: A plan that exceeds its prediction]
 Temporary memory of operators was measured in one step, with other layers on the GPU than in later steps. So the first step
@@ -26,13 +26,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
-from fgoffload.integrations.collectives import ask_first, broadcast, gather, is_first_process
+from fgoffload.integrations.collectives import ask_first, gather
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.auto.measured_plans import (
@@ -40,9 +41,9 @@ from fgoffload.integrations.megatron.auto.measured_plans import (
     MeasuredStep,
     PlannedStep,
     ProcessMeasurement,
+    StepTimes,
     TriedStep,
 )
-from fgoffload.integrations.megatron.auto.step_times import StepTimes
 from fgoffload.integrations.megatron.profile.device_memory import check_static
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_measurement import MeasurementState, StepMeasurement
@@ -61,14 +62,12 @@ MOST_CHECKS = 3
 """Consecutive plans whose first step is checked. See [Note: A plan that exceeds its prediction]."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
+class _Taken(NamedTuple):
     """Device memory of one process in the first step under a plan."""
 
     rank: int
     """Pipeline rank of the process."""
     peak_bytes: int
-    """Peak device bytes."""
     beyond_bytes: int
     """Peak device bytes beyond the prediction for the rank."""
 
@@ -229,11 +228,7 @@ class AutoOffload(StepMeasurement):
         return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
 
     def _plan(self, call: ScheduleCall) -> None:
-        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones.
-
-        Raises:
-            PlanError: No plan fits the budget.
-        """
+        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones."""
         self.forget()
         self._rival = None
         measured = self._measured
@@ -253,22 +248,21 @@ class AutoOffload(StepMeasurement):
         self.planned = self._times = self._taken_bytes = None
         self.request()
 
-    def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
+    def _try_to_plan(self, call: ScheduleCall) -> OffloadError | None:
         """Apply the fastest plan for `call`. If there is none, change nothing and return why. All processes do the same."""
-        found: PlannedStep | str = ""  # not used by any process but the first
-        cause: Exception | None = None
-        if is_first_process():
+
+        def solve() -> PlannedStep | PlanError:
             try:
-                found = self._solve(call)
+                return self._solve(call)
             except PlanError as error:
-                found, cause = str(error), error
-            except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
-                found, cause = f"rank 0 could not plan: {type(error).__name__}: {error}", error
-        planned = broadcast(found)
-        if isinstance(planned, str):
-            failure = PlanError(planned)
-            failure.__cause__ = cause
-            return failure
+                return error
+
+        try:
+            planned = ask_first(solve)
+        except OffloadError as error:
+            return error
+        if isinstance(planned, PlanError):
+            return planned
         self._follow(planned)
         self._beyond_bytes = planned.free_bytes
         if self._has_own_host:
@@ -382,11 +376,7 @@ class AutoOffload(StepMeasurement):
             logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
-        """Return the plan for `call` from the last measurement.
-
-        Raises:
-            PlanError: No plan fits the budget.
-        """
+        """Return the plan for `call` from the last measurement."""
         if self._measured is None:
             raise PlanError("No step was measured.")
         # A plan from a trial's measurement finds its own free bytes. See [Note: Memory that a plan leaves free].

@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
     """Raise for offload that a CUDA graph cannot capture.
 
-    Args:
-        offload: The user's settings.
-        selected: Tags that may be offloaded.
-        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
+    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
         ConfigError: Names the flag, the module, the reason and the fix.

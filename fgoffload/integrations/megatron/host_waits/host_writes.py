@@ -6,16 +6,15 @@ import torch
 
 
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of `tensor` on the host, written by a kernel instead of the copy engine.
+    """Return a copy of `tensor` in pinned memory, written by a kernel instead of the copy engine.
+
+    Returns None on a CPU, or if the device maps the memory to another address.
 
     Streams:
         The write is queued on the current stream. The host does not block. It may read the copy once the stream gets there.
 
     Lifetime:
         The caller must hold the copy until then.
-
-    Returns:
-        Pinned memory of the same shape and type; None on a CPU, or if the device maps the memory to another address.
     """
     if not tensor.is_cuda:
         return None

@@ -88,36 +88,26 @@ class KnownCounts:
         Streams:
             Counts that a recompute requests are copied as in forward, without blocking the host. Once arrived, they are
             compared when the next function in a checkpoint begins.
-
-        Raises:
-            IntegrationError: Megatron-Core lacks one of the symbols.
         """
-        wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
+        wrap_symbol(patches, PARALLEL, "checkpoint", self._checkpoint)
         for user in _TE_USERS:
             # None or missing without Transformer Engine.
             if importlib.util.find_spec(user) is not None and getattr(load_module(user), "te_checkpoint", None) is not None:
-                wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
-        wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._wrap_move)
-        wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wrap_wait)
+                wrap_symbol(patches, user, "te_checkpoint", self._checkpoint)
+        wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._move)
+        wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wait)
 
     def _check(self) -> None:
-        """Compare the counts that have arrived since the last call. The host does not block.
-
-        Raises:
-            StateError: A recompute sent different numbers of tokens to the experts than its forward.
-        """
+        """Compare the counts that have arrived since the last call. The host does not block."""
         while self._asked and _has_passed(self._asked[0].event):
             for known, own in self._asked.popleft().pairs:
                 _check_alike(known, own)
 
-    def _wrap_checkpoint(self, original: Any) -> Any:
-        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module, such as the shared experts, dispatches nothing. It is not wrapped, since Transformer Engine inspects it.
-            if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
-                return original(function, *args, **kwargs)
-            return original(self._remember(function), *args, **kwargs)
-
-        return checkpoint
+    def _checkpoint(self, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        # A module, such as the shared experts, dispatches nothing. It is not wrapped, since Transformer Engine inspects it.
+        if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
+            return original(function, *args, **kwargs)
+        return original(self._remember(function), *args, **kwargs)
 
     def _remember(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of `function` that passes the counts of its first call to each later call."""
@@ -147,26 +137,20 @@ class KnownCounts:
     def _find_run(self) -> _Run | None:
         return getattr(self._local, "run", None)
 
-    def _wrap_move(self, original: Any) -> Any:
-        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            count, run = original(tensor, *args, **kwargs), self._find_run()
-            return count if run is None or not isinstance(tensor, torch.Tensor) else run.pass_on(count)
+    def _move(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        count, run = original(tensor, *args, **kwargs), self._find_run()
+        return count if run is None or not isinstance(tensor, torch.Tensor) else run.pass_on(count)
 
-        return move
-
-    def _wrap_wait(self, original: Any) -> Any:
-        def wait(dispatcher: Any, point: str, *args: Any, **kwargs: Any) -> Any:
-            result, run = original(dispatcher, point, *args, **kwargs), self._find_run()
-            if run is not None and run.asked:
-                # The host would wait for this event later, although the known counts suffice.
-                self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
-                run.asked.clear()
-                dispatcher.d2h_event = _PASSED
-            if run is not None and run.counts:
-                run.is_past_first = True
-            return result
-
-        return wait
+    def _wait(self, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+        result, run = original(dispatcher, *args, **kwargs), self._find_run()
+        if run is not None and run.asked:
+            # The host would wait for this event later, although the known counts suffice.
+            self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
+            run.asked.clear()
+            dispatcher.d2h_event = _PASSED
+        if run is not None and run.counts:
+            run.is_past_first = True
+        return result
 
 
 class _PassedEvent:

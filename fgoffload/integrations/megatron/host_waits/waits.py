@@ -18,7 +18,7 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.graphs.graphed_layers import may_query
 from fgoffload.integrations.megatron.host_waits.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
-from fgoffload.integrations.megatron.host_waits.stage_exchanges import wrap_exchange, wrap_shapes
+from fgoffload.integrations.megatron.host_waits.stage_exchanges import communicate, communicate_shapes
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -56,23 +56,15 @@ HELD_WAITS = (
 
 
 def step_aside(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap the methods that wait, to apply the remedy of each.
-
-    Args:
-        patches: Patches that restore them later.
-        get_offload: Function that returns the integration, which holds and submits groups. It exists only after wrapping.
-
-    Raises:
-        IntegrationError: Megatron-Core lacks one of these methods.
-    """
+    """Wrap the methods that wait, to apply the remedy of each."""
     for wait in HELD_WAITS:
-        wrap = functools.partial(_wrap_held_wait, get_offload, wait)
-        wrap_symbol(patches, f"{DISPATCHERS}:{wait.dispatcher}", wait.method, wrap)
-    wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(wrap_exchange, get_offload))
-    wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", wrap_shapes)
-    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
-    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
+        around = functools.partial(_run_held_wait, get_offload, wait)
+        wrap_symbol(patches, f"{DISPATCHERS}:{wait.dispatcher}", wait.method, around)
+    wrap_symbol(patches, _CHECKS, "validate_result", _validate_result)
+    wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
+    wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
+    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _apply_packed_rotary)
+    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))
     KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
 
 
@@ -104,22 +96,16 @@ def _list_held_of(dispatcher: type) -> list[HeldWait]:
     return [wait for wait in HELD_WAITS if issubclass(dispatcher, getattr(module, wait.dispatcher))]
 
 
-def _wrap_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any) -> Any:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        # Copies that begin after an earlier wait would delay the last one.
-        if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
-            offload.holding.flush()
-        return result
-
-    return run
+def _run_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(dispatcher, *args, **kwargs)
+    # Copies that begin after an earlier wait would delay the last one.
+    if not (offload := get_offload()).is_idle and _find_last_held(dispatcher, dispatcher.config) is wait:
+        offload.holding.flush()
+    return result
 
 
-def _wrap_check(original: Any) -> Any:
-    def validate_result(self: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
-
-    return validate_result
+def _validate_result(original: Any, machine: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(machine, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
 
 
 def _read_flag(flag: Any) -> Any:
@@ -129,33 +115,33 @@ def _read_flag(flag: Any) -> Any:
     return bool(read_on_host(flag.to(torch.int32)))
 
 
-def _wrap_packed_rotary(original: Any) -> Any:
-    if "max_seqlen" in inspect.signature(original).parameters:
-        # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
-        return original
-
-    def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
-        return original(t, read_on_host(cu_seqlens), *args, **kwargs)
-
-    return apply_rotary
+def _apply_packed_rotary(original: Any, t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
+    if not _uses_lengths_on_host(original):
+        return original(t, cu_seqlens, *args, **kwargs)
+    # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
+    return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
 
-def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
-    pages = HostPages()
-
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
-        if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
-            return original(tensor, as_numpy, record_stream)
-        # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
-        host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
-        if host is None:
-            return original(tensor, as_numpy, record_stream)
-        if record_stream:
-            tensor.record_stream(torch.cuda.current_stream())
-        return host.numpy() if as_numpy else host
-
-    return move
+@functools.cache
+def _uses_lengths_on_host(apply_rotary: Any) -> bool:
+    return "max_seqlen" not in inspect.signature(apply_rotary).parameters
 
 
-_WHOLE_NUMBERS = (torch.int32, torch.int64)
+def _move_to_cpu(
+    get_offload: GetOffload,
+    pages: HostPages,
+    original: Any,
+    tensor: Any,
+    as_numpy: bool = False,  # noqa: FBT001, FBT002 - Megatron's
+    record_stream: bool = False,  # noqa: FBT001, FBT002
+) -> Any:
+    if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        return original(tensor, as_numpy, record_stream)
+    # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
+    host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
+    if host is None:
+        return original(tensor, as_numpy, record_stream)
+    if record_stream:
+        tensor.record_stream(torch.cuda.current_stream())
+    return host.numpy() if as_numpy else host

@@ -27,15 +27,9 @@ __all__ = ["is_marked_to_stay", "is_replaced", "replace_interface"]
 
 
 def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
-    """Replace the methods of Megatron's interface class.
+    """Replace the methods of Megatron's interface class, or raise an IntegrationError and replace nothing.
 
-    Args:
-        patches: Restores them later.
-        get_offload: Returns the integration that serves the calls. It exists only after everything is replaced.
-
-    Raises:
-        IntegrationError: The class is of no known generation, lacks one of its methods, or has one with other arguments.
-            Nothing is replaced then.
+    `get_offload` returns the integration that serves the calls. It exists only after everything is replaced.
     """
     interface = find_interface()
     methods = make_methods(interface, Calls(get_offload))
@@ -45,11 +39,7 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
 
 
 def is_replaced() -> bool:
-    """Return whether Megatron's interface class has our methods now.
-
-    Raises:
-        IntegrationError: Megatron-Core or the class is missing.
-    """
+    """Return whether Megatron's interface class has our methods now."""
     return bool(vars(find_interface())["__init__"].__module__ == CallSite.__module__)
 
 

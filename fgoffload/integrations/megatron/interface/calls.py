@@ -42,10 +42,8 @@ class Calls:
     def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
         """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
 
-        Args:
-            vp_stage: Virtual pipeline stage.
-            max_inflight_offloads: How many groups of each tag may be in flight to the host before compute waits.
-            settings: Values of Megatron's config, by the name of their field. Our own config takes precedence.
+        At most `max_inflight_offloads` groups of each tag may be in flight to the host before compute waits. `settings` are
+        values of Megatron's config, by the name of their field. Our own config takes precedence.
         """
         for name, given in settings.items():
             ours = getattr(self.offload.config, name)
@@ -78,10 +76,7 @@ class Calls:
 class CallSite:
     """One execution of a call site, behind an object of Megatron's interface class.
 
-    Args:
-        calls: Serves the call.
-        tensor: Input of the site.
-        open_region: Returns its region, or None if its tensors stay on the GPU; itself None if the site is off.
+    `open_region` returns its region, or None if its tensors stay on the GPU; it is itself None if the site is off.
     """
 
     __slots__ = ("_calls", "_open_region", "_region", "_saving", "_tensor")
@@ -127,9 +122,7 @@ class CallSite:
 def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
     """Return the methods that make the interface class a context: `with interface(flag, tensor, name) as tensor:`.
 
-    Args:
-        calls: Serves the calls.
-        open_region: Returns the region of a tag in the current layer.
+    `open_region` returns the region of a tag in the current layer.
     """
 
     def initialize(self: Any, offload: Any, tensor: torch.Tensor, name: str) -> None:

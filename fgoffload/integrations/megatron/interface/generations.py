@@ -23,11 +23,7 @@ _GENERATIONS: dict[str, Callable[[Calls], dict[str, Any]]] = {
 
 
 def find_interface() -> type:
-    """Return Megatron's interface class.
-
-    Raises:
-        IntegrationError: Megatron-Core, the module or the class is missing.
-    """
+    """Return Megatron's interface class."""
     module_name, _, class_name = INTERFACE.partition(":")
     load_module("megatron.core")  # otherwise the error would name only the module
     try:
@@ -46,11 +42,7 @@ def find_interface() -> type:
 
 
 def make_methods(interface: type, calls: Calls) -> dict[str, Any]:
-    """Return replacements for the methods of `interface`, by its generation.
-
-    Raises:
-        IntegrationError: It is of no known generation.
-    """
+    """Return replacements for the methods of `interface`, by its generation."""
     for end_of_group, make in _GENERATIONS.items():
         if end_of_group in vars(interface):
             return make(calls)
@@ -62,11 +54,7 @@ def make_methods(interface: type, calls: Calls) -> dict[str, Any]:
 
 
 def check_methods(interface: type, methods: Mapping[str, Any]) -> None:
-    """Check that `interface` has all of `methods`, with the arguments that call sites pass.
-
-    Raises:
-        IntegrationError: A method differs. Names its dotted path and the supported versions.
-    """
+    """Check that `interface` has all of `methods`, with the arguments that call sites pass."""
     for name, method in methods.items():
         if name not in vars(interface):
             raise IntegrationError(

@@ -42,10 +42,7 @@ def has_transformer_engine() -> bool:
 
 
 def apply_cpu_support() -> Patches:
-    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine.
-
-    Returns:
-        The replaced symbols. `remove` restores them.
+    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine. `remove` restores them.
 
     Raises:
         IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
@@ -56,11 +53,7 @@ def apply_cpu_support() -> Patches:
 
 
 def apply_local_layer_support() -> Patches:
-    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device.
-
-    Raises:
-        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
-    """
+    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device."""
     support = _apply(_support_local_layers)
     _logger.info(
         "Megatron-Core's local layers run without Transformer Engine and Apex: %d symbols are replaced.", len(support.names)
@@ -96,7 +89,7 @@ def _replace_device(support: Patches) -> None:
     for name in _FACTORIES:
         support.replace("torch", name, _on_cpu(getattr(torch, name)))
     # Megatron decorates small functions with torch.compile. On a CPU that needs a C++ compiler and seconds per layer.
-    support.enter(torch.compiler.set_stance("force_eager"))
+    support.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,9 +59,7 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     """Raise if static memory before the first step reaches the budget. All processes call this, and raise together.
 
-    Args:
-        static_bytes: Bytes of weights, gradients and everything else on the device of this process.
-        budget_bytes: Device bytes of each rank.
+    `static_bytes` are weights, gradients and everything else on the device of this process.
 
     Raises:
         PlanError: The budget is too small. Names both sizes and the fix.

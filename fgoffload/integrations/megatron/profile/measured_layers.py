@@ -44,11 +44,7 @@ class _Storages:
 
 
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
-    """Return the model of a chunk, from the recorded microbatches.
-
-    Returns:
-        Model in which each layer has a kind of its own.
-    """
+    """Return the model of a chunk, from the recorded microbatches. Each of its layers has a kind of its own."""
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
@@ -108,10 +104,7 @@ def _list_tags(record: SavedRecord) -> tuple[str, ...]:
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
     """Return the most bytes per microbatch saved outside of the layers, or in layers but still referenced elsewhere.
 
-    Args:
-        runs: Runs of a chunk.
-        storages: Tells which of their storages count.
-        is_last: Count only the storages saved after the layers, or all others.
+    With `is_last`, only the storages saved after the layers count, else all others.
     """
     found: dict[int, int] = {}
     for run in runs:

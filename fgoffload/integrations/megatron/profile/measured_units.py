@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.adapter.sites import is_quantized
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_records import ModuleRecord, Run
@@ -97,9 +97,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
     """Add hooks that tell the recorder when forward is in these modules. Return handles, whose `remove` removes the hooks.
 
-    Args:
-        get_recorder: Returns the recorder, or None while no step is measured.
-        watched: Units of one layer.
+    `get_recorder` returns None while no step is measured.
     """
     handles = []
     for unit in watched:

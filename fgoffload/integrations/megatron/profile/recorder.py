@@ -131,13 +131,7 @@ class _RecordedWatch(Saving):
 
 
 class StepRecorder:
-    """Records the segments and saves of one step.
-
-    Args:
-        device: Device that records timed events.
-        memory: Counts device bytes; None if the device cannot.
-        observers: Ledgers that count saves and unpacks, as in an engine.
-    """
+    """Records the segments and saves of one step. Device bytes are not recorded if `memory` is None."""
 
     def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
         self._device = device
@@ -185,13 +179,9 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer, including its sites.
+        """Record the forward of a layer with the input `hidden`, including its sites.
 
-        Args:
-            chunk: Chunk of the layer.
-            number: Number of the layer in the whole model, from 0.
-            hidden: Input of the layer.
-            inner: The engine's context for a layer that it offloads; None if everything stays on the GPU.
+        `inner` is the engine's context for a layer that it offloads; None if everything stays on the GPU.
         """
         run = self._add_run(chunk, number=number)
         if inner is not None:
@@ -216,10 +206,7 @@ class StepRecorder:
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
         """Return the recorded counterpart of an engine's region, or None outside of a recorded layer.
 
-        Args:
-            site: Site in the layer that forward is in.
-            lane: Lane of the microbatch.
-            inner: The engine's region that offloads the site; None if the site stays on the GPU.
+        `inner` is the engine's region that offloads the site; None if the site stays on the GPU.
         """
         run = self._layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)

@@ -16,10 +16,9 @@ import torch
 from fgoffload.engine import ActivationLedger, Device, Lane, Region
 from fgoffload.engine.device import Event
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
-from fgoffload.integrations.megatron.adapter.sites import is_sequential
+from fgoffload.integrations.megatron.adapter.sites import is_quantized, is_sequential
 from fgoffload.integrations.megatron.host_waits.waits import has_held_wait
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches

@@ -31,11 +31,7 @@ from fgoffload.errors import InternalError, StateError
 
 
 class StandIn:
-    """Stand-in in the graph for a tensor that is recomputed.
-
-    Args:
-        run: Function that recomputes it and sets `tensor`, for as long as the graph needs it.
-    """
+    """Stand-in in the graph for a tensor that `run` recomputes. It sets `tensor`, for as long as the graph needs it."""
 
     __slots__ = ("__weakref__", "_run", "tensor")
 
@@ -56,10 +52,8 @@ class StandIn:
 class Output:
     """Storage of an output of a recomputed function, without its graph.
 
-    Args:
-        run: Function that recomputes it. Must not be held, since the graph does.
-        tensor: Output of the function.
-        is_emptied: Whether the storage is emptied after its last use in forward. If not, this object does not hold it.
+    `run` recomputes the function. It must not be held, since the graph holds it. With `is_emptied`, the storage is emptied
+    after its last use in forward. Otherwise this object does not hold it.
     """
 
     __slots__ = ("_dtype", "_emptied", "_is_used", "_nbytes", "_run", "_stand_ins", "_tensor", "_version")
@@ -96,11 +90,7 @@ class Output:
             tensor.untyped_storage().resize_(0)
 
     def check(self, again: torch.Tensor, place: Place) -> None:
-        """Check that the recompute returned an output of the same size and type.
-
-        Raises:
-            StateError: The sizes or types differ. The error names both.
-        """
+        """Check that the recompute returned an output of the same size and type."""
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
             raise StateError(
@@ -125,9 +115,7 @@ class Output:
 class DetachedOutputs:
     """Context manager around users of recomputed tensors. All other saves inside go to the enclosing hooks.
 
-    Args:
-        made: Recomputed tensors, by the key of their storage.
-        place: Place that errors name if there are no enclosing hooks.
+    `made` has the recomputed tensors, by the key of their storage. Errors name `place` if there are no enclosing hooks.
     """
 
     __slots__ = ("_made", "_pack", "_place", "_unpack")

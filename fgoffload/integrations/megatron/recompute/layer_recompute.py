@@ -33,9 +33,9 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.adapter.sites import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -90,17 +90,13 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
 def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
     """Detach the outputs of Megatron's checkpoints without output from their users, until `patches` are removed.
 
-    Args:
-        patches: Patches that undo it. Must be applied before any other wrapper of the layer, so the hooks are inside regions.
-        get_offload: Function that returns the integration, which knows the recomputed units in use.
-        layer: A Megatron layer.
-        units: Units of the layer that may be recomputed.
+    These must be applied before any other wrapper of the layer, so that the hooks are inside regions.
     """
     for unit in units:
         for module, name in _list_users(layer, unit):
             if callable(getattr(module, name, None)):
                 place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
-                wrap_method(patches, module, name, functools.partial(_detach_outputs, get_offload, place))
+                wrap_method(patches, module, name, functools.partial(_use_outputs, get_offload, place))
 
 
 def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
@@ -126,17 +122,11 @@ _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linea
 """Attributes that hold the first linears of Megatron's attention modules."""
 
 
-def _detach_outputs(get_offload: GetOffload, place: Place, original: Any) -> Any:
-    """Wrap a method that uses outputs of a recompute."""
-
-    def use(module: Any, *args: Any, **kwargs: Any) -> Any:
-        made = get_offload().open_reruns.find_made()
-        if not made:
-            return original(module, *args, **kwargs)
-        with DetachedOutputs(made, place):
-            return original(module, *args, **kwargs)
-
-    return use
+def _use_outputs(get_offload: GetOffload, place: Place, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a method that uses outputs of a recompute."""
+    made = get_offload().open_reruns.find_made()
+    with DetachedOutputs(made, place) if made else contextlib.nullcontext():
+        return original(*args, **kwargs)
 
 
 def _find_switches(layer: Any) -> dict[str, _Switch]:
@@ -182,22 +172,18 @@ def _save_original(linear: Any) -> None:
     load_module("megatron.core.extensions.transformer_engine").set_save_original_input(linear)
 
 
-def _run_once_without_grad(original: Any) -> Any:
-    """Return a forward that recomputes nothing if the layer's input needs no gradient, as after frozen layers.
+def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward, and recompute nothing if the layer's input needs no gradient, as after frozen layers.
 
     Megatron's checkpoints are reentrant: they reach the parameters through their input. If the input needs no gradient, the
     parameters silently get none.
     """
-
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
-            return original(layer, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for switch in _find_switches(layer).values():
-                stack.enter_context(_switched_off(switch))
-            return original(layer, *args, **kwargs)
-
-    return forward
+    if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
+        return original(layer, *args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for switch in _find_switches(layer).values():
+            stack.enter_context(_switched_off(switch))
+        return original(layer, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -210,25 +196,21 @@ def _switched_off(switch: _Switch) -> Iterator[None]:
         setattr(switch.target, switch.attribute, before)
 
 
-def _run_again(inputs: LayerInputs, original: Any) -> Any:
-    """Return a forward of a layer that saves only its input."""
+def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward of a layer that saves only its input."""
+    given = partial_recompute.Arguments.of(args, kwargs)
+    tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
+    # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
+    if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
+        return original(layer, *args, **kwargs)
+    # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
+    kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
 
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        given = partial_recompute.Arguments.of(args, kwargs)
-        tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
-        # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
-        if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
-            return original(layer, *args, **kwargs)
-        # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
-        kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
+    def run(*tensors: torch.Tensor) -> Any:
+        return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
 
-        def run(*tensors: torch.Tensor) -> Any:
-            return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
-
-        with inputs.layers_from(get_number(layer)):
-            return _checkpoint(layer, run, list(tensors.values()))
-
-    return forward
+    with inputs.layers_from(get_number(layer)):
+        return _checkpoint(layer, run, list(tensors.values()))
 
 
 def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:

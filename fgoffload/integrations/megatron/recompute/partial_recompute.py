@@ -29,9 +29,8 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor, run_in_site
-from fgoffload.integrations.megatron.adapter.sites import has_op_fuser
+from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quantized, save_whole_input
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -86,17 +85,12 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
     runs = _Runs(part, get_offload)
     if part.unit == "expert_fc1":
         save_whole_input(patches, part.submodule)  # one stand-in instead of one per expert
-    wrap_method(patches, part.module, "forward", runs.wrap_module)
-    wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
+    wrap_method(patches, part.module, "forward", runs.run_module)
+    wrap_method(patches, part.submodule, "forward", runs.run_submodule)
 
 
 class Arguments:
-    """Arguments of a method call.
-
-    Args:
-        values: Arguments by position from 0, or by name.
-        count: Number of positional arguments.
-    """
+    """Arguments of a method call, by position from 0 or by name. The first `count` are positional."""
 
     def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
         self.values: dict[Any, Any] = dict(values)
@@ -148,45 +142,39 @@ class _Runs:
         self._take_over: Callable[[Any, Any, Arguments], Any] | None = None
         """Replacement for the next forward of the submodule. Gets that forward, the submodule and its arguments."""
 
-    def wrap_module(self, original: Any) -> Any:
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            given = Arguments.of(args, kwargs)
-            inputs = given.find_inputs()
-            # If no input needs a gradient, as after frozen layers, nothing is recomputed.
-            if is_inert() or not inputs:
-                return original(module, *args, **kwargs)
-            # These live as long as the graph, and must not hold the input, which may be offloaded.
-            kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+    def run_module(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = Arguments.of(args, kwargs)
+        inputs = given.find_inputs()
+        # If no input needs a gradient, as after frozen layers, nothing is recomputed.
+        if is_inert() or not inputs:
+            return original(module, *args, **kwargs)
+        # These live as long as the graph, and must not hold the input, which may be offloaded.
+        kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
 
-            def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+        def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
 
-            offload, tensors = self._get_offload(), tuple(inputs.values())
-            name = f"{self._part.unit} of {type(module).__name__}"
-            # A norm before the module may be recomputed too.
-            found = offload.open_reruns.find_made()
-            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
-            rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
-            with contextlib.ExitStack() as dropping:
-                dropping.enter_context(rerun)
-                self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
-                try:
-                    result = original(module, *args, **kwargs)
-                    self._check_reached()
-                finally:
-                    self._take_over = None
-            return result
+        offload, tensors = self._get_offload(), tuple(inputs.values())
+        name = f"{self._part.unit} of {type(module).__name__}"
+        # A norm before the module may be recomputed too.
+        found = offload.open_reruns.find_made()
+        begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
+        rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
+        with contextlib.ExitStack() as dropping:
+            dropping.enter_context(rerun)
+            self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
+            try:
+                result = original(module, *args, **kwargs)
+                self._check_reached()
+            finally:
+                self._take_over = None
+        return result
 
-        return forward
-
-    def wrap_submodule(self, original: Any) -> Any:
-        def forward(submodule: Any, *args: Any, **kwargs: Any) -> Any:
-            take_over, self._take_over = self._take_over, None
-            if take_over is None:
-                return original(submodule, *args, **kwargs)
-            return take_over(original, submodule, Arguments.of(args, kwargs))
-
-        return forward
+    def run_submodule(self, original: Any, submodule: Any, *args: Any, **kwargs: Any) -> Any:
+        take_over, self._take_over = self._take_over, None
+        if take_over is None:
+            return original(submodule, *args, **kwargs)
+        return take_over(original, submodule, Arguments.of(args, kwargs))
 
     def _end(
         self,
@@ -231,7 +219,7 @@ class _Runs:
         try:
             with _closed_ranges(), Patches() as patches:
                 # Wrapped again, since the modules' own forward may be restored before the last backward.
-                wrap_method(patches, getattr(module, self._part.until), "forward", self.wrap_submodule)
+                wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
                 given.call(original, module)
             self._check_reached()
         except _Reached as reached:

@@ -25,9 +25,8 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
-from fgoffload.integrations.megatron.adapter.sites import has_op_fuser
+from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quantized, save_whole_input
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -58,17 +57,14 @@ def can_permute_again(layer: Any) -> bool:
 def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], OpenReruns]) -> None:
     """Recompute the token permutation of `layer` in backward, until `patches` are removed.
 
-    Args:
-        patches: Patches that undo it.
-        layer: A Megatron layer.
-        get_open_reruns: Function that returns the recomputes in use, which may include the norm whose output is permuted.
+    `get_open_reruns` returns the recomputes in use, which may include the norm whose output is permuted.
     """
     runs = _Runs(f"the permutation of layer {get_number(layer)}", get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
-    wrap_method(patches, dispatcher, "dispatch_preprocess", runs.wrap_permutation)
-    wrap_method(patches, dispatcher, "dispatch_postprocess", runs.wrap_end)
+    wrap_method(patches, dispatcher, "dispatch_preprocess", runs.run_permutation)
+    wrap_method(patches, dispatcher, "dispatch_postprocess", runs.run_end)
     linear = layer.mlp.experts.linear_fc1
-    wrap_method(patches, linear, "forward", runs.wrap_linear)
+    wrap_method(patches, linear, "forward", runs.run_linear)
     save_whole_input(patches, linear)  # one stand-in instead of one per expert
 
 
@@ -80,37 +76,27 @@ class _Runs:
         self._get_open_reruns = get_open_reruns
         self._rerun: Rerun | None = None
 
-    def wrap_permutation(self, original: Any) -> Any:
-        def dispatch_preprocess(dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            outputs = original(dispatcher, hidden_states, *args, **kwargs)
-            # Begins after frozen layers too, since the first linear saves its input for its own weights.
-            self._rerun = None if is_inert() else self._begin(hidden_states, dispatcher)
-            return outputs
-
-        return dispatch_preprocess
+    def run_permutation(self, original: Any, dispatcher: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(dispatcher, hidden_states, *args, **kwargs)
+        # Begins after frozen layers too, since the first linear saves its input for its own weights.
+        self._rerun = None if is_inert() else self._begin(hidden_states, dispatcher)
+        return outputs
 
     def _begin(self, hidden: torch.Tensor, dispatcher: Any) -> Rerun:
         permute, found = _find_permutation(dispatcher), self._get_open_reruns().find_made()
         return Rerun(permute, [hidden], name=self._name, random_use=_DRAWS_NOTHING, found=found)
 
-    def wrap_end(self, original: Any) -> Any:
-        """Wrap the method that returns the tokens for the experts."""
+    def run_end(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the method that returns the tokens for the experts."""
+        outputs = original(*args, **kwargs)
+        if self._rerun is not None:
+            self._rerun.note_freed_output(outputs[0])
+        return outputs
 
-        def dispatch_postprocess(dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = original(dispatcher, *args, **kwargs)
-            if self._rerun is not None:
-                self._rerun.note_freed_output(outputs[0])
-            return outputs
-
-        return dispatch_postprocess
-
-    def wrap_linear(self, original: Any) -> Any:
-        def forward(linear: Any, *args: Any, **kwargs: Any) -> Any:
-            rerun, self._rerun = self._rerun, None
-            with contextlib.nullcontext() if rerun is None else rerun.detached_outputs():
-                return original(linear, *args, **kwargs)
-
-        return forward
+    def run_linear(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        rerun, self._rerun = self._rerun, None
+        with contextlib.nullcontext() if rerun is None else rerun.detached_outputs():
+            return original(*args, **kwargs)
 
 
 class _DrawsNothing(RandomUse):

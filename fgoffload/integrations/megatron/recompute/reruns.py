@@ -149,8 +149,7 @@ class Rerun:
         """Recompute the function, but only once. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
-            StateError: The function saved or returned other tensors than in forward, or an input or saved tensor was changed in
-                place since.
+            StateError: The function did something else than in forward, or an input or saved tensor was changed in place since.
         """
         function = self._function
         if function is None:
