@@ -6,50 +6,24 @@ from typing import Any
 
 from fgoffload.integrations.megatron.flags.field_flags import number, whole_number
 
-_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "--fine-grained-activation-offloading",
-        {"action": argparse.BooleanOptionalAction, "default": False, "help": "switch offload on"},
-    ),
-    (
-        "--offload-modules",
-        {"nargs": "*", "default": [], "metavar": "TAG", "help": "tags to offload, or auto"},
-    ),
-    (
-        "--min-offloaded-tensor-size",
-        {"type": whole_number, "default": None, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
-    ),
-    (
-        "--delay-offload-until-cuda-graph",
-        {
-            "action": argparse.BooleanOptionalAction,
-            "default": False,
-            "help": "offload once the next CUDA graph is launched",
-        },
-    ),
-    (
-        "--delta-offload-bytes-across-pp-ranks",
-        {"type": whole_number, "default": None, "metavar": "BYTES", "help": "less offload on each next pipeline rank (0)"},
-    ),
-    (
-        "--activation-offload-fraction",
-        {"type": number, "default": None, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
-    ),
-    ("--offload-plan", {"default": None, "metavar": "FILE", "help": "a plan, in place of the fraction"}),
-    (
-        "--offload-memory-budget",
-        {"default": None, "metavar": "SIZE", "help": "GPU memory that --offload-modules auto plans for, as in 60GiB"},
-    ),
-    ("--offload-host-budget", {"default": None, "metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"}),
-    (
-        "--offload-window",
-        {"default": None, "metavar": "SIZE", "help": "bytes in flight to the host before compute waits (1GiB)"},
-    ),
-    (
-        "--offload-prefetch",
-        {"default": None, "metavar": "SIZE", "help": "bytes back on the GPU before backward asks for them (512MiB)"},
-    ),
-)
+_SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--fine-grained-activation-offloading": {**_SWITCH, "help": "switch offload on"},
+    "--offload-modules": {"nargs": "*", "default": [], "metavar": "TAG", "help": "tags to offload, or auto"},
+    "--min-offloaded-tensor-size": {"type": whole_number, "metavar": "ELEMENTS", "help": "what is smaller stays (1048576)"},
+    "--delay-offload-until-cuda-graph": {**_SWITCH, "help": "offload once the next CUDA graph is launched"},
+    "--delta-offload-bytes-across-pp-ranks": {
+        "type": whole_number,
+        "metavar": "BYTES",
+        "help": "less offload on each next pipeline rank (0)",
+    },
+    "--activation-offload-fraction": {"type": number, "metavar": "PART", "help": "from 0 to 1, of a chunk's modules (1.0)"},
+    "--offload-plan": {"metavar": "FILE", "help": "a plan, in place of the fraction"},
+    "--offload-memory-budget": {"metavar": "SIZE", "help": "GPU memory that --offload-modules auto plans for, as in 60GiB"},
+    "--offload-host-budget": {"metavar": "SIZE", "help": "most host memory of a rank, as in 64GiB"},
+    "--offload-window": {"metavar": "SIZE", "help": "bytes in flight to the host before compute waits (1GiB)"},
+    "--offload-prefetch": {"metavar": "SIZE", "help": "bytes back on the GPU before backward asks for them (512MiB)"},
+}
 """Each flag, with its options for argparse."""
 
 
@@ -60,7 +34,7 @@ def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.A
     `OffloadConfig.from_flags`.
     """
     group = parser.add_argument_group("fine-grained activation offload")
-    for flag, options in _FLAGS:
+    for flag, options in _FLAGS.items():
         # argparse has no public way to ask whether a flag exists; Megatron-LM registers some of these itself.
         with contextlib.suppress(argparse.ArgumentError):
             group.add_argument(flag, **options)

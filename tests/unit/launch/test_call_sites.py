@@ -4,8 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from fgoffload.integrations.megatron.launch.call_sites import find_call_sites, has_module
-from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
+from fgoffload.integrations.megatron.launch.call_sites import MegatronParser, find_call_sites, find_megatron_parser, has_module
 
 TAGS = ("core_attn", "router", "attn_proj")
 MEGATRONS = ("core_attn", "attn_proj")

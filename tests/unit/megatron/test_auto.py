@@ -1,7 +1,6 @@
 """`--offload-modules auto`: the first step measures, the others keep to the budget, and every bit stays."""
 
 import dataclasses
-import functools
 import logging
 import re
 
@@ -299,14 +298,15 @@ def run_beside_host(monkeypatch, run_counted, caplog):
             solution = real(ranks, **options)
             return dataclasses.replace(solution, plan=dataclasses.replace(solution.plan, actions=second))
 
-        options = {"clock": read_clock, "has_own_host": True}
-        monkeypatch.setattr(auto, "AutoOffload", functools.partial(auto.AutoOffload, **options))
+        def see(trainer):
+            seen.append(trainer.integration.measurement)
+            monkeypatch.setattr(seen[0], "_has_own_host", True)
+
+        monkeypatch.setattr(auto, "perf_counter", read_clock)
         monkeypatch.setattr(solver, "solve_leaving_free", solve)
         # Copies of so small a model are short beside its compute on a CPU.
         monkeypatch.setattr(host_overhead, "LEAST_EFFECT", 1e-9)
-        found, _, _ = run_counted(
-            list(beyond), steps=steps, on_trainer=lambda trainer: seen.append(trainer.integration.measurement)
-        )
+        found, _, _ = run_counted(list(beyond), steps=steps, on_trainer=see)
         return found, [record.message for record in caplog.records if re.search("stays|keeping", record.message)]
 
     return run_it

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib.util
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from fgoffload.integrations.megatron.graphs.graphed_layers import LAYER, follow_
 from fgoffload.integrations.megatron.host_waits.waits import has_held_wait, has_wait
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
-from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
@@ -77,11 +77,8 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
 
 def _list_existing(paths: Sequence[str]) -> Iterator[str]:
     for path in paths:
-        module_name, _, class_name = path.partition(":")
-        package_name = module_name.rpartition(".")[0]
-        if importlib.util.find_spec(package_name) is None or importlib.util.find_spec(module_name) is None:
-            continue
-        if hasattr(load_module(module_name), class_name):
+        with contextlib.suppress(IntegrationError):
+            require_symbol(path, "forward")
             yield path
 
 
@@ -156,7 +153,8 @@ class _Registrar:
     def begin_forward(self, model: Any) -> None:
         """Register a model chunk when it begins a forward, or builds the plan of one."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
-        offload.note_ending_block(_find_ending_block(model))
+        ending = _find_ending_block(model)
+        offload.ending_block = None if ending is None else weakref.ref(ending)
         # Registers all blocks of the chunk at once, since a fraction applies to all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
@@ -188,7 +186,7 @@ class _Registrar:
     def _prepare(self, layer: Any, chunk: int) -> None:
         """Add the sites of `layer`, and recompute its planned units."""
         offload, number = self.get_offload(), get_number(layer)
-        offload.graphs.add_layer(layer, chunk)
+        offload.graphs.chunks[layer] = chunk
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
         # If the plan comes from measurements, the recomputed units are not known yet.

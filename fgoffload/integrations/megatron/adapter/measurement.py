@@ -62,8 +62,8 @@ class Measurement(Protocol):
     def watch_model(self, model: torch.nn.Module, chunk: int) -> AbstractContextManager[object]:
         """Return a context for the forward of a model chunk."""
 
-    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[object] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None if no step is recorded."""
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[object]:
+        """Return a context for the forward of a layer with the input `hidden`, while a step is recorded."""
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region of the recorded step, for a site in the layer that forward is in."""

@@ -4,12 +4,13 @@ Megatron's config rejects unknown tags and an empty list. So it gets only the ta
 flag is switched off. The other tags do not need Megatron's flag.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,27 +73,21 @@ def set_flags(patches: Patches, selected: Sequence[str]) -> None:
 def _set_and_check(patches: Patches, accepted: Sequence[str], selected: Sequence[str], original: Any, config: Any) -> None:
     # Megatron's whole-layer offload conflicts with ours. Such a model is rejected when it runs, but may never run here.
     if not getattr(config, "cpu_offloading", False):
-        _set(patches, config, accepted, selected)
+        if config.fine_grained_activation_offloading and (ignored := set(config.offload_modules or ()) - set(selected)):
+            logger.warning(
+                "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
+                " ".join(sorted(ignored)),
+                " ".join(selected),
+            )
+        config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+        patches.callback(_switch_off, weakref.ref(config))
     original(config)
 
 
-def _set(patches: Patches, config: Any, accepted: Sequence[str], selected: Sequence[str]) -> None:
-    given = config.fine_grained_activation_offloading, config.offload_modules
-    if given[0] and (ignored := set(given[1] or ()) - set(selected)):
-        logger.warning(
-            "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
-            " ".join(sorted(ignored)),
-            " ".join(selected),
-        )
-    config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
-    reference = weakref.ref(config)
-
-    def undo() -> None:
-        config = reference()
-        if config is not None:
-            config.fine_grained_activation_offloading, config.offload_modules = False, []
-
-    patches.callback(undo)
+def _switch_off(reference: "weakref.ref[Any]") -> None:
+    config = reference()
+    if config is not None:
+        config.fine_grained_activation_offloading, config.offload_modules = False, []
 
 
 def list_accepted(tags: Sequence[str]) -> list[str]:
@@ -116,13 +111,8 @@ def _is_accepted(tag: str) -> bool:
     }
     # fused_group_mlp is rejected without the op fuser, which earlier versions do not have.
     has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
-    return any(_is_possible(probe, {**fields, **options}) for options in ({}, {_OP_FUSER: True} if has_fuser else {}))
-
-
-def _is_possible(probe: Callable[..., object], fields: Mapping[str, object]) -> bool:
-    try:
-        with ignore_expected_warnings():
-            probe(**fields)
-    except (AssertionError, ValueError):
-        return False
-    return True
+    for options in ({}, {_OP_FUSER: True} if has_fuser else {}):
+        with contextlib.suppress(AssertionError, ValueError), ignore_expected_warnings():
+            probe(**fields, **options)
+            return True
+    return False

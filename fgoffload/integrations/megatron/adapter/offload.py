@@ -11,10 +11,9 @@ import torch
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import CapturedRegion, KeptReason, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
-from fgoffload.integrations.megatron.adapter.balance import RankBalance
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
 from fgoffload.integrations.megatron.adapter.measurement import Measurement, ScheduleCall
-from fgoffload.integrations.megatron.adapter.site_actions import SiteActions, list_selected_tags
+from fgoffload.integrations.megatron.adapter.site_actions import RankBalance, SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, Site, naming_plan_file
@@ -88,7 +87,7 @@ class MegatronOffload:
         """Context that holds ended groups until its `flush`. Otherwise their copies would delay what the host waits for."""
         self._call: ScheduleCall | None = None
         """Schedule call of the running step."""
-        self._ending_block: weakref.ref[torch.nn.Module] | None = None
+        self.ending_block: weakref.ref[torch.nn.Module] | None = None
         """Last block before the loss of the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
@@ -194,9 +193,7 @@ class MegatronOffload:
         With `has_parts`, the layer calls `watch_attention`, so that attention alone can be watched.
         """
         if self.measurement is not None and self.measurement.is_recording:
-            recorded = self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
-            if recorded is not None:
-                return recorded
+            return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
         # Releases offloaded tensors of earlier layers now. The next group may not end before backward.
         self.engine.poll()
         watched = self._find_watched()
@@ -228,13 +225,9 @@ class MegatronOffload:
         # An observer needs the place of every save.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
-    def note_ending_block(self, block: torch.nn.Module | None) -> None:
-        """Record the last block before the loss of the current model; None if other pipeline stages follow."""
-        self._ending_block = None if block is None else weakref.ref(block)
-
     def leave_block(self, block: torch.nn.Module) -> None:
         """Record that forward has left `block`. If it is the model's last one in a schedule of Megatron, backward is next."""
-        ends_model = self._ending_block is not None and self._ending_block() is block
+        ends_model = self.ending_block is not None and self.ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)

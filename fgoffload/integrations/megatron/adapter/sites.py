@@ -23,7 +23,6 @@ OVERLAPPED_METHODS = (
     "get_output",
 )
 COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
-_EXPERT_TAGS = frozenset(("expert_fc1", "moe_act", "expert_fc2"))
 _ATTRIBUTE = "save_original_input"
 """Attribute of Transformer Engine's linears. If it is off, they save the GEMM operand: a view per expert, or its FP8 form."""
 
@@ -94,24 +93,18 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         add_region(patches, get_offload, mlp.token_dispatcher, COMBINE_METHODS, "moe_combine")
 
 
-_MEGATRON_FLAGS = (
-    *("offload_attn_norm", "offload_qkv_linear", "offload_core_attention", "offload_core_attn", "offload_attn_proj"),
-    *("offload_mlp_norm", "offload_expert_fc1", "offload_moe_act", "offload_fused_group_mlp"),
-)
-
-
 def switch_off_later(patches: Patches, layer: Any) -> None:
     """Switch off Megatron's call sites in `layer` when `patches` are removed. Otherwise Megatron's engine would serve them."""
     modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
-    references = [weakref.ref(module) for module in modules if module is not None]
+    for reference in [weakref.ref(module) for module in modules if module is not None]:
+        patches.callback(_switch_off, reference)
 
-    def switch_off() -> None:
-        for module in (reference() for reference in references):
-            for name in _MEGATRON_FLAGS:
-                if getattr(module, name, False):
-                    setattr(module, name, False)
 
-    patches.callback(switch_off)
+def _switch_off(reference: "weakref.ref[Any]") -> None:
+    module = reference()
+    for name, value in () if module is None else tuple(vars(module).items()):
+        if name.startswith("offload_") and value is True:
+            setattr(module, name, False)
 
 
 def is_sequential(experts: Any) -> bool:
@@ -155,7 +148,7 @@ def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]
             # Not through `patches`: Megatron sets it only for offload, so it is off without offload.
             setattr(experts.linear_fc1, _ATTRIBUTE, False)
         return
-    if _EXPERT_TAGS.isdisjoint(offloaded):
+    if not set(EXPERT_TAGS) & set(offloaded):
         return
     for linear in (getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)):
         save_whole_input(patches, linear)

@@ -23,9 +23,9 @@ prediction free. After `MOST_CHECKS` such plans the last one is kept, with a war
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -79,26 +79,16 @@ class AutoOffload(StepMeasurement):
         config: Settings, with the budget.
         engine: Engine that offloads what does not fit while a step is measured.
         use_plan: Makes the integration offload by a plan.
-        clock: Returns seconds of a monotonic clock.
-        has_own_host: Whether host and device are distinct, so that the host can be late; None derives it from the device.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        engine: OffloadEngine,
-        *,
-        use_plan: Callable[[OffloadPlan], None],
-        clock: Callable[[], float] = time.perf_counter,
-        has_own_host: bool | None = None,
-    ) -> None:
+    def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, use_plan: Callable[[OffloadPlan], None]) -> None:
         numel = config.min_offloaded_tensor_size
         super().__init__(engine.device, min_offloaded_numel=numel, use_plan=use_plan, observers=engine.observers)
         self._budget_bytes = config.offload_memory_budget_bytes or 0
         self._policy = config.transfer_policy
         self._engine = engine
-        self._clock = clock
-        self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
+        self._has_own_host = engine.device.type != "cpu"
+        """Whether host and device are distinct, so that the host can be late."""
         self.planned: PlannedStep | None = None
         """Plan in use; None before the first plan, and while a step is measured for another."""
         self._measured: MeasuredStep | None = None
@@ -167,7 +157,7 @@ class AutoOffload(StepMeasurement):
         if self.planned is not None and self._current == self.planned.call and self._left_checks and self._memory is not None:
             self._taken_bytes = self._memory.count_peak()
 
-    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context that records a layer, and offloads it if there is no room. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
@@ -205,15 +195,13 @@ class AutoOffload(StepMeasurement):
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
             return failure or OffloadError(f"another rank could not measure: {failed}")
-        measured = MeasuredStep(
+        self._measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
             number=self._steps - 1,
             device_type=self._device.type,
             policy=self._policy,
         )
-        former = self._measured if self._rival is not None else None
-        self._measured = measured if former is None else measured.join_extra_bytes(former)
         return None
 
     def _take_own(self) -> ProcessMeasurement:
@@ -266,7 +254,7 @@ class AutoOffload(StepMeasurement):
         self._follow(planned)
         self._beyond_bytes = planned.free_bytes
         if self._has_own_host:
-            self._times = StepTimes(self._clock())
+            self._times = StepTimes(perf_counter())
         logger.info("%s", planned.describe(self._budget_bytes))
         return None
 
@@ -282,7 +270,7 @@ class AutoOffload(StepMeasurement):
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """Time and check the step that ended before `call`, for which a plan is in use."""
         if self._times is not None:
-            self._times.note_end(self._clock(), is_full=self._ended_call == planned.call)
+            self._times.note_end(perf_counter(), is_full=self._ended_call == planned.call)
         if self._taken_bytes is not None:
             self._check(planned, self._taken_bytes)
         elif self._times is not None:

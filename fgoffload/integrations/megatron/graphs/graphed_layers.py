@@ -43,7 +43,8 @@ class GraphedLayers:
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
-        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        """Model chunk of each layer."""
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
         """Captured forwards by microbatch; None for one that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
@@ -55,10 +56,6 @@ class GraphedLayers:
         self.is_replaying = False
         """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
 
-    def add_layer(self, layer: torch.nn.Module, chunk: int) -> None:
-        """Record the model chunk of `layer`."""
-        self._chunks[layer] = chunk
-
     def find_region(self, tag: str) -> CapturedRegion | None:
         """Return a region for the site of `tag` in the captured layer, or None if its tensors stay on the GPU."""
         return None if self._find_region is None else self._find_region(tag)
@@ -66,7 +63,7 @@ class GraphedLayers:
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
         self._known.pop(layer, None)
-        chunk = self._chunks.get(layer)
+        chunk = self.chunks.get(layer)
         if self._find_region is not None or is_inert() or chunk is None:
             return run()
         number = get_number(layer)
@@ -155,15 +152,9 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-@functools.cache
-def _get_is_capturing() -> Callable[[], bool]:
-    graphs = load_module("megatron.core.transformer.cuda_graphs")
-    return lambda: bool(graphs.is_graph_capturing())
-
-
 def is_capturing() -> bool:
     """Return whether Megatron captures graphs of layers or warms up for that. Code that runs then is not part of a step."""
-    return _get_is_capturing()()
+    return bool(load_module("megatron.core.transformer.cuda_graphs").is_graph_capturing())
 
 
 def may_query() -> bool:

@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
 from fgoffload.integrations.megatron.host_waits.stage_exchanges import communicate, communicate_shapes
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
-from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
 
 class HeldWait(NamedTuple):
@@ -36,7 +36,7 @@ class HeldWait(NamedTuple):
 
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
 _EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
-_ROTARY = "megatron.core.models.common.embeddings.rope_utils"
+_ROTARY, _ROTARY_METHOD = "megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"
 
 HELD_WAITS = (
     HeldWait(
@@ -63,7 +63,10 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, _CHECKS, "validate_result", _validate_result)
     wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
     wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
-    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _apply_packed_rotary)
+    require_symbol(_ROTARY, _ROTARY_METHOD)
+    # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
+    if "max_seqlen" not in inspect.signature(getattr(load_module(_ROTARY), _ROTARY_METHOD)).parameters:
+        wrap_symbol(patches, _ROTARY, _ROTARY_METHOD, _apply_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))
     KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
 
@@ -116,16 +119,8 @@ def _read_flag(flag: Any) -> Any:
 
 
 def _apply_packed_rotary(original: Any, t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
-    if not _uses_lengths_on_host(original):
-        return original(t, cu_seqlens, *args, **kwargs)
     # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
     return original(t, read_on_host(cu_seqlens), *args, **kwargs)
-
-
-@functools.cache
-def _uses_lengths_on_host(apply_rotary: Any) -> bool:
-    return "max_seqlen" not in inspect.signature(apply_rotary).parameters
 
 
 def _move_to_cpu(

@@ -185,18 +185,13 @@ class _InlineStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once, since the work of `stream` is done."""
+    def synchronize(self, other: Any = None) -> None:
+        pass
 
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
+    wait_stream = wait_event = synchronize
 
     def record_event(self, event: Any = None) -> "_InlineStream":
-        """Return an event that has passed."""
         return self
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 class _NoFp8:
@@ -204,12 +199,10 @@ class _NoFp8:
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Return False."""
         return False
 
     @staticmethod
     def get_fp8_recipe() -> Any:
-        """Raise, since there is no recipe while FP8 is off."""
         raise IntegrationError("An FP8 recipe is needed and Transformer Engine is not installed. Install it or leave FP8 out.")
 
 

@@ -24,9 +24,9 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.profile.device_memory import count_parameter_bytes, find_device_memory
 from fgoffload.integrations.megatron.profile.measured_layers import build_chunk
+from fgoffload.integrations.megatron.profile.measured_recomputes import measure_gather_s
 from fgoffload.integrations.megatron.profile.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
-from fgoffload.integrations.megatron.profile.token_gathers import measure_gather_s
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 from fgoffload.plan import OffloadPlan, Site
@@ -161,11 +161,9 @@ class StepMeasurement:
             return contextlib.nullcontext()
         return self._recorder.model(chunk)
 
-    def find_layer(
-        self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor
-    ) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None if no step is recorded."""
-        return None if self._recorder is None else self._recorder.layer(chunk, number, hidden)
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the forward of a layer with the input `hidden`, while a step is recorded."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region of the recorded step, for a site in the layer that forward is in."""

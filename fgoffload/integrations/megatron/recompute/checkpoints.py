@@ -31,8 +31,7 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.recompute.reruns import RandomUse, Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"

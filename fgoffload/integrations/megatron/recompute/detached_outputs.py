@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -166,27 +166,18 @@ class DetachedOutputs:
         return packed.take() if isinstance(packed, StandIn) else self._unpack(packed)
 
 
-class Input(NamedTuple):
-    """A saved input of a recomputed function."""
-
-    unpack: Callable[[], torch.Tensor]
-    requires_grad: bool
-
-    def take(self) -> torch.Tensor:
-        """Return the input for the recompute."""
-        return self.unpack().detach().requires_grad_(self.requires_grad)
-
-
-def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -> Input:
-    """Save `tensor` as autograd would, or as a stand-in if it is in `made`."""
+def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -> Callable[[], torch.Tensor]:
+    """Save an input of a recomputed function as autograd would, or as a stand-in if it is in `made`. Return how to take it."""
     known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
     stand_in = None if known is None else known.pack(tensor)
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     pack, unpack = (functools.partial(keep_tensor, place=place), take) if hooks is None else hooks
+    requires_grad = tensor.requires_grad
     if stand_in is not None:
         _count(pack)
-        return Input(stand_in.take, tensor.requires_grad)
-    return Input(functools.partial(unpack, pack(tensor)), tensor.requires_grad)
+    packed = pack(tensor) if stand_in is None else stand_in
+    unpack = unpack if stand_in is None else take
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 def _count(pack: Any) -> None:

@@ -5,29 +5,12 @@ If the module then uses a checkpoint without output, `reruns.py` replaces that (
 Megatron's checkpoint, which restores the states of all its random generators, or in FP8 Transformer Engine's, which also
 restores the scaling. First linears, with the code before and after them, are partial recomputes of their modules' forward.
 `permutations.py` recomputes token permutations.
-
-| unit | implementation | since |
-|---|---|---|
-| `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
-| `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |
-| `qkv_linear` | `partial_recompute.py` around `SelfAttention.forward` | 0.16.1 |
-| `mla_up_proj` | `MLASelfAttention.recompute_up_proj` | 0.16.1 |
-| `core_attn` | `SelfAttention.checkpoint_core_attention` | 0.16.1 |
-| `mlp_norm` | `TransformerLayer.recompute_pre_mlp_layernorm` | 0.16.1 |
-| `mlp_fc1` | `partial_recompute.py` around `MLP.forward` | 0.16.1 |
-| `mlp` | `TransformerLayer.recompute_mlp` | 0.16.1 |
-| `moe` | `MoELayer.moe_layer_recompute` | 0.16.1 |
-| `shared_expert` | `MoELayer.shared_experts_recompute` | 0.16.1 |
-| `expert_fc1` | `partial_recompute.py` around `TEGroupedMLP.forward` | 0.16.1 |
-| `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
-| `dispatch` | `permutations.py` around `MoEAlltoAllTokenDispatcher` and the experts' first linear | 0.16.1 |
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +27,7 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedO
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Switch:
+class _Switch(NamedTuple):
     """Attribute that enables the recompute of one unit of a layer."""
 
     target: Any
@@ -180,20 +162,11 @@ def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any)
     """
     if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
         return original(layer, *args, **kwargs)
-    with contextlib.ExitStack() as stack:
-        for switch in _find_switches(layer).values():
-            stack.enter_context(_switched_off(switch))
+    with contextlib.ExitStack() as restored:
+        for target, attribute, _ in _find_switches(layer).values():
+            restored.callback(setattr, target, attribute, getattr(target, attribute))
+            setattr(target, attribute, False)
         return original(layer, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _switched_off(switch: _Switch) -> Iterator[None]:
-    before = getattr(switch.target, switch.attribute)
-    setattr(switch.target, switch.attribute, False)
-    try:
-        yield
-    finally:
-        setattr(switch.target, switch.attribute, before)
 
 
 def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

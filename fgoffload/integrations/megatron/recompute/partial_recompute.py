@@ -6,12 +6,6 @@
 The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
 recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
 
-| unit | module | up to |
-|---|---|---|
-| `qkv_linear` | `SelfAttention` | `core_attention` |
-| `mlp_fc1` | `MLP` | `linear_fc2` |
-| `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
-
 [Note: Other uses of the first part]
 The tensors that the first part passes to the submodule are emptied and recomputed. Any other result that the rest of forward
 uses would stay on the GPU, and no plan would count it. So a unit exists only if the module's forward is Megatron's own and
@@ -34,8 +28,7 @@ from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quant
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.recompute.reruns import RandomUse, Rerun, as_tuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,13 +237,10 @@ class _Runs:
         """
         tensors = tuple(made)
         copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
-        if not copies_views or not any(map(_has_own_storage, tensors)):
+        own = (one for one in tensors if one.untyped_storage().nbytes() == one.numel() * one.element_size())
+        if not copies_views or next(own, None) is None:
             return tensors
         return tuple(tensor.contiguous() for tensor in tensors)
-
-
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @contextlib.contextmanager

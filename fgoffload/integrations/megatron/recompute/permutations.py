@@ -30,8 +30,7 @@ from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quant
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, Rerun
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, RandomUse, Rerun
 
 UNIT = "dispatch"
 """Name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`."""
@@ -68,6 +67,9 @@ def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], Op
     save_whole_input(patches, linear)  # one stand-in instead of one per expert
 
 
+_DRAWS_NOTHING = RandomUse(default=False)
+
+
 class _Runs:
     """Forwards of one layer. At most one of them is between its permutation and its first linear."""
 
@@ -97,16 +99,6 @@ class _Runs:
         rerun, self._rerun = self._rerun, None
         with contextlib.nullcontext() if rerun is None else rerun.detached_outputs():
             return original(*args, **kwargs)
-
-
-class _DrawsNothing(RandomUse):
-    """Record for functions that draw no random numbers."""
-
-    def draws(self, function: Any) -> bool:
-        return False
-
-
-_DRAWS_NOTHING = _DrawsNothing()
 
 
 def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -22,11 +22,18 @@ last use is not emptied, since the recompute would not repeat the change.
 [Note: Ownership]
 The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs, its
 detached outputs until they are emptied, and weak references to the stand-ins. Without a cycle, dropping the graph frees all.
+
+[Note: Random states]
+A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
+restored. Norms, activations and linears draw none. Reading and setting three states costs the host as much as the rest of a
+rerun in forward. So the states before and after a function are compared in its first run. If they are equal, the function is
+assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -38,8 +45,29 @@ from fgoffload.engine.identity import get_key, get_version, is_of_leaf, is_witho
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Input, Output, StandIn, save_input, take
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse, are_equal, as_in_forward, get_states
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Output, StandIn, save_input, take
+
+
+class RandomUse:
+    """Record of which functions draw random numbers, from their first run. `default` is for those that have not run yet."""
+
+    def __init__(self, *, default: bool | None = None) -> None:
+        self._default = default
+        self._draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def draws(self, function: Any) -> bool | None:
+        """Return whether `function` draws random numbers; None if it has not run yet."""
+        return self._draws.get(_find_anchor(function), self._default)
+
+    def note(self, function: Any, *, draws: bool) -> None:
+        """Record whether `function` drew random numbers in its first run."""
+        self._draws[_find_anchor(function)] = draws
+
+
+def _find_anchor(function: Any) -> Any:
+    """Return an object that all calls share: the module itself, or the code of a function that is created for each call."""
+    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
 
 
 class Rerun:
@@ -69,10 +97,12 @@ class Rerun:
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
         """Function that records whether forward drew random numbers; None if that is known."""
-        self._states = None if draws is False else get_states()
+        self._states = None if draws is False else _get_states()
         """Random states before forward; None if it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
-        self._inputs = [save_input(arg, place, found) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._inputs = [
+            save_input(arg, place, found) if isinstance(arg, torch.Tensor) else (lambda value=arg: value) for arg in args
+        ]
         self._dropped: list[tuple[weakref.ref[StandIn], torch.Size, torch.dtype] | None] = []
         """Tensors that the function saved, in order; None for leaves, which are kept, since their owner holds them anyway."""
         self._outputs: list[Output | None] = []
@@ -92,7 +122,7 @@ class Rerun:
         pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
-            draws = not are_equal(self._states, get_states())
+            draws = not _are_equal(self._states, _get_states())
             note_draws(draws=draws)
             if not draws:
                 self._states = None
@@ -172,7 +202,7 @@ class Rerun:
 
     def _run(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Recompute `function`, and return its outputs and saved tensors, as many of each as in forward."""
-        inputs = [arg.take() if isinstance(arg, Input) else arg for arg in self._inputs]
+        inputs = [take_input() for take_input in self._inputs]
         found: list[torch.Tensor | None] = []
         versions: list[int] = []
 
@@ -186,7 +216,7 @@ class Rerun:
             found.append(None if dropped is None else tensor.detach())
             versions.append(get_version(tensor))
 
-        with as_in_forward(self._states), torch.enable_grad():
+        with _as_in_forward(self._states), torch.enable_grad():
             push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -241,3 +271,36 @@ def _refuse(_: None) -> torch.Tensor:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return the results of a function as a tuple, even a single one."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _get_states() -> tuple[Any, ...]:
+    """Return the random states of host and device, and of Megatron's tracker by name."""
+    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+    return states
+
+
+@contextlib.contextmanager
+def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
+    """Draw from `states` inside the context, without affecting draws outside. With None, do nothing."""
+    if states is None:
+        yield
+        return
+    random = _get_random()
+    with random._fork_rng():  # noqa: SLF001 - the only name
+        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
+        yield
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether no number was drawn between two random states. States without values (CUDA graphs) are never equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return all(map(_are_equal, one, other))
+    return False
+
+
+def _get_random() -> Any:
+    return load_module("megatron.core.tensor_parallel.random")
