@@ -49,7 +49,7 @@ from fgoffload.benchmark.traces import write_trace
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.integrations.megatron.adapter.dispatchers import DISPATCHERS
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
-from fgoffload.integrations.megatron.host_waits.waits import WAITS
+from fgoffload.integrations.megatron.host_waits.waits import HELD_WAITS
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, name_device
@@ -140,18 +140,15 @@ def leave_out_remedies() -> Iterator[None]:
 def mark_waits() -> Iterator[None]:
     """Put a profiler range around every method of a token dispatcher that may wait."""
     with Patches() as patches:
-        for wait in WAITS:
-            if wait.owner.startswith(f"{DISPATCHERS}:"):
-                wrap_symbol(patches, wait.owner, wait.method, _mark)
+        held = [(wait.dispatcher, wait.method) for wait in HELD_WAITS]
+        for dispatcher, method in (("MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize"), *held):
+            wrap_symbol(patches, f"{DISPATCHERS}:{dispatcher}", method, _mark)
         yield
 
 
-def _mark(original: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(WAIT_RANGE):
-            return original(*args, **kwargs)
-
-    return run
+def _mark(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.profiler.record_function(WAIT_RANGE):
+        return original(*args, **kwargs)
 
 
 def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *, repeat: int) -> Run:

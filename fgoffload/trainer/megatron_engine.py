@@ -10,8 +10,7 @@ from typing import Any
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError, IntegrationError
 from fgoffload.integrations.megatron.adapter.model_config import list_accepted
-from fgoffload.integrations.megatron.interface import is_replaced
-from fgoffload.integrations.megatron.interface.generations import get_version
+from fgoffload.integrations.megatron.interface import get_version, is_replaced
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import CPU_OFFLOAD_V1, load_module
 

@@ -1,5 +1,6 @@
 """The few bytes that Megatron's host waits for go around the copy engine that offload keeps busy."""
 
+import functools
 import time
 import types
 
@@ -227,8 +228,8 @@ def test_a_recompute_waits_for_no_counts_and_compares_them_when_they_have_come()
         dispatcher.d2h_event.synchronize()
         return moved.tolist(), time.perf_counter() - begin
 
-    move = known._wrap_move(lambda tensor: tensor.to("cpu", non_blocking=True))
-    wait = known._wrap_wait(ask)
+    move = functools.partial(known._move, lambda tensor: tensor.to("cpu", non_blocking=True))
+    wait = functools.partial(known._wait, ask)
     function = known._remember(dispatch)
     function()  # the first calls load kernels and pin memory
     first, second = known._remember(dispatch), known._remember(dispatch)

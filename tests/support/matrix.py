@@ -3,7 +3,6 @@
 import dataclasses
 
 from fgoffload import default_tags
-from fgoffload.integrations.megatron.adapter.site_table import SITES
 from support.pipeline import StageResult, Training
 
 DENSE = (
@@ -17,8 +16,8 @@ MIXED = f"{MOE} --moe-layer-freq [0,1]"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 
-_KNOWN_TAGS = [name for name in default_tags().names if any(row.tag == name and row.since == "0.16.1" for row in SITES)]
-"""Those that this version of Megatron-Core has a place for."""
+_KNOWN_TAGS = [name for name in default_tags().names if name not in ("fused_group_mlp", "gdp_qkv")]
+"""Those that every version of Megatron-Core has a place for."""
 _EXPERT_TAGS = {"router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"}
 _DENSE_MLP_TAGS = {"mlp_fc1", "mlp_act", "mlp_fc2"}
 

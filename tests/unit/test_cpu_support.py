@@ -34,7 +34,7 @@ def read_symbols(names: tuple[str, ...]) -> dict[str, object]:
 
 def test_remove_restores_every_symbol() -> None:
     with apply_cpu_support() as support:
-        names = support.names
+        names = tuple(support.names)
         during = read_symbols(names)
     before = read_symbols(names)
     with apply_cpu_support():

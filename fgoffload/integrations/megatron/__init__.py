@@ -11,6 +11,7 @@ Apply before the model's `TransformerConfig` is made. Megatron's layers read fro
 sets that in every config made afterwards. Our own sites need no config, and are added in a model's first forward.
 """
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +67,10 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         raise IntegrationError(
             "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
         )
-    patches = Patches()
-    try:
+    with contextlib.ExitStack() as undo:
+        patches = undo.enter_context(Patches())
         offload = _apply(config, patches, device)
-    except BaseException:
-        patches.remove()
-        raise
+        undo.pop_all()
     logger.info("Activation offload is on for %s.", " ".join(offload.selected) or "no tag")
     return offload
 

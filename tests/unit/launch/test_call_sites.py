@@ -4,12 +4,10 @@ from types import ModuleType
 
 import pytest
 
-from fgoffload.integrations.megatron.launch import MegatronParser, Switch, find_call_sites, find_megatron_parser
-from fgoffload.integrations.megatron.launch.call_sites import Surroundings, has_module
+from fgoffload.integrations.megatron.launch.call_sites import MegatronParser, find_call_sites, find_megatron_parser, has_module
 
 TAGS = ("core_attn", "router", "attn_proj")
 MEGATRONS = ("core_attn", "attn_proj")
-EVERYTHING = Surroundings(environment={}, has_module=lambda name: True)
 
 
 def make_parser(*, leave_out=()):
@@ -26,13 +24,13 @@ def make_parser(*, leave_out=()):
     return parser
 
 
-def find(*, parser=None, words=("--num-layers", "2"), surroundings=EVERYTHING, tags=TAGS):
-    return find_call_sites(tags, 16, MegatronParser(parser or make_parser()), words, surroundings)
+def find(*, parser=None, words=("--num-layers", "2"), environment=None, has_module=lambda name: True, tags=TAGS):
+    return find_call_sites(tags, 16, MegatronParser(parser or make_parser()), words, environment or {}, has_module=has_module)
 
 
 def test_the_script_gets_the_flags_that_it_takes_with_the_tags_that_megatron_accepts():
     found = find()
-    assert (found.switch, found.tags) == (Switch.FLAGS, MEGATRONS)
+    assert found.tags == MEGATRONS
     # The parser itself has to understand them before any word of the script.
     values = make_parser().parse_args([*found.flags, "--num-layers", "2"])
     assert values.fine_grained_activation_offloading
@@ -51,18 +49,14 @@ def test_the_flags_do_not_swallow_a_word_of_the_script():
 def test_a_parser_without_a_minimum_size_does_not_get_it():
     parser = make_parser(leave_out=("--min-offloaded-tensor-size",))
     found = find(parser=parser)
-    assert found.switch is Switch.FLAGS
+    assert "--fine-grained-activation-offloading" in found.flags
     assert "--min-offloaded-tensor-size" not in found.flags
 
 
 def test_tags_of_ours_alone_leave_megatrons_flag_off():
     found = find(tags=("router",))
-    assert (found.switch, found.tags, found.flags) == (Switch.NOTHING, (), ())
+    assert (found.tags, found.flags) == ((), ())
     assert str(found) == "Megatron-Core has no call site of its own for these tags."
-
-
-def surround(environment, lacking):
-    return {"surroundings": Surroundings(environment=environment, has_module=lambda name: name not in lacking)}
 
 
 @pytest.mark.parametrize(
@@ -76,29 +70,35 @@ def surround(environment, lacking):
             {"words": ("--num-layers", "2", "--transformer-impl", "local")},
             "Megatron-LM refuses them with --transformer-impl local",
         ),
-        (surround({"NVTE_CPU_OFFLOAD_V1": "0"}, set()), "Megatron-LM refuses them with NVTE_CPU_OFFLOAD_V1=0"),
-        (surround({}, {"pynvml"}), "Megatron-LM then needs pynvml to bind processes to CPUs (pip install nvidia-ml-py)"),
         (
-            surround({}, {"cuda.bindings", "cuda.cudart"}),
+            {"environment": {"NVTE_CPU_OFFLOAD_V1": "0"}},
+            "Megatron-LM refuses them with NVTE_CPU_OFFLOAD_V1=0",
+        ),
+        (
+            {"has_module": lambda name: name != "pynvml"},
+            "Megatron-LM then needs pynvml to bind processes to CPUs (pip install nvidia-ml-py)",
+        ),
+        (
+            {"has_module": lambda name: name == "pynvml"},
             "Megatron-LM then needs cuda.bindings to bind processes to CPUs (pip install cuda-bindings)",
         ),
     ],
 )
 def test_where_megatron_would_refuse_its_own_flags_the_config_alone_says_it(given, reason):
     found = find(**given)
-    assert (found.switch, found.tags, found.flags, found.reason) == (Switch.CONFIG, MEGATRONS, (), reason)
+    assert (found.tags, found.flags, found.reason) == (MEGATRONS, (), reason)
     assert f"The script does not get Megatron-LM's own offload flags, because {reason}. Offload works" in str(found)
 
 
 def test_without_a_parser_to_ask_the_config_alone_says_it():
-    found = find_call_sites(TAGS, 16, None, (), EVERYTHING)
-    assert (found.switch, found.reason) == (Switch.CONFIG, "there is no Megatron-LM beside the script")
+    found = find_call_sites(TAGS, 16, None, (), {})
+    assert (found.flags, found.reason) == ((), "there is no Megatron-LM beside the script")
 
 
 def test_a_value_that_the_parser_cannot_stand_is_left_for_the_script_too():
     parser = make_parser()
     parser.add_argument("--backend", type={"flash": 1}.__getitem__)  # raises KeyError, which argparse lets through
-    assert find(parser=parser, words=("--num-layers", "2", "--backend", "x")).switch is Switch.FLAGS
+    assert find(parser=parser, words=("--num-layers", "2", "--backend", "x")).flags
 
 
 def install(monkeypatch, parse_args):

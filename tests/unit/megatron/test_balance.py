@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from support.trainings import MOE, make_config, make_trainer
 
-from fgoffload.integrations.megatron.adapter import balance
+from fgoffload.integrations.megatron.adapter import site_actions
 
 
 @pytest.mark.usefixtures("parallel")
 def test_a_rank_keeps_as_many_bytes_of_a_step_whatever_the_number_of_microbatches(monkeypatch):
     # One process that is told to be the second pipeline rank.
-    monkeypatch.setattr(balance, "load_module", lambda name: SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 1))
+    monkeypatch.setattr(site_actions, "load_module", lambda name: SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 1))
     flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")
     tags, delta_bytes = ("attn_norm", "mlp_norm"), 20_000
 

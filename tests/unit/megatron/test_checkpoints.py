@@ -1,5 +1,6 @@
 """What runs again through Megatron's checkpoints without output: what they keep leaves, and is gone until backward."""
 
+import functools
 import types
 
 import pytest
@@ -14,7 +15,7 @@ from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_suppo
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints, save_inputs
-from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
 
@@ -129,7 +130,7 @@ def run_checkpoint(function):
     ("function", "was_gone", "is_gone"), [(Saved0161, False, True), (SavedSince, True, True), (SavesMore, False, False)]
 )
 def test_in_each_version_inputs_can_be_freed_and_unknown_saves_are_left_alone(function, was_gone, is_gone):
-    mended = type("Mended", (function,), {"forward": staticmethod(save_inputs(function.forward))})
+    mended = type("Mended", (function,), {"forward": staticmethod(functools.partial(save_inputs, function.forward))})
     expected, found_before = run_checkpoint(function)
     found, found_after = run_checkpoint(mended)
     assert_same_bits(expected, found)

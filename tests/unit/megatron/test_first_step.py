@@ -1,10 +1,13 @@
 """Ranks are compared after the first step."""
 
+import contextlib
+import types
+
 import pytest
 
-from fgoffload import Action, OffloadPlan, PlanError, Site
+from fgoffload import Action, IntegrationError, OffloadPlan, PlanError, Site
 from fgoffload.integrations.megatron.adapter import first_step
-from fgoffload.integrations.megatron.adapter.first_step import check_alike
+from fgoffload.integrations.megatron.adapter.first_step import check_alike, check_tags
 
 PLAN, OTHER = (
     OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): action}) for action in (Action.OFFLOAD, Action.RECOMPUTE)
@@ -13,13 +16,11 @@ OURS = (("core_attn",), PLAN)
 
 
 def check(monkeypatch, ours, theirs):
-    """Compare two ranks, as the reduction over processes does."""
-    rows = []
-    monkeypatch.setattr(first_step, "agree", lambda own: rows.extend(own) or own)
+    """Compare two ranks, as an exchange between processes does."""
+    sent = []
+    monkeypatch.setattr(first_step, "gather", lambda own: sent.append(own) or [own])
     check_alike(*theirs)
-    monkeypatch.setattr(
-        first_step, "agree", lambda own: [tuple(map(max, zip(*pair, strict=True))) for pair in zip(own, rows, strict=True)]
-    )
+    monkeypatch.setattr(first_step, "gather", lambda own: [own, *sent])
     check_alike(*ours)
 
 
@@ -35,3 +36,12 @@ def test_a_rank_with_other_tags_or_another_plan_stops_all_ranks(theirs, monkeypa
     for pair in ((OURS, theirs), (theirs, OURS)):
         with pytest.raises(PlanError, match="The ranks were given different tags or plans"):
             check(monkeypatch, *pair)
+
+
+@pytest.mark.parametrize("saves_elsewhere", [False, True])
+def test_a_tag_that_saves_nothing_is_refused_unless_another_rank_saves_something(saves_elsewhere, monkeypatch):
+    actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
+    monkeypatch.setattr(first_step, "gather", lambda own: [own, [one._replace(saved_tensors=saves_elsewhere) for one in own]])
+    refusal = pytest.raises(IntegrationError, match="'core_attn' saved nothing in the first step on any rank")
+    with contextlib.nullcontext() if saves_elsewhere else refusal:
+        check_tags(("core_attn",), actions, (), types.SimpleNamespace(tags={}))

@@ -4,8 +4,7 @@ import types
 
 import pytest
 
-from fgoffload.integrations.megatron.adapter.grouped_linears import choose_saved_inputs
-from fgoffload.integrations.megatron.adapter.sites import add_own_sites
+from fgoffload.integrations.megatron.adapter.sites import add_own_sites, choose_saved_inputs
 from fgoffload.integrations.megatron.patching.patches import Patches
 
 

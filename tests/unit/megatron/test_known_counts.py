@@ -1,5 +1,7 @@
 """A recompute is given the counts of its forward, so that the host need not wait again: the same ones, and checked."""
 
+import functools
+
 import pytest
 import torch
 from support.trainings import MOE, make_config, make_trainer, train, write_plan
@@ -60,7 +62,7 @@ def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, mov
 
 def test_forwards_whose_recompute_comes_later_keep_their_own():
     counts = known_counts.KnownCounts()
-    move = counts._wrap_move(lambda tensor: tensor if tensor is None else tensor.clone())
+    move = functools.partial(counts._move, lambda tensor: tensor if tensor is None else tensor.clone())
     first, second = (counts._remember(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
     before = first(), second()
     assert move(torch.tensor(3)).item() == 3  # beside them, under no checkpoint
@@ -71,7 +73,7 @@ def test_forwards_whose_recompute_comes_later_keep_their_own():
 def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
     counts = known_counts.KnownCounts()
     asked = [torch.tensor(1)]
-    move = counts._wrap_move(lambda tensor: tensor)
+    move = functools.partial(counts._move, lambda tensor: tensor)
     function = counts._remember(lambda: [move(one) for one in asked])
     function()
     asked.append(torch.tensor(2))
@@ -98,8 +100,8 @@ def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_co
         monkeypatch.setattr(torch.cuda, "Event", Event)
     asked = iter((first, again, first))
     dispatcher = type("Dispatcher", (), {"d2h_event": event})()
-    move = counts._wrap_move(lambda tensor: tensor)
-    wait = counts._wrap_wait(lambda dispatcher, point: move(next(asked)))
+    move = functools.partial(counts._move, lambda tensor: tensor)
+    wait = functools.partial(counts._wait, lambda dispatcher, point: move(next(asked)))
     function = counts._remember(lambda: wait(dispatcher, "before_permutation_1"))
     assert function() is first
     assert function() is first

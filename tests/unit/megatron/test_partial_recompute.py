@@ -12,8 +12,8 @@ from support.trainings import MIXED, make_trainer
 from fgoffload import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
 from fgoffload.integrations.megatron.recompute.partial_recompute import PartialRecompute, find_partial_recomputes, run_again
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 pytestmark = pytest.mark.usefixtures("parallel")
 

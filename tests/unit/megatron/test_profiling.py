@@ -8,7 +8,7 @@ from fgoffload import OffloadConfig
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.link import measure_link
 from fgoffload.integrations.megatron.patching.imports import load_module
-from fgoffload.integrations.megatron.profile.measured_units import UnitForm, WatchedUnit, count_edges, keeps_bits
+from fgoffload.integrations.megatron.profile.measured_units import WatchedUnit, count_edges, keeps_bits
 from fgoffload.integrations.megatron.profile.step_measurement import StepMeasurement
 from fgoffload.integrations.megatron.profile.step_records import ModuleRecord
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -123,14 +123,9 @@ def test_the_host_waits_for_the_tokens_of_each_expert(mixed):
     assert {name: wait for name, wait in waits.items() if wait} == {"expert_fc1": HostWait.HOLD}
 
 
-@pytest.mark.parametrize(
-    ("sums_gradients", "has_shared_input", "input_edges", "is_kept"),
-    [(False, True, 2, True), (True, True, 2, False), (True, True, 1, True), (True, False, 2, True)],
-)
-def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(
-    sums_gradients, has_shared_input, input_edges, is_kept
-):
-    unit = WatchedUnit("unit", torch.nn.Identity(), UnitForm.REFILL, has_shared_input, sums_gradients)
+@pytest.mark.parametrize(("sums_shared_input", "input_edges", "is_kept"), [(False, 2, True), (True, 2, False), (True, 1, True)])
+def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(sums_shared_input, input_edges, is_kept):
+    unit = WatchedUnit("unit", torch.nn.Identity(), True, sums_shared_input)  # noqa: FBT003
     assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
 
 

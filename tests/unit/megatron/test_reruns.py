@@ -15,9 +15,8 @@ from fgoffload.engine.identity import StorageRef
 from fgoffload.engine.place import Place
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.recompute import reruns
-from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, OpenReruns
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import Rerun
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, RandomUse, Rerun
 
 pytest.importorskip("megatron.core.tensor_parallel.random")
 

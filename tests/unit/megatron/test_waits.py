@@ -1,6 +1,7 @@
 """Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import types
@@ -94,7 +95,7 @@ def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypa
     for method in ("dispatch_preprocess", "dispatch_postprocess"):
         monkeypatch.setattr(dispatcher, method, lambda self, method=method: happened.append(method))
     with make_trainer(MOE, make_config("core_attn")) as trainer:  # which wraps the waits
-        monkeypatch.setattr(trainer.integration, "flush", lambda: happened.append("flush"))
+        monkeypatch.setattr(type(trainer.integration.holding), "flush", lambda self: happened.append("flush"))
         one = object.__new__(dispatcher)
         one.config = types.SimpleNamespace(moe_hybridep_pad_uneven_dispatch_inputs=True)
         one.dispatch_preprocess()
@@ -115,7 +116,7 @@ def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next
         with pytest.raises(ValueError, match="the user's own"):
             trainer.run_step()
         hook.remove()
-        assert not trainer.integration._holding.is_on  # or a layer without a wait would hold its groups too
+        assert not trainer.integration.holding.is_on  # or a layer without a wait would hold its groups too
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
     assert [(result.losses, result.gradient_digests) for result in results] == expected
@@ -211,9 +212,7 @@ class Pages:
 @pytest.mark.parametrize(
     ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
 )
-def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(
-    as_numpy, is_copying, dtype, monkeypatch
-):
+def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(as_numpy, is_copying, dtype):
     pages, moved = Pages(), []
 
     def original(tensor, as_numpy, record_stream):
@@ -221,8 +220,7 @@ def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_
         return tensor.numpy() if as_numpy else tensor
 
     offload = types.SimpleNamespace(engine=types.SimpleNamespace(is_copying_out=lambda: is_copying))
-    monkeypatch.setattr(waits, "HostPages", lambda: pages)
-    move = waits._wrap_move(lambda: offload, original)
+    move = functools.partial(waits._move_to_cpu, lambda: offload, pages, original)
     counts = torch.tensor([3, 4], dtype=dtype)
     found = move(counts, as_numpy=as_numpy)
     goes_around = is_copying and dtype is torch.int64

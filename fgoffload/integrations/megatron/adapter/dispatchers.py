@@ -33,15 +33,11 @@ def permutes_by_mask() -> bool:
 
 
 def free_inputs_of_recompute(patches: Patches) -> None:
-    """Make dispatchers release the graph of a recompute at the end of their last method.
-
-    Raises:
-        IntegrationError: Megatron-Core has no such dispatchers.
-    """
+    """Make dispatchers release the graph of a recompute at the end of their last method."""
     module = load_module(DISPATCHERS)
     for name, value in tuple(vars(module).items()):
         if isinstance(value, type) and issubclass(value, module.MoETokenDispatcher) and _LAST_METHOD in vars(value):
-            wrap_symbol(patches, f"{DISPATCHERS}:{name}", _LAST_METHOD, _wrap_last_method)
+            wrap_symbol(patches, f"{DISPATCHERS}:{name}", _LAST_METHOD, _run_last_method)
 
 
 def detach_routing(dispatcher: Any) -> None:
@@ -52,12 +48,9 @@ def detach_routing(dispatcher: Any) -> None:
                 setattr(holder, name, value.detach())
 
 
-def _wrap_last_method(original: Any) -> Any:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
-        # Only in a recompute. Otherwise the graph begins in parameters, which exist anyway.
-        if is_in_backward():
-            detach_routing(self)
-        return outputs
-
-    return run
+def _run_last_method(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = original(dispatcher, *args, **kwargs)
+    # Only in a recompute. Otherwise the graph begins in parameters, which exist anyway.
+    if is_in_backward():
+        detach_routing(dispatcher)
+    return outputs

@@ -3,16 +3,15 @@
 Ranks agree before any of them raises. A rank that raised alone would leave the others waiting for it.
 """
 
-import dataclasses
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from typing import NamedTuple
 
 from fgoffload.engine import StepStats
 from fgoffload.errors import IntegrationError, PlanError
+from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.adapter.site_actions import SiteActions
 from fgoffload.plan import Action, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
@@ -20,15 +19,14 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(slots=True)
-class _TagReport:
-    """Totals of one tag in the first step. They are integers, since ranks reduce them by maximum."""
+class _TagReport(NamedTuple):
+    """Totals of one tag in the first step."""
 
-    sites: int = 0
-    planned: int = 0
-    fused: int = 0
-    saved_tensors: int = 0
-    moved_bytes: int = 0
+    sites: int
+    planned: int
+    fused: int
+    saved_tensors: int
+    moved_bytes: int
 
 
 def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
@@ -46,45 +44,32 @@ def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepSt
 
 
 def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
-    """Check that all ranks have the same tags and plan, since the next reduction has one row for each of them.
-
-    Raises:
-        PlanError: The ranks have different tags or plans.
-    """
-    digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    (largest, smallest), *_ = agree([(number, -number)])
-    if largest != number or -smallest != number:
+    """Check that all ranks have the same tags and plan."""
+    digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).hexdigest()
+    if len(set(gather(digest))) > 1:
         raise PlanError(
             "The ranks were given different tags or plans. Give all of them the same --offload-modules and plan file."
         )
 
 
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
-    """Check that each planned site exists.
-
-    Raises:
-        PlanError: The plan names a site that no rank has.
-    """
+    """Check that some rank has each planned site."""
     planned = sorted(plan.actions)
     # A planned KEEP needs no site: sites are not looked up for a tag that no plan offloads.
     known = [
         site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
     ]
     # A plan covers all ranks, but each rank knows only the sites of its own layers. So only all ranks can find a missing site.
-    for site, (has_site,) in zip(planned, agree([(int(is_known),) for is_known in known]), strict=True):
-        if not has_site:
+    for site, *is_known in zip(planned, *gather(known), strict=True):
+        if not any(is_known):
             raise PlanError(f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Plan for this model.")
 
 
 def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
-    """Check that each selected tag had an effect.
-
-    Raises:
-        IntegrationError: A tag has no site, or saved nothing, on any rank.
-    """
-    rows = agree([dataclasses.astuple(_report(tag, actions, fused, step)) for tag in selected])
-    for tag, report in zip(selected, (_TagReport(*row) for row in rows), strict=True):
+    """Check that each selected tag has a site and saved something on some rank."""
+    reports = gather([_report(tag, actions, fused, step) for tag in selected])
+    for tag, *same in zip(selected, *reports, strict=True):
+        report = _TagReport(*map(max, zip(*same, strict=True)))
         if not report.sites and report.fused:
             logger.warning(
                 "--offload-modules %s offloaded nothing: the module is fused into the next linear, which saves its input. "
@@ -121,14 +106,3 @@ def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], st
         saved_tensors=stats.saved_tensors if stats else 0,
         moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
     )
-
-
-def agree(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the element-wise maximum of `rows` over all ranks. All ranks must pass equally many rows."""
-    if not rows or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return rows
-    numbers = torch.tensor(rows, dtype=torch.int64)
-    if torch.distributed.get_backend() == "nccl":
-        numbers = numbers.to(torch.device("cuda", torch.cuda.current_device()))
-    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
-    return [tuple(row) for row in numbers.tolist()]

@@ -14,8 +14,7 @@ _OFFSET = "_fgoffload_number_offset"
 def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
     """Yield stack, index in the stack, and layer, for each transformer layer of `block`. Also number the layers of depths.
 
-    Args:
-        block: A stack of layers, or a block of multi-token prediction, which is itself the stack for depths of one layer.
+    A block of multi-token prediction is itself the stack for depths of one layer.
     """
     for index, module in enumerate(block.layers):
         inner = _find_inner(module)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib.util
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from fgoffload.engine import is_inert
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number, list_layers
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.adapter.model_config import list_accepted, read_facts
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import LayerSites
 from fgoffload.integrations.megatron.adapter.sites import (
     add_own_sites,
@@ -29,7 +29,7 @@ from fgoffload.integrations.megatron.graphs.graphed_layers import LAYER, follow_
 from fgoffload.integrations.megatron.host_waits.waits import has_held_wait, has_wait
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
-from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import TAG as LAYER_INPUT
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
@@ -55,78 +55,62 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to track the position of forward.
+    """Wrap schedules, models, blocks and layers, to notify the integration of the position of forward.
 
-    Args:
-        patches: Patches that restore everything later.
-        get_offload: Function that returns the integration to notify, which exists only after everything is wrapped.
-
-    Raises:
-        IntegrationError: Megatron-Core lacks one of these symbols.
+    `get_offload` returns the integration, which exists only after everything is wrapped.
     """
     for name in SCHEDULE_NAMES:
-        wrap_symbol(patches, SCHEDULES, name, functools.partial(_wrap_schedule, get_offload))
+        wrap_symbol(patches, SCHEDULES, name, functools.partial(_run_schedule, get_offload))
     registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
     for model in (MODEL, *_list_existing(NEWER_MODELS)):
-        wrap_symbol(patches, model, "forward", functools.partial(_wrap_model, registrar))
+        wrap_symbol(patches, model, "forward", functools.partial(_run_model, registrar))
     for block in (BLOCK, MTP_BLOCK, *_list_existing(NEWER_BLOCKS)):
-        wrap_symbol(patches, block, "forward", functools.partial(_wrap_block, registrar))
+        wrap_symbol(patches, block, "forward", functools.partial(_run_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
-        wrap_symbol(patches, layer, "forward", functools.partial(_wrap_layer, get_offload))
+        wrap_symbol(patches, layer, "forward", functools.partial(_run_layer, get_offload))
     # Overlapped expert communication calls no layer's forward. It alternates between pieces of two microbatches.
-    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_wrap_model, registrar))
-    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_wrap_attention, get_offload))
-    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_wrap_node, get_offload))
-    follow_graphs(patches, get_offload, functools.partial(_wrap_layer, get_offload))
+    wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_run_model, registrar))
+    wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_run_attention, get_offload))
+    wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_run_node, get_offload))
+    follow_graphs(patches, get_offload, functools.partial(_run_layer, get_offload))
 
 
 def _list_existing(paths: Sequence[str]) -> Iterator[str]:
     for path in paths:
-        module_name, _, class_name = path.partition(":")
-        package_name = module_name.rpartition(".")[0]
-        if importlib.util.find_spec(package_name) is None or importlib.util.find_spec(module_name) is None:
-            continue
-        if hasattr(load_module(module_name), class_name):
+        with contextlib.suppress(IntegrationError):
+            require_symbol(path, "forward")
             yield path
 
 
-def _wrap_schedule(get_offload: GetOffload, original: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("forward_only", False):
-            get_offload().begin_step(ScheduleCall.read(kwargs))
-        result = original(*args, **kwargs)
-        # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
-        if not kwargs.get("forward_only", False):
-            get_offload().finish_open_step()
-        return result
-
-    return run
+def _run_schedule(get_offload: GetOffload, original: Any, *args: Any, **kwargs: Any) -> Any:
+    is_training = not kwargs.get("forward_only", False)
+    if is_training:
+        get_offload().begin_step(ScheduleCall.read(kwargs))
+    result = original(*args, **kwargs)
+    # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
+    if is_training:
+        get_offload().finish_open_step()
+    return result
 
 
-def _wrap_model(registrar: "_Registrar", original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        registrar.begin_forward(self)
-        offload = registrar.get_offload()
-        with offload.watch_model(self, getattr(self, "vp_stage", None) or 0):
-            outputs = original(self, *args, **kwargs)
-        offload.flush_delayed()  # this forward launches no more graphs
-        return outputs
-
-    return forward
+def _run_model(registrar: "_Registrar", original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    registrar.begin_forward(model)
+    offload = registrar.get_offload()
+    with offload.watch_model(model, getattr(model, "vp_stage", None) or 0):
+        outputs = original(model, *args, **kwargs)
+    offload.flush_delayed()  # this forward launches no more graphs
+    return outputs
 
 
-def _wrap_block(registrar: "_Registrar", original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
-        offload, chunk = registrar.get_offload(), getattr(self, "vp_stage", None)
-        chunk = offload.chunk if chunk is None else chunk
-        registrar.register([self], chunk)
-        offload.enter_block(self, chunk)
-        outputs = original(self, *args, **kwargs)
-        offload.leave_block(self)
-        return outputs
-
-    return forward
+def _run_block(registrar: "_Registrar", original: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+    # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
+    offload, chunk = registrar.get_offload(), getattr(block, "vp_stage", None)
+    chunk = offload.chunk if chunk is None else chunk
+    registrar.register([block], chunk)
+    offload.enter_block(block, chunk)
+    outputs = original(block, *args, **kwargs)
+    offload.leave_block(block)
+    return outputs
 
 
 def _find_ending_block(model: Any) -> Any:
@@ -137,28 +121,22 @@ def _find_ending_block(model: Any) -> Any:
     return model.decoder if multi_token is None else multi_token
 
 
-def _wrap_attention(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        if offload.is_idle or is_inert():
-            return original(self, *args, **kwargs)
-        offload.pass_layer(get_number(self))
-        with offload.watch_attention():
-            outputs = original(self, *args, **kwargs)
-        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
-        if isinstance(hidden, torch.Tensor):
-            offload.leave_attention(hidden)
-        return outputs
-
-    return forward
+def _run_attention(get_offload: GetOffload, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    offload = get_offload()
+    if offload.is_idle or is_inert():
+        return original(layer, *args, **kwargs)
+    offload.layer = get_number(layer)
+    with offload.watch_attention():
+        outputs = original(layer, *args, **kwargs)
+    hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+    if isinstance(hidden, torch.Tensor):
+        offload.leave_attention(hidden)
+    return outputs
 
 
-def _wrap_node(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with get_offload().watch():
-            return original(self, *args, **kwargs)
-
-    return forward
+def _run_node(get_offload: GetOffload, original: Any, *args: Any, **kwargs: Any) -> Any:
+    with get_offload().watch():
+        return original(*args, **kwargs)
 
 
 class _Registrar:
@@ -168,14 +146,15 @@ class _Registrar:
         self._patches = patches
         self._innermost = Patches()
         """Patches applied first, so that regions of sites surround them."""
-        patches.enter(self._innermost)
+        patches.enter_context(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
 
     def begin_forward(self, model: Any) -> None:
         """Register a model chunk when it begins a forward, or builds the plan of one."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
-        offload.note_ending_block(_find_ending_block(model))
+        ending = _find_ending_block(model)
+        offload.ending_block = None if ending is None else weakref.ref(ending)
         # Registers all blocks of the chunk at once, since a fraction applies to all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
@@ -183,15 +162,9 @@ class _Registrar:
             offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
-        """Register the layers of all new blocks.
-
-        Raises:
-            ConfigError: Tags conflict with modules that Megatron recomputes.
-            IntegrationError: A model does not support offload as configured.
-            PlanError: The plan has an action that a layer does not support.
-        """
+        """Register the layers of all new blocks, after checks of their config and of the plan."""
         offload = self.get_offload()
-        new = [block for block in blocks if not offload.is_known(block)]
+        new = [block for block in blocks if block not in offload.blocks]
         if not new:
             return
         for block in new:
@@ -207,13 +180,13 @@ class _Registrar:
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             self._prepare(layer, chunk)
-        stacks = {stack for block in new for stack, _, _ in list_layers(block)}
-        offload.remember([*new, *stacks])  # last, so that a rejected block is rejected again next time
+        # Last, so that a rejected block is rejected again next time.
+        offload.blocks.update([*new, *(stack for block in new for stack, _, _ in list_layers(block))])
 
     def _prepare(self, layer: Any, chunk: int) -> None:
         """Add the sites of `layer`, and recompute its planned units."""
         offload, number = self.get_offload(), get_number(layer)
-        offload.graphs.add_layer(layer, chunk)
+        offload.graphs.chunks[layer] = chunk
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
         # If the plan comes from measurements, the recomputed units are not known yet.
@@ -221,12 +194,14 @@ class _Registrar:
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
+        actions = offload.actions
+        sited = actions.list_offloaded(chunk, number) if offload.measurement is None else actions.list_tags(chunk, number)
         # If a first linear is recomputed, its site is around the tensor that the recompute starts from.
-        own = tuple(tag for tag in offload.list_sited(chunk, number) if tag != "mlp_fc1" or tag not in recomputed)
+        own = tuple(tag for tag in sited if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
         if offload.measurement is not None:
-            offload.measurement.prepare_layer(layer, chunk, offload.list_sited(chunk, number), self._inputs)
+            offload.measurement.prepare_layer(layer, chunk, self._inputs)
 
 
 def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:
@@ -254,39 +229,30 @@ def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[st
     return (LAYER_INPUT,) if begins else ()
 
 
-def _wrap_layer(get_offload: GetOffload, original: Any) -> Any:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        if is_capturing():
-            return original(self, *args, **kwargs)
-        if is_inert():
-            # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
-            if not torch.is_grad_enabled():
-                offload.pass_layer(get_number(self))
-            return original(self, *args, **kwargs)
-        lane = offload.enter_layer(get_number(self))
-        if offload.is_idle:
-            return original(self, *args, **kwargs)
-        hidden = find_tensor(args, kwargs)
-        try:
-            watched = offload.watch_layer(lane, hidden, has_parts=hasattr(self, "_forward_attention"))
-            with offload.hold() if has_held_wait(self) else contextlib.nullcontext(), watched:
-                return original(self, *args, **kwargs)
-        except BaseException:
-            offload.abandon_microbatch()
-            raise
-
-    return forward
+def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    offload = get_offload()
+    if is_capturing():
+        return original(layer, *args, **kwargs)
+    if is_inert():
+        # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
+        if not torch.is_grad_enabled():
+            offload.layer = get_number(layer)
+        return original(layer, *args, **kwargs)
+    lane = offload.enter_layer(get_number(layer))
+    if offload.is_idle:
+        return original(layer, *args, **kwargs)
+    hidden = find_tensor(args, kwargs)
+    try:
+        watched = offload.watch_layer(lane, hidden, has_parts=hasattr(layer, "_forward_attention"))
+        with offload.holding if has_held_wait(layer) else contextlib.nullcontext(), watched:
+            return original(layer, *args, **kwargs)
+    except BaseException:
+        offload.abandon_microbatch()
+        raise
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:
-    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan.
-
-    Raises:
-        ConfigError: A tag conflicts with a module that Megatron recomputes.
-        IntegrationError: A flag is incompatible with offload. The error names the flag and the fix.
-        PlanError: The plan was made for another model.
-    """
+    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan."""
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
             "--cpu-offloading-num-layers offloads whole layers, and activation offload their modules: both would move the "
@@ -328,13 +294,12 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
 
 
 def _check_linears(block: Any) -> None:
-    """Reject linears that read an attribute of their saved weight to learn whether its gradient is already accumulated.
+    """Reject Megatron's own linears with gradient accumulation fusion.
 
-    Raises:
-        IntegrationError: One of Megatron's own linears in `block` uses gradient accumulation fusion. With any saved-tensor
-            hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
-            `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
-            `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
+    They read an attribute of their saved weight to learn whether its gradient is already accumulated. With any saved-tensor
+    hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
+    `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+    `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """
     linears = load_module("megatron.core.tensor_parallel.layers")
     for name, module in block.named_modules():

@@ -4,12 +4,13 @@ Megatron's config rejects unknown tags and an empty list. So it gets only the ta
 flag is switched off. The other tags do not need Megatron's flag.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,36 +26,21 @@ CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 
 _OP_FUSER = "use_transformer_engine_op_fuser"
 
-
+_SIZES = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_moe_experts", "ffn_hidden_size", "num_query_groups"),
+    *("kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mtp_num_layers"),
+)
+_SWITCHES = ("sequence_parallel", "gated_linear_unit", "qk_layernorm", "overlap_moe_expert_parallel_comm")
+_GROUPS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    "microbatch_group_size_per_vp_stage",
+)
 _FACTS: dict[str, int | str] = {
-    "num_layers": 0,
-    "hidden_size": 0,
-    "num_attention_heads": 0,
-    "num_moe_experts": 0,
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": 0,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "ffn_hidden_size": 0,
-    "num_query_groups": 0,
-    "kv_channels": 0,
-    "q_lora_rank": 0,
-    "kv_lora_rank": 0,
-    "qk_head_dim": 0,
-    "qk_pos_emb_head_dim": 0,
-    "v_head_dim": 0,
-    "moe_router_topk": 0,
-    "moe_ffn_hidden_size": 0,
-    "moe_shared_expert_intermediate_size": 0,
-    "mtp_num_layers": 0,
+    **dict.fromkeys((*_SIZES, *_SWITCHES), 0),
+    **dict.fromkeys(_GROUPS, 1),
     "normalization": "LayerNorm",
-    "gated_linear_unit": 0,
-    "qk_layernorm": 0,
-    "overlap_moe_expert_parallel_comm": 0,
-    "microbatch_group_size_per_vp_stage": 1,
 }
 """Fields that a plan may name in `made_for`. Each value stands for None, and its type is the type used for comparison."""
 
@@ -79,42 +65,29 @@ def _count_parameter_bytes(config: Any) -> int:
 
 
 def set_flags(patches: Patches, selected: Sequence[str]) -> None:
-    """Set the flags for the `selected` tags in every config that is created from now on, regardless of its own values.
-
-    Raises:
-        IntegrationError: Megatron-Core has no such config.
-    """
-    accepted = list_accepted(selected)
-
-    def wrap(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def check(self: Any) -> None:
-            # Megatron's whole-layer offload conflicts with ours. Such a model is rejected when it runs, but may never run here.
-            if not getattr(self, "cpu_offloading", False):
-                _set(patches, self, accepted, selected)
-            original(self)
-
-        return check
-
-    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", wrap)
+    """Set the flags for the `selected` tags in every config that is created from now on, regardless of its own values."""
+    around = functools.partial(_set_and_check, patches, list_accepted(selected), selected)
+    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", around)
 
 
-def _set(patches: Patches, config: Any, accepted: Sequence[str], selected: Sequence[str]) -> None:
-    given = config.fine_grained_activation_offloading, config.offload_modules
-    if given[0] and (ignored := set(given[1] or ()) - set(selected)):
-        logger.warning(
-            "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
-            " ".join(sorted(ignored)),
-            " ".join(selected),
-        )
-    config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
-    reference = weakref.ref(config)
+def _set_and_check(patches: Patches, accepted: Sequence[str], selected: Sequence[str], original: Any, config: Any) -> None:
+    # Megatron's whole-layer offload conflicts with ours. Such a model is rejected when it runs, but may never run here.
+    if not getattr(config, "cpu_offloading", False):
+        if config.fine_grained_activation_offloading and (ignored := set(config.offload_modules or ()) - set(selected)):
+            logger.warning(
+                "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
+                " ".join(sorted(ignored)),
+                " ".join(selected),
+            )
+        config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+        patches.callback(_switch_off, weakref.ref(config))
+    original(config)
 
-    def undo() -> None:
-        config = reference()
-        if config is not None:
-            config.fine_grained_activation_offloading, config.offload_modules = False, []
 
-    patches.on_remove(undo)
+def _switch_off(reference: "weakref.ref[Any]") -> None:
+    config = reference()
+    if config is not None:
+        config.fine_grained_activation_offloading, config.offload_modules = False, []
 
 
 def list_accepted(tags: Sequence[str]) -> list[str]:
@@ -138,13 +111,8 @@ def _is_accepted(tag: str) -> bool:
     }
     # fused_group_mlp is rejected without the op fuser, which earlier versions do not have.
     has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
-    return any(_is_possible(probe, {**fields, **options}) for options in ({}, {_OP_FUSER: True} if has_fuser else {}))
-
-
-def _is_possible(probe: Callable[..., object], fields: Mapping[str, object]) -> bool:
-    try:
-        with ignore_expected_warnings():
-            probe(**fields)
-    except (AssertionError, ValueError):
-        return False
-    return True
+    for options in ({}, {_OP_FUSER: True} if has_fuser else {}):
+        with contextlib.suppress(AssertionError, ValueError), ignore_expected_warnings():
+            probe(**fields, **options)
+            return True
+    return False

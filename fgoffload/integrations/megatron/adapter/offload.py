@@ -4,25 +4,46 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from types import TracebackType
 
 import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import CapturedRegion, KeptReason, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
-from fgoffload.integrations.megatron.adapter.balance import RankBalance
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
-from fgoffload.integrations.megatron.adapter.measurement import Measurement
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
-from fgoffload.integrations.megatron.adapter.site_actions import SiteActions, list_selected_tags
+from fgoffload.integrations.megatron.adapter.measurement import Measurement, ScheduleCall
+from fgoffload.integrations.megatron.adapter.site_actions import RankBalance, SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
-from fgoffload.integrations.megatron.host_waits.holding import Holding
-from fgoffload.integrations.megatron.recompute.detached_outputs import OpenReruns
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, Site, naming_plan_file
 from fgoffload.units import format_bytes
 from fgoffload.watched import Watched
 
 logger = logging.getLogger(__name__)
+
+
+class Holding:
+    """Context manager that holds ended groups. One object serves all layers, since they do not nest."""
+
+    __slots__ = ("_submit", "is_on")
+
+    def __init__(self, submit: Callable[[], None]) -> None:
+        self._submit = submit
+        self.is_on = False
+
+    def flush(self) -> None:
+        """Submit held groups and stop holding."""
+        self.is_on = False
+        self._submit()
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and self.is_on:
+            self.flush()
+        self.is_on = False  # after an exception, held groups are abandoned
 
 
 class MegatronOffload:
@@ -50,18 +71,23 @@ class MegatronOffload:
         """Recomputes whose outputs are in use."""
         self.has_waiting_layers = False
         """Whether some layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
-        self._blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """Blocks whose layers are registered and prepared."""
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
         """Blocks that forward has reached in the lane; None if a model began the lane, and will begin the next one too."""
-        self._chunk = 0
-        self._layer = -1
-        self._microbatches_begun: dict[int, int] = {}
+        self.chunk = 0
+        """Current model chunk of forward."""
+        self.layer = -1
+        """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
+        self.microbatches_begun: dict[int, int] = {}
+        """Microbatches of the step that have begun, by model chunk."""
         self._open: list[tuple[str, Region | CapturedRegion]] = []
-        self._holding = Holding(self._submit_held)
+        self.holding = Holding(self._submit_held)
+        """Context that holds ended groups until its `flush`. Otherwise their copies would delay what the host waits for."""
         self._call: ScheduleCall | None = None
         """Schedule call of the running step."""
-        self._ending_block: weakref.ref[torch.nn.Module] | None = None
+        self.ending_block: weakref.ref[torch.nn.Module] | None = None
         """Last block before the loss of the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
@@ -70,7 +96,7 @@ class MegatronOffload:
 
     def __repr__(self) -> str:
         """Return the tags and the bytes that the last step moved."""
-        hint = ": without Megatron's schedules, call finish_step() after backward" if self._microbatches_begun else ""
+        hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
         last = self.last_step
         step = f"no finished step{hint}" if last is None else f"{format_bytes(last.d2h_bytes)} offloaded in the last step"
         return f"<MegatronOffload (tags: {' '.join(sorted(self.selected)) or 'none'}), {step}>"
@@ -107,19 +133,14 @@ class MegatronOffload:
     def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
         """Begin a forward of model chunk `chunk`. Without grad mode it does not count as a microbatch.
 
-        Args:
-            chunk: Virtual pipeline stage.
-            most_in_flight: Groups of each tag that may be in flight to the host before compute waits; None for no limit.
-
-        Raises:
-            ConfigError: `most_in_flight` is negative.
+        At most `most_in_flight` groups of each tag may be in flight to the host before compute waits.
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
                 f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Give 0 or more, or leave it out."
             )
         self.engine.execution.most_in_flight = most_in_flight
-        self._chunk = chunk
+        self.chunk = chunk
         if torch.is_grad_enabled():
             self._begin_lane()
             self._lane_blocks = None
@@ -132,29 +153,21 @@ class MegatronOffload:
         if is_inert():
             return
         if self._lane is None or (self._lane_blocks is not None and block in self._lane_blocks):
-            self._chunk = chunk
+            self.chunk = chunk
             self._begin_lane()
         if self._lane_blocks is not None:
             self._lane_blocks.add(block)
 
     def _begin_lane(self) -> Lane:
-        microbatch = self._microbatches_begun.get(self._chunk, 0)
+        microbatch = self.microbatches_begun.get(self.chunk, 0)
         if torch.is_grad_enabled():  # an evaluation does not belong to a step
-            self._microbatches_begun[self._chunk] = microbatch + 1
-        self._layer = -1
+            self.microbatches_begun[self.chunk] = microbatch + 1
+        self.layer = -1
         self._lane_blocks = weakref.WeakSet()
-        self._lane = lane = Lane(chunk=self._chunk, microbatch=microbatch)
+        self._lane = lane = Lane(chunk=self.chunk, microbatch=microbatch)
         self._open.clear()  # regions that were never ended
         self.engine.begin_forward(lane)
         return lane
-
-    def count_microbatches(self) -> dict[int, int]:
-        """Return how many microbatches of the step have begun, by model chunk."""
-        return dict(self._microbatches_begun)
-
-    def leave_out_microbatches(self, before: dict[int, int]) -> None:
-        """Exclude from the step all microbatches that have begun since `before` was counted."""
-        self._microbatches_begun = dict(before)
 
     def abandon_microbatch(self) -> None:
         """Drop all state of a forward that raised. A recompute that raises or stops early in backward has none here."""
@@ -165,18 +178,8 @@ class MegatronOffload:
     def enter_layer(self, layer: int) -> Lane:
         """Record that forward has reached layer `layer`, numbered from 0 over the whole model, and return its lane."""
         lane = self._lane or self._begin_lane()
-        self._layer = layer
+        self.layer = layer
         return lane
-
-    @property
-    def chunk(self) -> int:
-        """Current model chunk of forward."""
-        return self._chunk
-
-    @property
-    def last_layer(self) -> int:
-        """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
-        return self._layer
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[object]:
         """Return a context for the forward of `model`, which is model chunk `chunk`."""
@@ -187,15 +190,10 @@ class MegatronOffload:
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> contextlib.AbstractContextManager[object]:
         """Return a context for the forward of the layer that was entered last.
 
-        Args:
-            lane: Lane that `enter_layer` returned.
-            hidden: Input of the layer.
-            has_parts: Whether the layer calls `watch_attention`, so that attention alone can be watched.
+        With `has_parts`, the layer calls `watch_attention`, so that attention alone can be watched.
         """
         if self.measurement is not None and self.measurement.is_recording:
-            recorded = self.measurement.find_layer(lane, self._chunk, self._layer, hidden)
-            if recorded is not None:
-                return recorded
+            return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
         # Releases offloaded tensors of earlier layers now. The next group may not end before backward.
         self.engine.poll()
         watched = self._find_watched()
@@ -225,15 +223,11 @@ class MegatronOffload:
     def _find_watched(self) -> Watched:
         """Return which part of the current layer must be watched."""
         # An observer needs the place of every save.
-        return Watched.LAYER if self.engine.observers else self.actions.find_watched(self._chunk, self._layer)
-
-    def note_ending_block(self, block: torch.nn.Module | None) -> None:
-        """Record the last block before the loss of the current model; None if other pipeline stages follow."""
-        self._ending_block = None if block is None else weakref.ref(block)
+        return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
     def leave_block(self, block: torch.nn.Module) -> None:
         """Record that forward has left `block`. If it is the model's last one in a schedule of Megatron, backward is next."""
-        ends_model = self._ending_block is not None and self._ending_block() is block
+        ends_model = self.ending_block is not None and self.ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
@@ -241,23 +235,6 @@ class MegatronOffload:
     def watch(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for forward code outside of layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
-
-    def is_known(self, block: torch.nn.Module) -> bool:
-        """Return whether the layers of `block` are registered."""
-        return block in self._blocks
-
-    def remember(self, blocks: Iterable[torch.nn.Module]) -> None:
-        """Record that the layers of `blocks` are registered and prepared."""
-        self._blocks.update(blocks)
-
-    def pass_layer(self, layer: int) -> None:
-        """Record that forward has reached layer `layer` without saving anything in it."""
-        self._layer = layer
-
-    def list_sited(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the tags of a registered layer that need a site: offloaded tags, or all tags if steps are measured."""
-        actions = self.actions
-        return actions.list_offloaded(chunk, layer) if self.measurement is None else actions.list_tags(chunk, layer)
 
     def list_sites(self) -> list[Site]:
         """Return the sites of this rank, sorted."""
@@ -278,8 +255,8 @@ class MegatronOffload:
         if self._lane is None:
             return None
         if self.measurement is not None and self.measurement.is_recording:
-            return self.measurement.find_region(Site(chunk=self._chunk, layer=self._layer, tag=tag), self._lane)
-        site = self.actions.find_offloaded(self._chunk, self._layer, tag)
+            return self.measurement.find_region(Site(chunk=self.chunk, layer=self.layer, tag=tag), self._lane)
+        site = self.actions.find_offloaded(self.chunk, self.layer, tag)
         if site is None:
             return None
         # Not `OffloadEngine.find_region`, which would check again whether it is inert.
@@ -305,27 +282,14 @@ class MegatronOffload:
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
         """End `region`, and offload its saves now, or at the next flush if groups are held.
 
-        Args:
-            region: Region that has saved all its tensors.
-            may_wait: Whether to delay the offload after a layer's CUDA graph until the next graph launch, whatever the flag.
+        With `may_wait`, the offload after a layer's CUDA graph waits until the next graph launch, whatever the flag.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
-        region.end(is_held=self._holding.is_on or is_delayed)
-
-    def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that holds ended groups until `flush`.
-
-        Otherwise their copies would delay something that the host waits for.
-        """
-        return self._holding
-
-    def flush(self) -> None:
-        """Submit held groups once the host has waited, and stop holding."""
-        self._holding.flush()
+        region.end(is_held=self.holding.is_on or is_delayed)
 
     def flush_delayed(self) -> None:
         """Submit delayed groups after a graph is launched or a forward is over."""
-        if not (self.is_idle or self._holding.is_on):  # while groups are held, the host waits for something else first
+        if not (self.is_idle or self.holding.is_on):  # while groups are held, the host waits for something else first
             self._submit_held()
 
     def _submit_held(self) -> None:
@@ -365,13 +329,11 @@ class MegatronOffload:
         self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
-        """Finish the running step, if a forward has begun since the last one.
+        """Finish the running step, if a forward has begun since the last one. See `finish_step`.
 
-        Raises:
-            IntegrationError: As in `finish_step`.
-            PlanError: As in `finish_step`.
+        Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs.
         """
-        if self._microbatches_begun:
+        if self.microbatches_begun:
             self.finish_step()
 
     def finish_step(self) -> None:
@@ -381,9 +343,9 @@ class MegatronOffload:
             IntegrationError: A selected tag saved nothing on any rank.
             PlanError: The plan names a site that no rank has, or the ranks have different plans.
         """
-        microbatches = max(self._microbatches_begun.values(), default=0)
+        microbatches = max(self.microbatches_begun.values(), default=0)
         self._call = None
-        self._microbatches_begun.clear()
+        self.microbatches_begun.clear()
         self._open.clear()
         self._lane = None
         self.last_step = self.engine.finish_step()

@@ -1,5 +1,6 @@
 """Adds sites around methods and linears of single modules that have no call site in Megatron-Core."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,33 +22,34 @@ def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: 
     """
     opened: list[SiteRegion] = []
     for name in methods:
-        is_first, is_last = name == methods[0], name == methods[-1]
-        wrap_method(patches, target, name, _wrap_part(get_offload, tag, opened, is_first=is_first, is_last=is_last))
+        part = functools.partial(_run_part, get_offload, tag, opened, is_first=name == methods[0], is_last=name == methods[-1])
+        wrap_method(patches, target, name, part)
 
 
-def _wrap_part(
-    get_offload: GetOffload, tag: str, opened: list[SiteRegion], *, is_first: bool, is_last: bool
-) -> Callable[[Any], Any]:
-    def wrap(original: Any) -> Any:
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            offload = get_offload()
-            if is_first:
-                opened.clear()  # drops regions of a forward that raised
-                region = offload.find_region(tag)
-                if region is not None:
-                    opened.append(region)
-                    region.enter(find_tensor(args, kwargs))
-            if not opened:
-                return original(self, *args, **kwargs)
-            with opened[-1].saving():
-                result = original(self, *args, **kwargs)
-            if is_last:
-                offload.end(opened.pop())
-            return result
-
-        return run
-
-    return wrap
+def _run_part(
+    get_offload: GetOffload,
+    tag: str,
+    opened: list[SiteRegion],
+    original: Any,
+    *args: Any,
+    is_first: bool,
+    is_last: bool,
+    **kwargs: Any,
+) -> Any:
+    offload = get_offload()
+    if is_first:
+        opened.clear()  # drops regions of a forward that raised
+        region = offload.find_region(tag)
+        if region is not None:
+            opened.append(region)
+            region.enter(find_tensor(args, kwargs))
+    if not opened:
+        return original(*args, **kwargs)
+    with opened[-1].saving():
+        result = original(*args, **kwargs)
+    if is_last:
+        offload.end(opened.pop())
+    return result
 
 
 class LinearTags(NamedTuple):
@@ -65,148 +67,99 @@ class LinearTags(NamedTuple):
 def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
     """Add sites around pairs of linears and around the activation between them.
 
+    All first linears share one group, since experts' tokens are views of one storage. The other tags have one per pair.
+
     Args:
         patches: Patches that remove the sites later.
         get_offload: Function that returns the integration.
         owner: Module whose forward runs all of `pairs`: a dense MLP itself, or the container of several experts.
         pairs: Modules with `linear_fc1` and `linear_fc2`.
-        tags: Tags of the sites. All first linears share one group, since experts' tokens are views of one storage. The other
-            two tags have one group per pair.
+        tags: Tags of the sites.
     """
     if not any(tags):
         return
-    passes = _Passes(get_offload, tags)
-    wrap_method(patches, owner, "forward", passes.wrap_owner)
+    sites = _LinearSites(get_offload, tags)
+    wrap_method(patches, owner, "forward", sites.run_owner)
     for pair in pairs:
-        wrap_method(patches, pair.linear_fc1, "forward", passes.wrap_fc1)
-        wrap_method(patches, pair.linear_fc2, "forward", passes.wrap_fc2)
+        wrap_method(patches, pair.linear_fc1, "forward", sites.run_fc1)
+        wrap_method(patches, pair.linear_fc2, "forward", sites.run_fc2)
 
 
-class _Passes:
-    """Wrappers for the linears of one module. They find the current pass, since such modules do not nest."""
+class _LinearSites:
+    """Regions of the current forward through the linears of one module, since such modules do not nest."""
 
     def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
         self._get_offload = get_offload
         self._tags = tags
-        self._current: _Pass | None = None
-
-    def wrap_owner(self, original: Any) -> Any:
-        """Wrap the forward of the module that contains the linears."""
-
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            current = self._current = _Pass(self._get_offload(), self._tags)
-            try:
-                current.enter(find_tensor(args, kwargs))
-                result = original(module, *args, **kwargs)
-                current.end()
-                return result
-            finally:
-                self._current = None
-                current.stop_saving()
-
-        return forward
-
-    def wrap_fc1(self, original: Any) -> Any:
-        """Wrap the forward of a first linear."""
-
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            current = self._current
-            if current is None:
-                return original(module, *args, **kwargs)
-            current.start_fc1()
-            result = original(module, *args, **kwargs)
-            current.start_activation(result[0])
-            return result
-
-        return forward
-
-    def wrap_fc2(self, original: Any) -> Any:
-        """Wrap the forward of a second linear."""
-
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            current = self._current
-            if current is None:
-                return original(module, *args, **kwargs)
-            current.start_fc2(find_tensor(args, kwargs))
-            result = original(module, *args, **kwargs)
-            current.end_pair()
-            return result
-
-        return forward
-
-
-class _Pass:
-    """One forward through the linears of a module, pair by pair."""
-
-    def __init__(self, offload: MegatronOffload, tags: LinearTags) -> None:
-        self._offload = offload
-        self._tags = tags
+        self._is_inside = False
         self._fc1: SiteRegion | None = None
         self._act: SiteRegion | None = None
         self._fc2: SiteRegion | None = None
         self._saving: Saving | CapturedRegion | None = None
 
-    def enter(self, hidden: torch.Tensor) -> None:
-        """Open the region of all first linears."""
-        self._fc1 = self._open(self._tags.fc1, hidden)
+    def run_owner(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            self._fc1 = self._open(self._tags.fc1, find_tensor(args, kwargs))
+            result = original(module, *args, **kwargs)
+            self._end(self._fc1)
+            return result
+        finally:
+            self._is_inside = False
+            self._save_for(None)
+            self._fc1 = self._act = self._fc2 = None
 
-    def end(self) -> None:
-        """End the region of the first linears, once all pairs have run."""
-        self._end(self._fc1)
-
-    def start_fc1(self) -> None:
-        """Direct saves to the region of the first linears, before one of them runs."""
+    def run_fc1(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_inside:
+            return original(module, *args, **kwargs)
         self._save_for(self._fc1)
+        result = original(module, *args, **kwargs)
+        self._act = self._begin(self._tags.act, result[0])
+        return result
 
-    def start_activation(self, output: torch.Tensor) -> None:
-        """Open a region for the activation once a first linear has run, and direct saves to it."""
-        self.stop_saving()
-        self._act = self._open(self._tags.act, output)
-        self._save_for(self._act)
-
-    def start_fc2(self, hidden: torch.Tensor) -> None:
-        """Open a region for the second linear once the activation has run, and direct saves to it."""
-        self.stop_saving()
-        self._fc2 = self._open(self._tags.fc2, hidden)
-        self._save_for(self._fc2)
-
-    def end_pair(self) -> None:
-        """End the regions of a pair once its second linear has run, since forward no longer needs its saves."""
-        self.stop_saving()
+    def run_fc2(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_inside:
+            return original(module, *args, **kwargs)
+        self._fc2 = self._begin(self._tags.fc2, find_tensor(args, kwargs))
+        result = original(module, *args, **kwargs)
+        self._save_for(None)
+        # Forward no longer needs the saves of this pair.
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
+        return result
 
-    def stop_saving(self) -> None:
-        """Stop saving to the current region, if any. Also called after an exception."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.__exit__(None, None, None)
+    def _begin(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
+        """Open a region and direct saves to it."""
+        self._save_for(None)
+        region = self._open(tag, tensor)
+        self._save_for(region)
+        return region
 
     def _open(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
-        region = None if tag is None else self._offload.find_region(tag)
+        region = None if tag is None else self._get_offload().find_region(tag)
         if region is not None:
             region.enter(tensor)
         return region
 
     def _end(self, region: SiteRegion | None) -> None:
         if region is not None:
-            self._offload.end(region)
+            self._get_offload().end(region)
 
     def _save_for(self, region: SiteRegion | None) -> None:
+        """Stop saving to the current region, and direct saves to `region`, if any."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.__exit__(None, None, None)
         if region is not None:
             self._saving = region.saving()
             self._saving.__enter__()
 
 
 def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-    """Return the result of `run`, and offload its saves if the site of `tag` is offloaded.
+    """Return the result of `run`, and offload its saves if the site of `tag` is offloaded in the current layer.
 
-    Args:
-        offload: Integration that decides whether the site is offloaded in the current layer.
-        tag: Tag of the site; None for no site.
-        tensor: Input of the site.
-        run: Function that saves tensors for backward, and needs none of them after it returns.
+    Forward needs none of the saves after `run` returns. `tensor` is the input of the site.
     """
     region = None if tag is None else offload.find_region(tag)
     if region is None:

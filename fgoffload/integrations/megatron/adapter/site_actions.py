@@ -5,9 +5,12 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fgoffload.config import OffloadConfig
+from fgoffload.engine import Group
 from fgoffload.errors import PlanError
+from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.tags import RECOMPUTE_UNITS, find_recompute_unit, list_read_tags
+from fgoffload.units import format_bytes
 from fgoffload.watched import Watched, find_watched
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,8 @@ class SiteActions:
         """Tags whose module is fused into another in some layer."""
         self._fraction = fraction
         self._selected = selected
-        self._actions: dict[Site, Action] = {}
+        self.by_site: dict[Site, Action] = {}
+        """Action of each site."""
         self._sharing_layers: set[tuple[int, int]] = set()
         """Layers in which another module saves the router's input too."""
         self._watched: dict[tuple[int, int], Watched] = {}
@@ -60,21 +64,12 @@ class SiteActions:
         site in Megatron looks one up in forward, and creating and hashing a `Site` takes several times as long."""
 
     @property
-    def by_site(self) -> Mapping[Site, Action]:
-        """Action of each site."""
-        return self._actions
-
-    @property
     def recomputes(self) -> bool:
         """Return whether the plan recomputes any unit."""
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Register the layers of a model chunk, and choose an action for each site.
-
-        Raises:
-            PlanError: The plan has an action that a layer does not support.
-        """
+        """Register the layers of a model chunk, and choose an action for each site. A planned action must be possible."""
         planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
         for layer in layers:
             _check_layer(layer, planned.get(layer.number, {}))
@@ -89,26 +84,26 @@ class SiteActions:
                 tags = ("layer_input", *tags)
             sites += [Site(chunk=chunk, layer=layer.number, tag=tag) for tag in tags]
             units = [name for name, action in actions.items() if action.recomputes and name not in tags]
-            self._actions.update({Site(chunk=chunk, layer=layer.number, tag=name): actions[name] for name in units})
+            self.by_site.update({Site(chunk=chunk, layer=layer.number, tag=name): actions[name] for name in units})
             self.fused_tags.update(layer.fused)
         if self.plan is not None:
             self.set((site, self.plan.get_action(site)) for site in sites)
         else:
             self.set(OffloadPlan.from_fraction(sites, self._fraction).actions.items())
-        offloaded = sum(self._actions[site].offloads for site in sites)
+        offloaded = sum(self.by_site[site].offloads for site in sites)
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     def use_plan(self, plan: OffloadPlan) -> None:
         """Apply `plan` from now on."""
         self.plan = plan
         planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers}
-        sites = [site for site in self._actions if site.tag in self._selected and site.tag != "layer_input"]
-        self._actions = dict.fromkeys(sites, Action.KEEP)
+        sites = [site for site in self.by_site if site.tag in self._selected and site.tag != "layer_input"]
+        self.by_site = dict.fromkeys(sites, Action.KEEP)
         self.set(planned.items())
 
     def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
         """Replace the actions of some sites."""
-        self._actions.update(actions)
+        self.by_site.update(actions)
         self._watched.clear()
         self._offloaded.clear()
 
@@ -120,18 +115,11 @@ class SiteActions:
         key = (chunk, layer, tag)
         if key not in self._offloaded:
             site = Site(chunk=chunk, layer=layer, tag=tag)
-            self._offloaded[key] = site if self._get_action(site).offloads else None
+            if site not in self.by_site:
+                default = Action.OFFLOAD if self._fraction > 0 else Action.KEEP
+                self.set([(site, default if self.plan is None else self.plan.get_action(site))])
+            self._offloaded[key] = site if self.by_site[site].offloads else None
         return self._offloaded[key]
-
-    def _get_action(self, site: Site) -> Action:
-        action = self._actions.get(site)
-        if action is None:
-            if self.plan is not None:
-                action = self.plan.get_action(site)
-            else:
-                action = Action.OFFLOAD if self._fraction > 0 else Action.KEEP
-            self.set([(site, action)])
-        return action
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
         """Return which part of a layer must be watched. To be safe, this is the whole layer if it is not registered."""
@@ -148,26 +136,22 @@ class SiteActions:
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return the tags of a registered layer that are offloaded."""
-        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].offloads)
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self.by_site[site].offloads)
 
     def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return the units of a registered layer that are recomputed in backward."""
-        return tuple(site.tag for site in self._list_layer(chunk, layer) if self._actions[site].recomputes)
+        return tuple(site.tag for site in self._list_layer(chunk, layer) if self.by_site[site].recomputes)
 
     def list_tags(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return all tags and units of a registered layer that have an action."""
         return tuple(site.tag for site in self._list_layer(chunk, layer))
 
     def _list_layer(self, chunk: int, layer: int) -> Iterator[Site]:
-        return (site for site in self._actions if site.chunk == chunk and site.layer == layer)
+        return (site for site in self.by_site if site.chunk == chunk and site.layer == layer)
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
-    """Reject planned actions that a layer does not support.
-
-    Raises:
-        PlanError: An action is not supported. The error names the site and the alternatives.
-    """
+    """Reject planned actions that a layer does not support. The error names the site and the alternatives."""
     for name, action in planned.items():
         if not action.recomputes:
             continue
@@ -198,23 +182,78 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
                 )
 
 
+class RankBalance:
+    """`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads that many bytes per step less than the previous one.
+
+    With 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
+    offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU,
+    the same in all microbatches, until their bytes make up the difference. Megatron's own engine instead keeps the first
+    layers of the first microbatches; see docs/reference/megatron_engine.md.
+    """
+
+    def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
+        self._actions = actions
+        self._delta_bytes = delta_bytes
+        self._groups: list[tuple[Site, Group]] = []
+        """Groups of the first step, whose offloaded bytes are counted."""
+        self._site_bytes: dict[Site, float] = {}
+        """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
+        self._microbatches = 0
+        """Microbatches per step of the current balance; 0 in the first step."""
+
+    def note(self, site: Site, group: Group) -> None:
+        """Record that one forward of `site` saves to `group`."""
+        if self._delta_bytes and not self._microbatches:
+            self._groups.append((site, group))
+
+    def finish_step(self, microbatches: int) -> None:
+        """Balance the next steps after a step of so many `microbatches`."""
+        if not self._delta_bytes:
+            return
+        for site, group in self._groups:
+            self._site_bytes[site] = self._site_bytes.get(site, 0) + group.moved_bytes / microbatches
+        self._groups.clear()
+        if microbatches == self._microbatches:
+            return
+        self._microbatches = microbatches
+        rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
+        moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
+        kept = choose_kept(moved_bytes, less_bytes=rank * self._delta_bytes)
+        self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
+        logger.info(
+            "pipeline rank %d offloads %s less per step: %d of %d sites stay on the GPU",
+            rank,
+            format_bytes(sum(moved_bytes[site] for site in kept)),
+            len(kept),
+            len(moved_bytes),
+        )
+
+
+def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
+    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer, rounded up to whole sites.
+
+    `moved_bytes` are those of each site in a step of all microbatches, in the order of forward.
+    """
+    kept = []
+    for site in reversed(tuple(moved_bytes)):
+        if less_bytes <= 0:
+            break
+        # A site that moved nothing is kept too. It shares storages with an earlier site, and would offload them in its place.
+        kept.append(site)
+        less_bytes -= moved_bytes[site]
+    return kept
+
+
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
     """Return the tags whose tensors may be offloaded: the plan's, or else the user's.
 
     A plan overrides tags, since flag files name some for runs without a plan. `auto` selects all tags that may have their own
     site in any layer.
-
-    Raises:
-        ConfigError: The plan offloads an unknown tag, or a tag without the one that it requires.
     """
-    if plan is not None:
-        return _list_planned_tags(config, plan)
-    if not config.is_auto:
-        return config.offload_modules
-    return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)
-
-
-def _list_planned_tags(config: OffloadConfig, plan: OffloadPlan) -> tuple[str, ...]:
+    if plan is None:
+        return (
+            tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO) if config.is_auto else config.offload_modules
+        )
     planned = plan.offloaded_tags
     config.tags.check(planned, flag="--offload-plan")
     others = [tag for tag in config.offload_modules if tag not in planned]

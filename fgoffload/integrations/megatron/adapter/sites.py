@@ -1,15 +1,15 @@
 """Finds the tags that have a site in a Megatron layer, and adds the sites that Megatron lacks.
 
-`site_table.py` lists which class and method saves which tensors.
+docs/reference/tags.md lists which class and method saves which tensors.
 """
 
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from fgoffload.integrations.megatron.adapter.grouped_linears import choose_saved_inputs
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, LinearTags, add_linear_sites, add_region
 from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.methods import set_attribute
 from fgoffload.integrations.megatron.patching.patches import Patches
 
 DENSE_TAGS = LinearTags("mlp_fc1", "mlp_act", "mlp_fc2")
@@ -23,6 +23,8 @@ OVERLAPPED_METHODS = (
     "get_output",
 )
 COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
+_ATTRIBUTE = "save_original_input"
+"""Attribute of Transformer Engine's linears. If it is off, they save the GEMM operand: a view per expert, or its FP8 form."""
 
 
 def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
@@ -68,14 +70,7 @@ def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
 
 
 def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offloaded: Sequence[str]) -> None:
-    """Add our own sites to one layer.
-
-    Args:
-        patches: Patches that remove the sites later.
-        get_offload: Function that returns the integration.
-        layer: A Megatron layer.
-        offloaded: Offloaded tags of this layer. If none of them is ours, the layer does not change.
-    """
+    """Add our own sites of the `offloaded` tags to one layer. If none of the tags is ours, the layer does not change."""
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
     if experts is not None:
@@ -98,24 +93,18 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         add_region(patches, get_offload, mlp.token_dispatcher, COMBINE_METHODS, "moe_combine")
 
 
-_MEGATRON_FLAGS = (
-    *("offload_attn_norm", "offload_qkv_linear", "offload_core_attention", "offload_core_attn", "offload_attn_proj"),
-    *("offload_mlp_norm", "offload_expert_fc1", "offload_moe_act", "offload_fused_group_mlp"),
-)
-
-
 def switch_off_later(patches: Patches, layer: Any) -> None:
     """Switch off Megatron's call sites in `layer` when `patches` are removed. Otherwise Megatron's engine would serve them."""
     modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
-    references = [weakref.ref(module) for module in modules if module is not None]
+    for reference in [weakref.ref(module) for module in modules if module is not None]:
+        patches.callback(_switch_off, reference)
 
-    def switch_off() -> None:
-        for module in (reference() for reference in references):
-            for name in _MEGATRON_FLAGS:
-                if getattr(module, name, False):
-                    setattr(module, name, False)
 
-    patches.on_remove(switch_off)
+def _switch_off(reference: "weakref.ref[Any]") -> None:
+    module = reference()
+    for name, value in () if module is None else tuple(vars(module).items()):
+        if name.startswith("offload_") and value is True:
+            setattr(module, name, False)
 
 
 def is_sequential(experts: Any) -> bool:
@@ -136,3 +125,36 @@ def has_op_fuser(module: Any) -> bool:
     config = getattr(module, "config", None)
     can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)
     return can_fuse or hasattr(module, "_make_fused_impl")
+
+
+def is_quantized(config: Any) -> bool:
+    """Return whether the linears of a model with this config compute in FP8 or FP4."""
+    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
+
+
+def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
+    """Make the linears of `experts` save as few bytes as possible, in as few tensors as that allows.
+
+    In bf16, whole inputs and views have the same bytes. But the views of 16 experts cost 16 Python calls in forward and again
+    in backward: 2 ms per layer and microbatch, at a point that is launch-bound because the host has just waited for the
+    routing. So if a tag of the experts is offloaded, the whole input is saved. Quantized linears save the same as without
+    offload: parts of half the size. This also supports delayed scaling, which rejects the attribute. Megatron always sets it,
+    for its own engine. Experts without grouped linears are not changed.
+
+    Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
+    """
+    if is_quantized(getattr(experts, "config", None)):
+        if getattr(experts, "offload_expert_fc1", False):
+            # Not through `patches`: Megatron sets it only for offload, so it is off without offload.
+            setattr(experts.linear_fc1, _ATTRIBUTE, False)
+        return
+    if not set(EXPERT_TAGS) & set(offloaded):
+        return
+    for linear in (getattr(experts, "linear_fc1", None), getattr(experts, "linear_fc2", None)):
+        save_whole_input(patches, linear)
+
+
+def save_whole_input(patches: Patches, linear: Any) -> None:
+    """Make an unquantized grouped linear save its input as one tensor. Other linears are not changed."""
+    if hasattr(linear, _ATTRIBUTE):
+        set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute

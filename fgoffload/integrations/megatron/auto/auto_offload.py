@@ -13,7 +13,7 @@ room for it, with a reserve for memory that is not known yet. All tags of other 
 far as host memory allows. Their bytes are the same, but their times include waits for copies. These times count only if the
 layer was offloaded in every timed microbatch, and so was every other layer of its kind in its model chunk. If that does not fit
 either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in
-`step_times`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, nothing is measured.
+`measured_plans`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, none is measured.
 
 [Note: A plan that exceeds its prediction]
 Temporary memory of operators was measured in one step, with other layers on the GPU than in later steps. So the first step
@@ -23,26 +23,27 @@ prediction free. After `MOST_CHECKS` such plans the last one is kept, with a war
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import Lane, OffloadEngine, Region, Saving
 from fgoffload.errors import OffloadError, PlanError
-from fgoffload.integrations.collectives import ask_first, broadcast, gather, is_first_process
+from fgoffload.integrations.collectives import ask_first, gather
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.auto.measured_plans import (
     Layers,
     MeasuredStep,
     PlannedStep,
     ProcessMeasurement,
+    StepTimes,
     TriedStep,
 )
-from fgoffload.integrations.megatron.auto.step_times import StepTimes
 from fgoffload.integrations.megatron.profile.device_memory import check_static
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_measurement import MeasurementState, StepMeasurement
@@ -61,14 +62,12 @@ MOST_CHECKS = 3
 """Consecutive plans whose first step is checked. See [Note: A plan that exceeds its prediction]."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
+class _Taken(NamedTuple):
     """Device memory of one process in the first step under a plan."""
 
     rank: int
     """Pipeline rank of the process."""
     peak_bytes: int
-    """Peak device bytes."""
     beyond_bytes: int
     """Peak device bytes beyond the prediction for the rank."""
 
@@ -80,26 +79,16 @@ class AutoOffload(StepMeasurement):
         config: Settings, with the budget.
         engine: Engine that offloads what does not fit while a step is measured.
         use_plan: Makes the integration offload by a plan.
-        clock: Returns seconds of a monotonic clock.
-        has_own_host: Whether host and device are distinct, so that the host can be late; None derives it from the device.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        engine: OffloadEngine,
-        *,
-        use_plan: Callable[[OffloadPlan], None],
-        clock: Callable[[], float] = time.perf_counter,
-        has_own_host: bool | None = None,
-    ) -> None:
+    def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, use_plan: Callable[[OffloadPlan], None]) -> None:
         numel = config.min_offloaded_tensor_size
         super().__init__(engine.device, min_offloaded_numel=numel, use_plan=use_plan, observers=engine.observers)
         self._budget_bytes = config.offload_memory_budget_bytes or 0
         self._policy = config.transfer_policy
         self._engine = engine
-        self._clock = clock
-        self._has_own_host = engine.device.type != "cpu" if has_own_host is None else has_own_host
+        self._has_own_host = engine.device.type != "cpu"
+        """Whether host and device are distinct, so that the host can be late."""
         self.planned: PlannedStep | None = None
         """Plan in use; None before the first plan, and while a step is measured for another."""
         self._measured: MeasuredStep | None = None
@@ -168,7 +157,7 @@ class AutoOffload(StepMeasurement):
         if self.planned is not None and self._current == self.planned.call and self._left_checks and self._memory is not None:
             self._taken_bytes = self._memory.count_peak()
 
-    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None] | None:
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context that records a layer, and offloads it if there is no room. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
@@ -206,15 +195,13 @@ class AutoOffload(StepMeasurement):
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
             return failure or OffloadError(f"another rank could not measure: {failed}")
-        measured = MeasuredStep(
+        self._measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
             number=self._steps - 1,
             device_type=self._device.type,
             policy=self._policy,
         )
-        former = self._measured if self._rival is not None else None
-        self._measured = measured if former is None else measured.join_extra_bytes(former)
         return None
 
     def _take_own(self) -> ProcessMeasurement:
@@ -229,11 +216,7 @@ class AutoOffload(StepMeasurement):
         return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
 
     def _plan(self, call: ScheduleCall) -> None:
-        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones.
-
-        Raises:
-            PlanError: No plan fits the budget.
-        """
+        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones."""
         self.forget()
         self._rival = None
         measured = self._measured
@@ -253,26 +236,25 @@ class AutoOffload(StepMeasurement):
         self.planned = self._times = self._taken_bytes = None
         self.request()
 
-    def _try_to_plan(self, call: ScheduleCall) -> PlanError | None:
+    def _try_to_plan(self, call: ScheduleCall) -> OffloadError | None:
         """Apply the fastest plan for `call`. If there is none, change nothing and return why. All processes do the same."""
-        found: PlannedStep | str = ""  # not used by any process but the first
-        cause: Exception | None = None
-        if is_first_process():
+
+        def solve() -> PlannedStep | PlanError:
             try:
-                found = self._solve(call)
+                return self._solve(call)
             except PlanError as error:
-                found, cause = str(error), error
-            except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
-                found, cause = f"rank 0 could not plan: {type(error).__name__}: {error}", error
-        planned = broadcast(found)
-        if isinstance(planned, str):
-            failure = PlanError(planned)
-            failure.__cause__ = cause
-            return failure
+                return error
+
+        try:
+            planned = ask_first(solve)
+        except OffloadError as error:
+            return error
+        if isinstance(planned, PlanError):
+            return planned
         self._follow(planned)
         self._beyond_bytes = planned.free_bytes
         if self._has_own_host:
-            self._times = StepTimes(self._clock())
+            self._times = StepTimes(perf_counter())
         logger.info("%s", planned.describe(self._budget_bytes))
         return None
 
@@ -288,7 +270,7 @@ class AutoOffload(StepMeasurement):
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """Time and check the step that ended before `call`, for which a plan is in use."""
         if self._times is not None:
-            self._times.note_end(self._clock(), is_full=self._ended_call == planned.call)
+            self._times.note_end(perf_counter(), is_full=self._ended_call == planned.call)
         if self._taken_bytes is not None:
             self._check(planned, self._taken_bytes)
         elif self._times is not None:
@@ -382,11 +364,7 @@ class AutoOffload(StepMeasurement):
             logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
-        """Return the plan for `call` from the last measurement.
-
-        Raises:
-            PlanError: No plan fits the budget.
-        """
+        """Return the plan for `call` from the last measurement."""
         if self._measured is None:
             raise PlanError("No step was measured.")
         # A plan from a trial's measurement finds its own free bytes. See [Note: Memory that a plan leaves free].

@@ -1,21 +1,36 @@
-"""Makes plans during training, from a step that all processes measured. The first process plans for all.
+"""Makes plans during training, from a step that all processes measured, and times the steps under each of two plans.
 
 [Note: Memory that a plan leaves free]
 The next plan leaves free the bytes that steps took beyond their prediction. A prediction belongs to one measurement. That of
 the first step may be far too high, because layers were offloaded late while host memory was pinned. So we keep the peaks of
 steps under a plan, not their distance from an older prediction. The newer measurement predicts the same plan again, and its
 plans leave the difference free.
+
+[Note: Two plans]
+The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is pinned during offload. Its
+times include all that. The plan from them applies from the second step on, and a few of its steps are timed. Then one more step
+is measured in the same way, now warm. A second plan is made from it, with the overhead beside copies that the timed steps
+showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps under it are timed too, and
+the faster plan is kept. Every step counts for the training: results are bitwise identical. A step lasts until the next one
+begins, including all that the training does in between. The median ignores one step that an evaluation or checkpoint follows.
+The first step under a plan is not timed, since the allocator adapts in it.
+
+[Note: What ends a trial]
+A step with more or larger microbatches than planned ends a trial. A repeated measurement that was not used is then dropped, and
+all starts over with a plan for that step. Smaller steps are neither timed nor measured; they run under the plan in use. The
+first plan is kept if the repeated step would exceed the budget, does not end or has no profile, if it leads to no plan or to
+the same one, and if the second plan takes more than the budget and than the first plan.
 """
 
 import bisect
 import collections
 import dataclasses
+import statistics
 from collections.abc import Mapping
 
 from fgoffload.errors import OffloadError, PlanError
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
-from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
@@ -26,6 +41,31 @@ from fgoffload.units import format_bytes, format_ms
 
 Layers = frozenset[tuple[int, int]]
 """Layers, by chunk and number."""
+
+TIMED_STEPS = 3
+"""Timed steps of each plan, after its first step. The fewest whose median ignores one: the slower plan runs them too."""
+
+
+class StepTimes:
+    """Times the steps under the plan in use, on this process. All times are seconds of one monotonic clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self._begun_s = now_s
+        self._seconds: list[float] = []
+        self._steps = 0
+
+    def note_end(self, now_s: float, *, is_full: bool) -> None:
+        """Record that a step has ended and the next one begins. It is timed if it had all the microbatches of the plan."""
+        if is_full:
+            self._steps += 1
+            if self._steps > 1:
+                self._seconds.append(now_s - self._begun_s)
+        self._begun_s = now_s
+
+    @property
+    def median_s(self) -> float | None:
+        """Return the median seconds of a step; None until enough steps were timed."""
+        return statistics.median(self._seconds) if len(self._seconds) >= TIMED_STEPS else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +136,11 @@ class MeasuredStep:
     device_type: str
     policy: TransferPolicy
 
-    def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
-        """Return this step with the larger temporary bytes of each segment, of this step and of an older one.
-
-        The temporary bytes of an offloaded layer are unknown. With little room, it may have stayed only in the older step.
-        """
-        processes = [
-            dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
-            for own, older in zip(self.processes, former.processes, strict=True)
-        ]
-        return dataclasses.replace(self, processes=tuple(processes))
-
     def plan(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int, known: TriedStep | None = None) -> PlannedStep:
-        """Return the fastest plan for `call`.
+        """Return the fastest plan for `call`, whose microbatches are no larger than the measured ones.
 
         Args:
-            call: Step to plan for. Its microbatches are no larger than the measured ones.
+            call: Step to plan for.
             budget_bytes: Device bytes of each rank.
             free_bytes: Bytes of the budget that are left free in any case.
             known: Time and peaks of steps under an older plan for `call`. They determine the overhead of the host and any
@@ -187,11 +216,7 @@ class MeasuredStep:
         host_budget_bytes = min(one.host_budget_bytes for one in self.processes)
         return tuple(
             make_rank_model(
-                profile,
-                rank=rank.rank,
-                policy=self.policy,
-                microbatches=microbatches,
-                host_budget_bytes=host_budget_bytes,
+                profile, rank=rank.rank, policy=self.policy, microbatches=microbatches, host_budget_bytes=host_budget_bytes
             )
             for rank in ranks
         )
@@ -206,33 +231,3 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
             keys.append((seen[layer.model.kind], chunk, layer.number))
             seen[layer.model.kind] += 1
     return [(chunk, number) for _, chunk, number in sorted(keys)]
-
-
-def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own` with the most temporary bytes of each segment in either profile."""
-    known = {
-        (chunk, layer.number, segment.name): segment
-        for chunk, one in enumerate(older.chunks)
-        for layer in one.layers
-        for segment in layer.model.segments
-    }
-    chunks = []
-    for chunk, one in enumerate(own.chunks):
-        layers = []
-        for layer in one.layers:
-            segments = tuple(
-                _join_segment(segment, known.get((chunk, layer.number, segment.name))) for segment in layer.model.segments
-            )
-            layers.append(dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments)))
-        chunks.append(dataclasses.replace(one, layers=tuple(layers)))
-    return dataclasses.replace(own, chunks=tuple(chunks))
-
-
-def _join_segment(own: Segment, older: Segment | None) -> Segment:
-    if older is None:
-        return own
-    return dataclasses.replace(
-        own,
-        forward_extra_bytes=max(own.forward_extra_bytes, older.forward_extra_bytes),
-        backward_extra_bytes=max(own.backward_extra_bytes, older.backward_extra_bytes),
-    )

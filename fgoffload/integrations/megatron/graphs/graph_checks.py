@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
     """Raise for offload that a CUDA graph cannot capture.
 
-    Args:
-        offload: The user's settings.
-        selected: Tags that may be offloaded.
-        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
+    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
         ConfigError: Names the flag, the module, the reason and the fix.
@@ -42,7 +39,7 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
         PlanError: Names the unit and the fix.
     """
     impl, modules = read_graphs(values)
-    captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=_has_shared_overlap(values))
+    captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
     for unit in units:
         if unit in captured:
             raise PlanError(
@@ -64,7 +61,7 @@ def _list_faults(
     has_experts = bool(values.get("num_moe_experts"))
     if not values.get("moe_paged_stash"):
         yield from list_dropless_faults(impl, values)
-    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=_has_shared_overlap(values))
+    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
     if has_experts and has_dense_layers(values):  # dense layers may still have the tag
         kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
     for tag in selected:
@@ -83,10 +80,6 @@ def read_graphs(values: Mapping[str, Any]) -> Graphs:
     if impl == LOCAL and FULL_ITERATION in modules:
         return Graphs(FULL_ITERATION)
     return Graphs(impl, tuple(name for name in modules if name not in ("full", FULL_ITERATION)))
-
-
-def _has_shared_overlap(values: Mapping[str, Any]) -> bool:
-    return bool(values.get("moe_shared_expert_overlap"))
 
 
 def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:

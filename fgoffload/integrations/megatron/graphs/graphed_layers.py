@@ -43,7 +43,8 @@ class GraphedLayers:
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
-        self._chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        """Model chunk of each layer."""
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
         """Captured forwards by microbatch; None for one that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
@@ -55,10 +56,6 @@ class GraphedLayers:
         self.is_replaying = False
         """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
 
-    def add_layer(self, layer: torch.nn.Module, chunk: int) -> None:
-        """Record the model chunk of `layer`."""
-        self._chunks[layer] = chunk
-
     def find_region(self, tag: str) -> CapturedRegion | None:
         """Return a region for the site of `tag` in the captured layer, or None if its tensors stay on the GPU."""
         return None if self._find_region is None else self._find_region(tag)
@@ -66,7 +63,7 @@ class GraphedLayers:
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
         self._known.pop(layer, None)
-        chunk = self._chunks.get(layer)
+        chunk = self.chunks.get(layer)
         if self._find_region is not None or is_inert() or chunk is None:
             return run()
         number = get_number(layer)
@@ -155,15 +152,9 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-@functools.cache
-def _get_is_capturing() -> Callable[[], bool]:
-    graphs = load_module("megatron.core.transformer.cuda_graphs")
-    return lambda: bool(graphs.is_graph_capturing())
-
-
 def is_capturing() -> bool:
     """Return whether Megatron captures graphs of layers or warms up for that. Code that runs then is not part of a step."""
-    return _get_is_capturing()()
+    return bool(load_module("megatron.core.transformer.cuda_graphs").is_graph_capturing())
 
 
 def may_query() -> bool:
@@ -171,70 +162,50 @@ def may_query() -> bool:
     return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
-def follow_graphs(patches: Patches, get_offload: Callable[[], Any], wrap_layer: Callable[[Any], Any]) -> None:
+def follow_graphs(patches: Patches, get_offload: Callable[[], Any], run_layer: Callable[..., Any]) -> None:
     """Wrap the methods that capture and replay graphs of layers.
 
-    Args:
-        patches: Restore everything later.
-        get_offload: Returns the integration. It exists only after everything is wrapped.
-        wrap_layer: Wraps a forward of a layer to notify the integration, as for an eager layer.
-
-    Raises:
-        IntegrationError: Megatron-Core lacks one of these methods.
+    `run_layer` gets a forward of a layer, and runs it as that of an eager layer. `get_offload` returns the integration, which
+    exists only after everything is wrapped.
     """
     for owner in (GRAPHABLE, LAYER):
-        wrap_symbol(patches, owner, _CAPTURE, functools.partial(_wrap_capture, get_offload))
-    wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_wrap_graph, get_offload))
-    wrap_symbol(patches, LAYER, _REPLAY, lambda original: _wrap_replay(get_offload, wrap_layer(original)))
-    wrap_symbol(patches, _STEP_WRAPPER, "__call__", functools.partial(_wrap_full_iteration, get_offload))
+        wrap_symbol(patches, owner, _CAPTURE, functools.partial(_capture, get_offload))
+    wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_replay, get_offload))
+    wrap_symbol(patches, LAYER, _REPLAY, functools.partial(_replay_layer, get_offload, run_layer))
+    wrap_symbol(patches, _STEP_WRAPPER, "__call__", functools.partial(_run_full_iteration, get_offload))
     module_name, _, class_name = _RUNNER.partition(":")
     if hasattr(getattr(load_module(module_name), class_name, None), "replay_graph_capture"):
-        wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_wrap_local_graph, get_offload))
+        wrap_symbol(patches, _RUNNER, "replay_graph_capture", functools.partial(_replay_local_graph, get_offload))
 
 
-def _wrap_capture(get_offload: Callable[[], Any], original: Any) -> Any:
-    def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return get_offload().graphs.capture(self, lambda: original(self, *args, **kwargs), (args, kwargs))
-
-    return capture
+def _capture(get_offload: Callable[[], Any], original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return get_offload().graphs.capture(layer, lambda: original(layer, *args, **kwargs), (args, kwargs))
 
 
-def _wrap_graph(get_offload: Callable[[], Any], original: Any) -> Any:
-    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = get_offload()
-        outputs = offload.graphs.replay(self, lambda: original(self, *args, **kwargs))
-        offload.flush_delayed()  # the graph is launched, so the host has time now
-        return outputs
-
-    return replay
+def _replay(get_offload: Callable[[], Any], original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    offload = get_offload()
+    outputs = offload.graphs.replay(layer, lambda: original(layer, *args, **kwargs))
+    offload.flush_delayed()  # the graph is launched, so the host has time now
+    return outputs
 
 
-def _wrap_replay(get_offload: Callable[[], Any], enter: Any) -> Any:
-    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphs = get_offload().graphs
-        graphs.is_replaying = True
-        try:
-            return enter(self, *args, **kwargs)
-        finally:
-            graphs.is_replaying = False
-
-    return replay
+def _replay_layer(get_offload: Callable[[], Any], run_layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    graphs = get_offload().graphs
+    graphs.is_replaying = True
+    try:
+        return run_layer(original, *args, **kwargs)
+    finally:
+        graphs.is_replaying = False
 
 
-def _wrap_local_graph(get_offload: Callable[[], Any], original: Any) -> Any:
-    def replay_graph_capture(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(self, *args, **kwargs)
-        get_offload().engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
-        return outputs
-
-    return replay_graph_capture
+def _replay_local_graph(get_offload: Callable[[], Any], original: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = original(*args, **kwargs)
+    get_offload().engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
+    return outputs
 
 
-def _wrap_full_iteration(get_offload: Callable[[], Any], original: Any) -> Any:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_captured = not kwargs.get("forward_only") and self.curr_iter(_TRAINING) == self.cuda_graph_warmup_steps
-        if not is_captured:
-            return original(self, *args, **kwargs)
-        return get_offload().graphs.capture_step(self, lambda: original(self, *args, **kwargs))
-
-    return call
+def _run_full_iteration(get_offload: Callable[[], Any], original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    is_captured = not kwargs.get("forward_only") and wrapper.curr_iter(_TRAINING) == wrapper.cuda_graph_warmup_steps
+    if not is_captured:
+        return original(wrapper, *args, **kwargs)
+    return get_offload().graphs.capture_step(wrapper, lambda: original(wrapper, *args, **kwargs))

@@ -1,21 +1,21 @@
 """Uses kernels to write bytes that the host waits for, to bypass the copy engine, which offload keeps busy."""
 
 import collections
+import dataclasses
 
 import torch
 
 
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of `tensor` on the host, written by a kernel instead of the copy engine.
+    """Return a copy of `tensor` in pinned memory, written by a kernel instead of the copy engine.
+
+    Returns None on a CPU, or if the device maps the memory to another address.
 
     Streams:
         The write is queued on the current stream. The host does not block. It may read the copy once the stream gets there.
 
     Lifetime:
         The caller must hold the copy until then.
-
-    Returns:
-        Pinned memory of the same shape and type; None on a CPU, or if the device maps the memory to another address.
     """
     if not tensor.is_cuda:
         return None
@@ -103,19 +103,17 @@ _PIECE_NUMEL = 16
 """Alignment of pieces, in elements, so that the host reads no cache line that the device still writes to."""
 
 
+@dataclasses.dataclass(slots=True)
 class _Page:
     """Page whose pieces are being assigned."""
 
-    __slots__ = ("begin", "host", "mapped", "streams")
-
-    def __init__(self, host: torch.Tensor, mapped: torch.Tensor) -> None:
-        self.host = host
-        self.mapped = mapped
-        """Same memory as `host`, as mapped to the device."""
-        self.begin = 0
-        """First element that is not assigned yet."""
-        self.streams: set[torch.cuda.Stream] = set()
-        """Streams whose kernels write to the page."""
+    host: torch.Tensor
+    mapped: torch.Tensor
+    """Same memory as `host`, as mapped to the device."""
+    begin: int = 0
+    """First element that is not assigned yet."""
+    streams: set[torch.cuda.Stream] = dataclasses.field(default_factory=set)
+    """Streams whose kernels write to the page."""
 
 
 def _map(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:

@@ -16,12 +16,12 @@ it the choice of the next router. So if a checkpoint contains several layers, la
 """
 
 import collections
-import contextlib
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -38,15 +38,6 @@ _TE_USERS = ("megatron.core.transformer.moe.moe_layer", BLOCK_MODULE, RECOMPUTE_
 """Modules that import Transformer Engine's checkpoint by name, for quantized layers; the last one since 0.18."""
 
 
-class _Asked(NamedTuple):
-    """Counts that a recompute has requested and not yet received."""
-
-    event: Any
-    """Event recorded after their copy."""
-    pairs: tuple[tuple[Any, Any], ...]
-    """Pairs of known and requested counts."""
-
-
 class _Run:
     """Token counts of the first dispatcher in one checkpointed forward, in order."""
 
@@ -54,7 +45,7 @@ class _Run:
         self.counts: list[Any] = []
         """Counts as `maybe_move_tensor_to_cpu` returned them. Readers have waited for them in forward."""
         self.position: int | None = None
-        """Index of the next count in a recompute; None in forward."""
+        """Index of the next count in a recompute; None in forward, which is the first call."""
         self.asked: list[tuple[Any, Any]] = []
         """Known and requested counts of the next wait."""
         self.is_past_first = False
@@ -80,7 +71,8 @@ class KnownCounts:
 
     def __init__(self) -> None:
         self._local = threading.local()  # forward and recompute run on different threads
-        self._asked: collections.deque[_Asked] = collections.deque()
+        self._asked: collections.deque[tuple[Any, list[tuple[Any, Any]]]] = collections.deque()
+        """Events recorded after copies of requested counts, with pairs of known and requested counts."""
 
     def follow(self, patches: Patches) -> None:
         """Wrap checkpoints, and the methods with which dispatchers request counts in them.
@@ -88,107 +80,72 @@ class KnownCounts:
         Streams:
             Counts that a recompute requests are copied as in forward, without blocking the host. Once arrived, they are
             compared when the next function in a checkpoint begins.
-
-        Raises:
-            IntegrationError: Megatron-Core lacks one of the symbols.
         """
-        wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
+        wrap_symbol(patches, PARALLEL, "checkpoint", self._checkpoint)
         for user in _TE_USERS:
             # None or missing without Transformer Engine.
             if importlib.util.find_spec(user) is not None and getattr(load_module(user), "te_checkpoint", None) is not None:
-                wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
-        wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._wrap_move)
-        wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wrap_wait)
+                wrap_symbol(patches, user, "te_checkpoint", self._checkpoint)
+        wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._move)
+        wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wait)
 
     def _check(self) -> None:
-        """Compare the counts that have arrived since the last call. The host does not block.
+        """Compare the counts that have arrived since the last call. The host does not block."""
+        while self._asked and _has_passed(self._asked[0][0]):
+            for known, own in self._asked.popleft()[1]:
+                before, again = torch.as_tensor(known), torch.as_tensor(own)
+                if not torch.equal(before, again):
+                    raise StateError(
+                        f"A recompute sent {again.tolist()} tokens to its experts or ranks, its forward {before.tolist()}: the "
+                        "router chose differently the second time, so gradients are wrong. Use deterministic router kernels, "
+                        "or do not recompute 'moe' and 'layer'."
+                    )
 
-        Raises:
-            StateError: A recompute sent different numbers of tokens to the experts than its forward.
-        """
-        while self._asked and _has_passed(self._asked[0].event):
-            for known, own in self._asked.popleft().pairs:
-                _check_alike(known, own)
-
-    def _wrap_checkpoint(self, original: Any) -> Any:
-        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module, such as the shared experts, dispatches nothing. It is not wrapped, since Transformer Engine inspects it.
-            if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
-                return original(function, *args, **kwargs)
-            return original(self._remember(function), *args, **kwargs)
-
-        return checkpoint
+    def _checkpoint(self, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        # A module, such as the shared experts, dispatches nothing. It is not wrapped, since Transformer Engine inspects it.
+        if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
+            return original(function, *args, **kwargs)
+        return original(self._remember(function), *args, **kwargs)
 
     def _remember(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of `function` that passes the counts of its first call to each later call."""
         run = _Run()
-        is_first = True
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_first
             self._check()
-            run.position, run.is_past_first = None if is_first else 0, False
-            is_first = False
-            with self._inside(run):
+            before, self._local.run = self._find_run(), run
+            try:
                 return function(*args, **kwargs)
+            finally:
+                self._local.run = before
+                run.position, run.is_past_first = 0, False
 
         return call
-
-    @contextlib.contextmanager
-    def _inside(self, run: _Run) -> Iterator[None]:
-        before = self._find_run()
-        self._local.run = run
-        try:
-            yield
-        finally:
-            self._local.run = before
 
     def _find_run(self) -> _Run | None:
         return getattr(self._local, "run", None)
 
-    def _wrap_move(self, original: Any) -> Any:
-        def move(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            count, run = original(tensor, *args, **kwargs), self._find_run()
-            return count if run is None or not isinstance(tensor, torch.Tensor) else run.pass_on(count)
+    def _move(self, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        count, run = original(tensor, *args, **kwargs), self._find_run()
+        return count if run is None or not isinstance(tensor, torch.Tensor) else run.pass_on(count)
 
-        return move
-
-    def _wrap_wait(self, original: Any) -> Any:
-        def wait(dispatcher: Any, point: str, *args: Any, **kwargs: Any) -> Any:
-            result, run = original(dispatcher, point, *args, **kwargs), self._find_run()
-            if run is not None and run.asked:
-                # The host would wait for this event later, although the known counts suffice.
-                self._asked.append(_Asked(dispatcher.d2h_event, tuple(run.asked)))
-                run.asked.clear()
-                dispatcher.d2h_event = _PASSED
-            if run is not None and run.counts:
-                run.is_past_first = True
-            return result
-
-        return wait
+    def _wait(self, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+        result, run = original(dispatcher, *args, **kwargs), self._find_run()
+        if run is not None and run.asked:
+            # The host would wait for this event later, although the known counts suffice.
+            self._asked.append((dispatcher.d2h_event, run.asked))
+            run.asked = []
+            dispatcher.d2h_event = _PASSED
+        if run is not None and run.counts:
+            run.is_past_first = True
+        return result
 
 
-class _PassedEvent:
-    """An event that the host need not wait for."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-_PASSED = _PassedEvent()
+_PASSED = types.SimpleNamespace(synchronize=lambda: None)
+"""An event that the host need not wait for."""
 
 
 def _has_passed(event: Any) -> bool:
     # The CPU's stand-in for an event cannot be queried. Its work is done once queued.
     return bool(event.query()) if isinstance(event, torch.cuda.Event) else True  # type: ignore[no-untyped-call]
-
-
-def _check_alike(known: Any, own: Any) -> None:
-    before, again = torch.as_tensor(known), torch.as_tensor(own)
-    if not torch.equal(before, again):
-        raise StateError(
-            f"A recompute sent {again.tolist()} tokens to its experts or ranks, its forward {before.tolist()}: the router "
-            "chose differently the second time, so gradients are wrong. Use deterministic router kernels, or do not recompute "
-            "'moe' and 'layer'."
-        )

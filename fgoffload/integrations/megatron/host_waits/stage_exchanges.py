@@ -23,50 +23,41 @@ NO_SHAPE = (0, 0, 0)
 """Shape that stands for no tensor in Megatron."""
 
 
-def wrap_exchange(get_offload: GetOffload, original: Any) -> Any:
-    """Return a replacement for `original`, `P2PCommunicator._communicate`, with fewer host waits.
+def communicate(get_offload: GetOffload, original: Any, communicator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `original`, `P2PCommunicator._communicate`, with fewer host waits.
 
-    Args:
-        get_offload: Function that returns the integration, which knows whether layers of this stage make the host wait.
-        original: Megatron's method.
+    The integration knows whether layers of this stage make the host wait.
     """
-
-    def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
-        if not (config.batch_p2p_comm and config.batch_p2p_sync):
-            return original(self, *args, **kwargs)
-        config.batch_p2p_sync = False
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            config.batch_p2p_sync = True
-        if not get_offload().has_waiting_layers:
-            # The host frees sources of copies only once it sees that they are done. See [Note: Waits behind an exchange].
-            torch.cuda.current_stream().synchronize()
-        return result
-
-    return communicate
+    config = communicator.config
+    if not (config.batch_p2p_comm and config.batch_p2p_sync):
+        return original(communicator, *args, **kwargs)
+    config.batch_p2p_sync = False
+    try:
+        result = original(communicator, *args, **kwargs)
+    finally:
+        config.batch_p2p_sync = True
+    if not get_offload().has_waiting_layers:
+        # The host frees sources of copies only once it sees that they are done. See [Note: Waits behind an exchange].
+        torch.cuda.current_stream().synchronize()
+    return result
 
 
-def wrap_shapes(original: Any) -> Any:
-    """Return a replacement for `original`, `P2PCommunicator._communicate_shapes`, that does not use a copy engine."""
-
-    def communicate_shapes(
-        self: Any,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,  # noqa: FBT001 - Megatron's
-        recv_next: bool,  # noqa: FBT001
-    ) -> Any:
-        sent = [tensor for tensor in (tensor_send_next, tensor_send_prev) if tensor is not None]
-        # A stage that sends nothing uses the current device, if there is one.
-        is_cuda = sent[0].is_cuda if sent else torch.cuda.is_available()
-        if self.config.use_ring_exchange_p2p or not is_cuda:
-            return original(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
-        device = torch.device("cuda", torch.cuda.current_device())
-        return exchange_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next, device=device)
-
-    return communicate_shapes
+def communicate_shapes(
+    original: Any,
+    communicator: Any,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,  # noqa: FBT001 - Megatron's
+    recv_next: bool,  # noqa: FBT001
+) -> Any:
+    """Run `original`, `P2PCommunicator._communicate_shapes`, or exchange the shapes without a copy engine."""
+    sent = [tensor for tensor in (tensor_send_next, tensor_send_prev) if tensor is not None]
+    # A stage that sends nothing uses the current device, if there is one.
+    is_cuda = sent[0].is_cuda if sent else torch.cuda.is_available()
+    if communicator.config.use_ring_exchange_p2p or not is_cuda:
+        return original(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return exchange_shapes(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next, device=device)
 
 
 def exchange_shapes(
@@ -78,13 +69,10 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Send the shapes of the next tensors to the neighbouring stages, and return the shapes that these stages send.
+    """Exchange the shapes of the next tensors with the neighbouring stages. Return those of the previous and of the next stage.
 
     The messages and their order are Megatron's, so a neighbour may run Megatron's own method. The numbers bypass the copy
-    engines: kernels write them on the device, and to the host too.
-
-    Returns:
-        Shapes from the previous and from the next stage, three numbers each; `NO_SHAPE` if there is none.
+    engines: kernels write them on the device, and to the host too. `NO_SHAPE` stands for no tensor.
 
     Source: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1, for the order.
     """

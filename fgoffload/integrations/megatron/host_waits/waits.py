@@ -1,11 +1,11 @@
 """Finds where Megatron makes the host wait for the device, and keeps copies to the host from delaying these waits.
 
 The host waits for a few bytes, the token counts of the experts, while the device is idle. Each direction has one copy engine,
-which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Traced
-with Megatron's own engine and with ours; see docs/reference/tags.md.
+which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Either a
+kernel writes the bytes to the host, without the copy engine, or groups that end in the layer are held until the wait is over.
+docs/reference/tags.md lists all waits.
 """
 
-import enum
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,125 +18,56 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.graphs.graphed_layers import may_query
 from fgoffload.integrations.megatron.host_waits.host_writes import HostPages, read_on_host
 from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
-from fgoffload.integrations.megatron.host_waits.stage_exchanges import wrap_exchange, wrap_shapes
+from fgoffload.integrations.megatron.host_waits.stage_exchanges import communicate, communicate_shapes
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
-from fgoffload.integrations.megatron.patching.patches import Patches
+from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
 
-class Remedy(enum.Enum):
-    """Ways to keep copies to the host from delaying a wait."""
+class HeldWait(NamedTuple):
+    """A method of a token dispatcher in which the host waits for bytes that use the copy engine."""
 
-    KERNEL = "a kernel writes the bytes to the host, without the copy engine"
-    HOLD = "groups that end in the layer before the wait are held until it is over"
-    STREAM = "the host waits for the current stream alone, and not for copies on streams of ours; with experts for nothing"
-    NONE = "nothing: where nothing leaves"
-
-
-class WaitRow(NamedTuple):
-    """One place where the host waits for the device."""
-
-    owner: str
-    """Class, as `module:Class`, or the module."""
+    dispatcher: str
+    """Class of the dispatcher."""
     method: str
-    what: str
-    """Bytes that the host waits for, in words."""
-    remedy: Remedy
-    since: str
-    """First version of megatron-core that has the place."""
-
     is_needed: Callable[[Any], bool] = lambda config: True
     """Function that returns whether a model with this config has the wait."""
 
 
-_COUNTS = "the number of tokens of each expert"
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
-_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication"
-_ROTARY = "megatron.core.models.common.embeddings.rope_utils"
+_EXCHANGES = "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator"
+_ROTARY, _ROTARY_METHOD = "megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"
 
-WAITS = (
-    WaitRow(f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", _COUNTS, Remedy.KERNEL, "0.16.1"),
-    WaitRow(
-        f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher",
+HELD_WAITS = (
+    HeldWait(
+        "MoEAlltoAllTokenDispatcher",
         "dispatch_preprocess",
-        "the number of tokens that masked_select finds, in the permutation that is not fused; since 0.17 that sorts instead",
-        Remedy.HOLD,
-        "0.16.1",
         is_needed=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
     ),
-    WaitRow(f"{DISPATCHERS}:MoEAllGatherTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
-    WaitRow(
-        f"{DISPATCHERS}:MoEFlexTokenDispatcher",
+    HeldWait("MoEAllGatherTokenDispatcher", "dispatch_postprocess"),
+    HeldWait(  # since 0.19
+        "MoEFlexTokenDispatcher",
         "dispatch_preprocess",
-        "the most tokens of any rank, with `moe_hybridep_pad_uneven_dispatch_inputs`",
-        Remedy.HOLD,
-        "0.19",
         is_needed=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
     ),
-    WaitRow(f"{DISPATCHERS}:MoEFlexTokenDispatcher", "dispatch_postprocess", _COUNTS, Remedy.HOLD, "0.16.1"),
-    WaitRow(
-        _CHECKS,
-        "validate_result",
-        "whether each microbatch's loss, and each bucket's gradients, are finite, with `check_for_nan_in_loss_and_grad`",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        f"{_EXCHANGES}:P2PCommunicator",
-        "_communicate",
-        "the whole device and all copies under way, after each exchange between stages, with `batch_p2p_sync`",
-        Remedy.STREAM,
-        "0.16.1",
-    ),
-    WaitRow(
-        f"{_EXCHANGES}:P2PCommunicator",
-        "_communicate_shapes",
-        "the same, and the shapes that stages exchange where sequence lengths differ",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        _ROTARY,
-        "_apply_rotary_pos_emb_thd",
-        "the lengths of packed sequences, in rotary embeddings that are not fused",
-        Remedy.KERNEL,
-        "0.16.1",
-    ),
-    WaitRow(
-        "megatron.core.optimizer.clip_grads",
-        "get_grad_norm_fp32",
-        "the norm of all gradients, behind the last backward",
-        Remedy.NONE,
-        "0.16.1",
-    ),
-    WaitRow(
-        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer",
-        "_unscale_main_grads_and_check_for_nan",
-        "whether a gradient is not finite, behind the last backward, with a loss scale",
-        Remedy.NONE,
-        "0.16.1",
-    ),
+    HeldWait("MoEFlexTokenDispatcher", "dispatch_postprocess"),
 )
+"""Waits for which groups are held, in the order of forward."""
 
 
 def step_aside(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap the methods in `WAITS`, to apply the remedy of each.
-
-    Args:
-        patches: Patches that restore them later.
-        get_offload: Function that returns the integration, which holds and submits groups. It exists only after wrapping.
-
-    Raises:
-        IntegrationError: Megatron-Core lacks one of these methods.
-    """
-    for wait in _list_held():
-        wrap_symbol(patches, wait.owner, wait.method, functools.partial(_wrap_held_wait, get_offload, wait))
-    wrap_symbol(patches, _CHECKS, "validate_result", _wrap_check)
-    exchange = functools.partial(wrap_exchange, get_offload)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate", exchange)
-    wrap_symbol(patches, f"{_EXCHANGES}:P2PCommunicator", "_communicate_shapes", wrap_shapes)
-    wrap_symbol(patches, _ROTARY, "_apply_rotary_pos_emb_thd", _wrap_packed_rotary)
-    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_wrap_move, get_offload))
+    """Wrap the methods that wait, to apply the remedy of each."""
+    for wait in HELD_WAITS:
+        around = functools.partial(_run_held_wait, get_offload, wait)
+        wrap_symbol(patches, f"{DISPATCHERS}:{wait.dispatcher}", wait.method, around)
+    wrap_symbol(patches, _CHECKS, "validate_result", _validate_result)
+    wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
+    wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
+    require_symbol(_ROTARY, _ROTARY_METHOD)
+    # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
+    if "max_seqlen" not in inspect.signature(getattr(load_module(_ROTARY), _ROTARY_METHOD)).parameters:
+        wrap_symbol(patches, _ROTARY, _ROTARY_METHOD, _apply_packed_rotary)
+    wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))
     KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
 
 
@@ -157,37 +88,27 @@ def has_held_wait(layer: Any) -> bool:
     return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
 
 
-def _find_last_held(dispatcher: Any, config: Any) -> WaitRow | None:
+def _find_last_held(dispatcher: Any, config: Any) -> HeldWait | None:
     """Return the last wait in a forward of `dispatcher` that groups are held for."""
     return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
 
 
 @functools.cache  # called in each forward of a layer
-def _list_held_of(dispatcher: type) -> list[WaitRow]:
+def _list_held_of(dispatcher: type) -> list[HeldWait]:
     module = load_module(DISPATCHERS)
-    return [wait for wait in _list_held() if issubclass(dispatcher, getattr(module, wait.owner.partition(":")[2]))]
+    return [wait for wait in HELD_WAITS if issubclass(dispatcher, getattr(module, wait.dispatcher))]
 
 
-def _list_held() -> list[WaitRow]:
-    return [wait for wait in WAITS if wait.remedy is Remedy.HOLD]
+def _run_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(dispatcher, *args, **kwargs)
+    # Copies that begin after an earlier wait would delay the last one.
+    if not (offload := get_offload()).is_idle and _find_last_held(dispatcher, dispatcher.config) is wait:
+        offload.holding.flush()
+    return result
 
 
-def _wrap_held_wait(get_offload: GetOffload, wait: WaitRow, original: Any) -> Any:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        # Copies that begin after an earlier wait would delay the last one.
-        if not (offload := get_offload()).is_idle and _find_last_held(self, self.config) is wait:
-            offload.flush()
-        return result
-
-    return run
-
-
-def _wrap_check(original: Any) -> Any:
-    def validate_result(self: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
-
-    return validate_result
+def _validate_result(original: Any, machine: Any, result: Any, rejection_func: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(machine, result, lambda value: _read_flag(rejection_func(value)), *args, **kwargs)
 
 
 def _read_flag(flag: Any) -> Any:
@@ -197,33 +118,25 @@ def _read_flag(flag: Any) -> Any:
     return bool(read_on_host(flag.to(torch.int32)))
 
 
-def _wrap_packed_rotary(original: Any) -> Any:
-    if "max_seqlen" in inspect.signature(original).parameters:
-        # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
-        return original
-
-    def apply_rotary(t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
-        return original(t, read_on_host(cu_seqlens), *args, **kwargs)
-
-    return apply_rotary
+def _apply_packed_rotary(original: Any, t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
+    return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
 
-def _wrap_move(get_offload: GetOffload, original: Any) -> Any:
-    pages = HostPages()
-
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002 - Megatron's
-        if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in _WHOLE_NUMBERS:
-            return original(tensor, as_numpy, record_stream)
-        # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
-        host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
-        if host is None:
-            return original(tensor, as_numpy, record_stream)
-        if record_stream:
-            tensor.record_stream(torch.cuda.current_stream())
-        return host.numpy() if as_numpy else host
-
-    return move
-
-
-_WHOLE_NUMBERS = (torch.int32, torch.int64)
+def _move_to_cpu(
+    get_offload: GetOffload,
+    pages: HostPages,
+    original: Any,
+    tensor: Any,
+    as_numpy: bool = False,  # noqa: FBT001, FBT002 - Megatron's
+    record_stream: bool = False,  # noqa: FBT001, FBT002
+) -> Any:
+    if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        return original(tensor, as_numpy, record_stream)
+    # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
+    host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
+    if host is None:
+        return original(tensor, as_numpy, record_stream)
+    if record_stream:
+        tensor.record_stream(torch.cuda.current_stream())
+    return host.numpy() if as_numpy else host

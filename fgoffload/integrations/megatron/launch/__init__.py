@@ -7,22 +7,9 @@
         script.offload.remove()
 
 Megatron-LM's parser knows some of our flags in some versions. It rejects the others, unknown tags, and certain settings in its
-checks. So `megatron_parser.py` queries the parser, and `call_sites.py` decides whether the script gets the flags.
+checks. So `call_sites.py` queries the parser, and decides whether the script gets the flags.
 """
 
-from fgoffload.integrations.megatron.launch.call_sites import CallSites, Switch, find_call_sites
-from fgoffload.integrations.megatron.launch.megatron_parser import MegatronParser, find_megatron_parser
-from fgoffload.integrations.megatron.launch.own_flags import OwnFlags, take_own_flags
-from fgoffload.integrations.megatron.launch.script import ScriptOffload, apply_to_script
+from fgoffload.integrations.megatron.launch.script import OwnFlags, ScriptOffload, apply_to_script, take_own_flags
 
-__all__ = [
-    "CallSites",
-    "MegatronParser",
-    "OwnFlags",
-    "ScriptOffload",
-    "Switch",
-    "apply_to_script",
-    "find_call_sites",
-    "find_megatron_parser",
-    "take_own_flags",
-]
+__all__ = ["OwnFlags", "ScriptOffload", "apply_to_script", "take_own_flags"]

@@ -31,10 +31,6 @@ _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "te
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-class CpuSupport(Patches):
-    """Replaced symbols of torch and Megatron-Core, until `remove`."""
-
-
 def needs_cpu_support() -> bool:
     """Return whether this machine has no GPU that CUDA could use."""
     return not torch.cuda.is_available()
@@ -45,165 +41,55 @@ def has_transformer_engine() -> bool:
     return bool(load_module("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE)
 
 
-def apply_cpu_support() -> CpuSupport:
-    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine.
-
-    Returns:
-        The replaced symbols. `remove` restores them.
+def apply_cpu_support() -> Patches:
+    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine. `remove` restores them.
 
     Raises:
         IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
     """
-    steps = (
-        _replace_current_device,
-        _replace_synchronize,
-        _replace_manual_seed,
-        _replace_rng_state,
-        _replace_streams,
-        _replace_tensor_cuda,
-        _replace_module_cuda,
-        _replace_factories,
-        _replace_tracker_fork,
-        _replace_set_cuda_rng_state,
-        _replace_compilation,
-        _replace_move_to_cpu,
-        *_steps_of_local_layers(),
-    )
-    support = _apply(steps)
+    support = _apply(_replace_device, _replace_of_megatron, _support_local_layers)
     _logger.info("Megatron-Core runs on the CPU: some functions of torch and Megatron-Core are replaced.")
     return support
 
 
-def apply_local_layer_support() -> CpuSupport:
-    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device.
-
-    Raises:
-        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
-    """
-    support = _apply(_steps_of_local_layers())
+def apply_local_layer_support() -> Patches:
+    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device."""
+    support = _apply(_support_local_layers)
     _logger.info(
         "Megatron-Core's local layers run without Transformer Engine and Apex: some functions of Megatron-Core are replaced."
     )
     return support
 
 
-def _steps_of_local_layers() -> tuple[Callable[[CpuSupport], None], ...]:
-    if load_module(_RANDOM).HAVE_TE:
-        return (_replace_torch_norm,)
-    return (
-        _replace_torch_norm,
-        _replace_general_gemm,
-        _replace_fp8_state,
-        _replace_activation_recompute,
-        _replace_fp8_autocast,
-        _replace_latent_attention_flag,
-    )
-
-
-def _apply(steps: tuple[Callable[[CpuSupport], None], ...]) -> CpuSupport:
-    support = CpuSupport()
-    try:
+def _apply(*steps: Callable[[Patches], None]) -> Patches:
+    with contextlib.ExitStack() as undo:
+        support = undo.enter_context(Patches())
         for step in steps:
             step(support)
-    except BaseException:
-        support.remove()
-        raise
+        undo.pop_all()
     return support
 
 
-def _replace_current_device(support: CpuSupport) -> None:
+def _replace_device(support: Patches) -> None:
+    """Replace names of torch that need CUDA."""
+    stream = _InlineStream()
     support.replace("torch.cuda", "current_device", lambda: torch.device("cpu"))
-
-
-def _replace_synchronize(support: CpuSupport) -> None:
     support.replace("torch.cuda", "synchronize", lambda device=None: None)
-
-
-def _replace_manual_seed(support: CpuSupport) -> None:
     support.replace("torch.cuda", "manual_seed", torch.manual_seed)
-
-
-def _replace_rng_state(support: CpuSupport) -> None:
     # Megatron uses both names. The second is where the first is defined.
     for module in ("torch.cuda", "torch.cuda.random"):
         support.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         support.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
-
-
-def _replace_streams(support: CpuSupport) -> None:
     # The all-to-all dispatcher and the shared experts run copies on their own streams.
-    stream = _InlineStream()
     support.replace("torch.cuda", "Stream", _InlineStream)
     support.replace("torch.cuda", "current_stream", lambda device=None: stream)
     support.replace("torch.cuda", "stream", lambda stream: contextlib.nullcontext())
-
-
-def _replace_tensor_cuda(support: CpuSupport) -> None:
-    support.replace("torch:Tensor", "cuda", _return_self)
-
-
-def _replace_module_cuda(support: CpuSupport) -> None:
-    support.replace("torch.nn:Module", "cuda", _return_self)
-
-
-def _replace_factories(support: CpuSupport) -> None:
+    for owner in ("torch:Tensor", "torch.nn:Module"):
+        support.replace(owner, "cuda", lambda self, *args, **kwargs: self)
     for name in _FACTORIES:
         support.replace("torch", name, _on_cpu(getattr(torch, name)))
-
-
-def _replace_tracker_fork(support: CpuSupport) -> None:
-    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers)
-
-
-def _replace_set_cuda_rng_state(support: CpuSupport) -> None:
-    # Megatron's own function accesses CUDA's generators, and recompute restores random state with it.
-    support.replace(
-        _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    )
-
-
-def _replace_compilation(support: CpuSupport) -> None:
     # Megatron decorates small functions with torch.compile. On a CPU that needs a C++ compiler and seconds per layer.
-    support.enter(torch.compiler.set_stance("force_eager"))
-
-
-def _replace_move_to_cpu(support: CpuSupport) -> None:
-    # The all-to-all dispatcher moves its split sizes to the CPU and then to NumPy, but only if they were on a GPU.
-    support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
-
-
-def _replace_torch_norm(support: CpuSupport) -> None:
-    # The replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over the ranks.
-    norm = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
-    original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
-    support.replace(norm, "__new__", staticmethod(_mark_for_sequence_parallelism(original)))
-
-
-def _replace_general_gemm(support: CpuSupport) -> None:
-    # The router reads this name, which is undefined without Transformer Engine. None selects plain torch.
-    module = "megatron.core.transformer.moe.moe_utils"
-    require_symbol(module, "RouterGatingLinearFunction")
-    support.define(module, "te_general_gemm", None)
-
-
-def _replace_fp8_state(support: CpuSupport) -> None:
-    # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
-    require_symbol(_RANDOM, "CheckpointWithoutOutput")
-    support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
-
-
-def _replace_activation_recompute(support: CpuSupport) -> None:
-    require_symbol(_RANDOM, "CheckpointWithoutOutput")
-    support.define(_RANDOM, "activation_recompute_forward", _recompute_without_fp8)
-
-
-def _replace_fp8_autocast(support: CpuSupport) -> None:
-    require_symbol(_RANDOM, "CheckpointWithoutOutput")
-    support.define(_RANDOM, "fp8_autocast", _autocast_without_fp8)
-
-
-def _return_self(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
+    support.enter_context(torch.compiler.set_stance("force_eager"))
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,27 +103,18 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _replace_latent_attention_flag(support: CpuSupport) -> None:
-    # Latent attention in 0.16.1 mistakes importable placeholders for Transformer Engine's classes.
-    support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
+def _replace_of_megatron(support: Patches) -> None:
+    """Replace functions of Megatron-Core that access CUDA's generators or its copies to the host."""
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers)
+    support.replace(
+        _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    )
+    # The all-to-all dispatcher moves its split sizes to the CPU and then to NumPy, but only if they were on a GPU.
+    support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
 
 
 def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: FBT001, FBT002
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _mark_for_sequence_parallelism(original: Any) -> Any:
-    """Build torch's norm with the mark of Apex's. `finalize_model_grads` sums the gradients of marked parameters."""
-
-    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return build
 
 
 @contextlib.contextmanager
@@ -265,24 +142,56 @@ def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") 
         torch.set_rng_state(outside)
 
 
+def _support_local_layers(support: Patches) -> None:
+    """Let local layers do without Apex, and without Transformer Engine if that is missing."""
+    # The replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over the ranks.
+    original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
+    build = staticmethod(_mark_for_sequence_parallelism(original))
+    support.replace("megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__", build)
+    if load_module(_RANDOM).HAVE_TE:
+        return
+    # The router reads this name, which is undefined without Transformer Engine. None selects plain torch.
+    router = "megatron.core.transformer.moe.moe_utils"
+    require_symbol(router, "RouterGatingLinearFunction")
+    support.define(router, "te_general_gemm", None)
+    # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
+    require_symbol(_RANDOM, "CheckpointWithoutOutput")
+    support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
+    support.define(
+        _RANDOM, "activation_recompute_forward", lambda *, activation_recompute, recompute_phase: contextlib.nullcontext()
+    )
+    support.define(_RANDOM, "fp8_autocast", _autocast_without_fp8)
+    # Latent attention in 0.16.1 mistakes importable placeholders for Transformer Engine's classes.
+    support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
+
+
+def _mark_for_sequence_parallelism(original: Any) -> Any:
+    """Build torch's norm with the mark of Apex's. `finalize_model_grads` sums the gradients of marked parameters."""
+
+    def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return build
+
+
 class _InlineStream:
     """A stream that completes work when it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once, since the work of `stream` is done."""
+    def synchronize(self, other: Any = None) -> None:
+        pass
 
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
+    wait_stream = wait_event = synchronize
 
     def record_event(self, event: Any = None) -> "_InlineStream":
-        """Return an event that has passed."""
         return self
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 class _NoFp8:
@@ -290,17 +199,11 @@ class _NoFp8:
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """Return False."""
         return False
 
     @staticmethod
     def get_fp8_recipe() -> Any:
-        """Raise, since there is no recipe while FP8 is off."""
         raise IntegrationError("An FP8 recipe is needed and Transformer Engine is not installed. Install it or leave FP8 out.")
-
-
-def _recompute_without_fp8(*, activation_recompute: bool, recompute_phase: bool) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _autocast_without_fp8(*, enabled: bool, fp8_recipe: Any = None) -> contextlib.AbstractContextManager[None]:

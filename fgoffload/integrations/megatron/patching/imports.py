@@ -71,11 +71,7 @@ def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
 
 
 def require_torch() -> None:
-    """Import torch, or raise an error that tells how to install it.
-
-    Raises:
-        IntegrationError: torch cannot be imported.
-    """
+    """Import torch, or raise an IntegrationError that tells how to install it."""
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
@@ -85,10 +81,7 @@ def require_torch() -> None:
 
 
 def load_module(name: str) -> Any:
-    """Import the module called `name` without warnings, and return it.
-
-    Returns:
-        The module, typed as Any since Megatron-Core ships no types.
+    """Import the module called `name` without warnings, and return it, typed as Any since Megatron-Core ships no types.
 
     Raises:
         IntegrationError: The module cannot be found.

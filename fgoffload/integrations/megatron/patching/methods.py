@@ -10,35 +10,35 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
 
-def wrap_symbol(patches: Patches, owner: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function or method `name` by the result of `wrap`.
-
-    Raises:
-        IntegrationError: There is no such symbol. Names its dotted path.
-    """
+def wrap_symbol(patches: Patches, owner: str, name: str, around: Callable[..., Any]) -> None:
+    """Call `around` in place of the function or method `name`. Its first argument is the original."""
     require_symbol(owner, name)
     module_name, _, class_name = owner.partition(":")
     module = load_module(module_name)
     original = getattr(getattr(module, class_name) if class_name else module, name)
-    patches.replace(owner, name, functools.wraps(original)(wrap(original)))
+    patches.replace(owner, name, _wrap(original, around))
 
 
-def wrap_method(patches: Patches, target: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the method `name` of one object by the result of `wrap`. Other objects of its class do not change.
+def _wrap(original: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
 
-    A copy of the object gets a method bound to the copy, which therefore uses the copy's parameters.
+    return call
 
-    Args:
-        patches: Restores it later, if the object is still alive. A method that they have wrapped is not wrapped again.
-        target: The object.
-        name: Name of the method.
-        wrap: Gets the method as a function whose first argument is the object, and returns its replacement.
+
+def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
+    """Call `around` in place of the method `name` of one object. Other objects of its class do not change.
+
+    A copy of the object gets a method bound to the copy, which therefore uses the copy's parameters. `around` gets the method
+    as a function, then the object and the arguments. A method that `patches` have wrapped is not wrapped again. They restore it
+    later, if the object is still alive.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:
         return
     original = getattr(type(target), name) if own is None else getattr(own, "__func__", None) or _drop_self(own)
-    replacement = functools.wraps(original)(wrap(original))
+    replacement = _wrap(original, around)
     setattr(replacement, _PATCHES, patches)
     set_attribute(patches, target, name, types.MethodType(replacement, target))
 
@@ -73,4 +73,4 @@ def set_attribute(patches: Patches, target: Any, name: str, value: Any) -> None:
         else:
             delattr(target, name)
 
-    patches.on_remove(undo)
+    patches.callback(undo)

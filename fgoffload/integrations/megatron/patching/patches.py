@@ -1,8 +1,6 @@
 """Replaces symbols of a framework reversibly, from outside of its code."""
 
 import contextlib
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from fgoffload.errors import IntegrationError
@@ -12,25 +10,16 @@ _ABSENT = object()
 """Marks a name that its owner did not define itself. Restoring it means deleting it."""
 
 
-class Patches:
+class Patches(contextlib.ExitStack):
     """Replaced symbols. `remove` and leaving the context restore all of them, the last one first."""
 
     def __init__(self) -> None:
-        self._undo = contextlib.ExitStack()
-        self._names: list[str] = []
-
-    @property
-    def names(self) -> tuple[str, ...]:
+        super().__init__()
+        self.names: list[str] = []
         """Dotted paths of the symbols that are replaced now, in order."""
-        return tuple(self._names)
 
     def replace(self, owner: str, name: str, value: Any) -> None:
-        """Replace `name` in `owner`.
-
-        Args:
-            owner: Dotted path of a module, or of a class in one after a colon: `torch:Tensor`.
-            name: Name of the attribute.
-            value: New value.
+        """Replace `name` in `owner`: the dotted path of a module, or of a class in one after a colon, as in `torch:Tensor`.
 
         Raises:
             IntegrationError: There is no such symbol. Names its dotted path.
@@ -39,49 +28,25 @@ class Patches:
         self.define(owner, name, value)
 
     def define(self, owner: str, name: str, value: Any) -> None:
-        """Set `name` in `owner` to `value`, whether or not it was defined.
-
-        Raises:
-            IntegrationError: The owner does not exist.
-        """
+        """Set `name` in `owner` to `value`, whether or not it was defined."""
         target = _get_owner(owner)
         # The owner's own dict instead of getattr: a static or inherited method must be restored as such.
         original = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
         if original is _ABSENT:
-            self._undo.callback(delattr, target, name)
+            self.callback(delattr, target, name)
         else:
-            self._undo.callback(setattr, target, name, original)
-        self._names.append(f"{owner.replace(':', '.')}.{name}")
-
-    def enter(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        """Enter `context`, and leave it when the symbols are restored."""
-        self._undo.enter_context(context)
-
-    def on_remove(self, undo: Callable[[], object]) -> None:
-        """Call `undo` when the symbols are restored."""
-        self._undo.callback(undo)
+            self.callback(setattr, target, name, original)
+        self.names.append(f"{owner.replace(':', '.')}.{name}")
+        self.callback(self.names.pop)
 
     def remove(self) -> None:
         """Restore all symbols. A second call does nothing."""
-        self._undo.close()
-        self._names.clear()
-
-    def __enter__(self) -> "Patches":
-        """Return this object. The symbols are replaced already."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Restore all symbols."""
-        self.remove()
+        self.close()
 
 
 def require_symbol(owner: str, name: str) -> None:
-    """Raise if `owner` lacks `name`, which an integration replaces or relies on.
-
-    Raises:
-        IntegrationError: The symbol is missing. Names its dotted path.
-    """
+    """Raise an IntegrationError that names the dotted path if `owner` lacks `name`."""
     if not hasattr(_get_owner(owner), name):
         raise _missing(f"{owner.replace(':', '.')}.{name}")
 

@@ -1,6 +1,5 @@
 """Counts device bytes from the allocator, or from parameters on devices without one."""
 
-import abc
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,36 +19,26 @@ class MemoryReading(NamedTuple):
     """Peak bytes since the previous reading."""
 
 
-class DeviceMemory(abc.ABC):
-    """Counts the device bytes of this process."""
+class DeviceMemory:
+    """Counts the bytes that PyTorch's allocator hands out on the current CUDA device, and resets its peak.
 
-    @abc.abstractmethod
-    def count_allocated(self) -> int:
-        """Return the allocated bytes. The host does not block."""
-
-    @abc.abstractmethod
-    def count_peak(self) -> int:
-        """Return the peak bytes since the last `read`. The host does not block."""
-
-    @abc.abstractmethod
-    def read(self) -> MemoryReading:
-        """Return current and peak bytes since the last call. The host does not block."""
-
-
-class CudaMemory(DeviceMemory):
-    """Counts the bytes that PyTorch's allocator hands out on the current CUDA device, and resets its peak."""
+    The host does not block.
+    """
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._peak_bytes = 0
 
-    def count_allocated(self) -> int:  # noqa: D102
+    def count_allocated(self) -> int:
+        """Return the allocated bytes."""
         return int(torch.cuda.memory_allocated(self._device))
 
-    def count_peak(self) -> int:  # noqa: D102
+    def count_peak(self) -> int:
+        """Return the peak bytes since the last `read`."""
         return int(torch.cuda.max_memory_allocated(self._device))
 
-    def read(self) -> MemoryReading:  # noqa: D102
+    def read(self) -> MemoryReading:
+        """Return current bytes, and peak bytes since the last call."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self._device)
         reading = MemoryReading(allocated_bytes=int(counted["current"]), peak_bytes=int(counted["peak"]))
@@ -62,17 +51,15 @@ class CudaMemory(DeviceMemory):
         return peak_bytes
 
 
-def find_device_memory(device_type: str) -> CudaMemory | None:
+def find_device_memory(device_type: str) -> DeviceMemory | None:
     """Return the byte counter for devices of this type, or None if there is none, as on a CPU."""
-    return CudaMemory() if device_type == "cuda" else None
+    return DeviceMemory() if device_type == "cuda" else None
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     """Raise if static memory before the first step reaches the budget. All processes call this, and raise together.
 
-    Args:
-        static_bytes: Bytes of weights, gradients and everything else on the device of this process.
-        budget_bytes: Device bytes of each rank.
+    `static_bytes` are weights, gradients and everything else on the device of this process.
 
     Raises:
         PlanError: The budget is too small. Names both sizes and the fix.

@@ -2,12 +2,12 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from fgoffload.integrations.megatron.profile.measured_recomputes import MeasureGather, UnitBuilder
 from fgoffload.integrations.megatron.profile.measured_units import LAYER_INPUT, LayerFacts
 from fgoffload.integrations.megatron.profile.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
-from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, SegmentRecord
+from fgoffload.integrations.megatron.profile.step_records import Run, Span
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
@@ -44,11 +44,7 @@ class _Storages:
 
 
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
-    """Return the model of a chunk, from the recorded microbatches.
-
-    Returns:
-        Model in which each layer has a kind of its own.
-    """
+    """Return the model of a chunk, from the recorded microbatches. Each of its layers has a kind of its own."""
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
@@ -56,7 +52,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts],
     for one in facts:
         own = [run for run in runs if run.number == one.number]
         if own:
-            model = _LayerBuilder(recorder, storages, own, one, measure_gather_s).build()
+            model = _LayerBuilder(recorder, storages, own, one).build(measure_gather_s)
             layers.append(NumberedLayer(number=one.number, model=model))
             if all(run.is_leaving for run in _list_timed(own)):
                 left.add(one.number)
@@ -100,18 +96,10 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
     return names[0] == names[1] and tags[0] == tags[1] and least_bytes >= (1 - DEFAULT_TOLERANCE) * most_bytes
 
 
-def _list_tags(record: SavedRecord) -> tuple[str, ...]:
-    """Return the tags that save a storage; without tags, the segment that saves it first, which no one can select."""
-    return tuple(record.tags) or tuple(record.segments)[:1]
-
-
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
     """Return the most bytes per microbatch saved outside of the layers, or in layers but still referenced elsewhere.
 
-    Args:
-        runs: Runs of a chunk.
-        storages: Tells which of their storages count.
-        is_last: Count only the storages saved after the layers, or all others.
+    With `is_last`, only the storages saved after the layers count, else all others.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -150,37 +138,30 @@ def _build_segments(
 ) -> tuple[Segment, ...]:
     """Return the segments of runs of the same place, with median times."""
     timed = _list_timed(runs)
-    names = list(dict.fromkeys(name for run in runs for name in run.segments))
 
-    def measure(get_spans: Callable[[SegmentRecord], object], name: str) -> float:
-        segments = [run.segments[name] for run in timed if name in run.segments]
-        return statistics.median(recorder.measure_seconds(get_spans(one)) for one in segments) if segments else 0.0  # type: ignore[arg-type]
+    def measure(spans: list[list[Span]]) -> float:
+        return statistics.median(map(recorder.measure_seconds, spans)) if spans else 0.0
 
-    return tuple(
-        Segment(
-            name=name,
-            forward_s=measure(lambda one: one.forward, name),
-            backward_s=measure(lambda one: one.backward, name),
-            forward_extra_bytes=max(run.segments[name].forward_extra_bytes for run in runs if name in run.segments),
-            backward_extra_bytes=max(run.segments[name].backward_extra_bytes for run in runs if name in run.segments),
-            host_wait=wait[1] if wait is not None and wait[0] == name else None,
+    segments = []
+    for name in dict.fromkeys(name for run in runs for name in run.segments):
+        records, timed_records = ([run.segments[name] for run in some if name in run.segments] for some in (runs, timed))
+        segments.append(
+            Segment(
+                name=name,
+                forward_s=measure([one.forward for one in timed_records]),
+                backward_s=measure([one.backward for one in timed_records]),
+                forward_extra_bytes=max(one.forward_extra_bytes for one in records),
+                backward_extra_bytes=max(one.backward_extra_bytes for one in records),
+                host_wait=wait[1] if wait is not None and wait[0] == name else None,
+            )
         )
-        for name in names
-    )
+    return tuple(segments)
 
 
 class _LayerBuilder:
     """Builds the model of one layer from its microbatches."""
 
-    def __init__(
-        self,
-        recorder: StepRecorder,
-        storages: _Storages,
-        runs: Sequence[Run],
-        facts: LayerFacts,
-        measure_gather_s: MeasureGather,
-    ) -> None:
-        self._measure_gather_s = measure_gather_s
+    def __init__(self, recorder: StepRecorder, storages: _Storages, runs: Sequence[Run], facts: LayerFacts) -> None:
         self._recorder = recorder
         self._storages = storages
         self._runs = runs
@@ -189,8 +170,7 @@ class _LayerBuilder:
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 
-    def build(self) -> LayerModel:
-        """Return the layer's model."""
+    def build(self, measure_gather_s: MeasureGather) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
         # Only a plan decides which bytes are packed for offload, and when. So the whole layer reserves room for all of them. So
         # does backward, where packed bytes are reloaded and unpacked.
@@ -201,7 +181,7 @@ class _LayerBuilder:
         )
         if self._facts.has_experts_in_turn:
             segments = tuple(map(self._add_other_experts, segments))
-        units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers, self._measure_gather_s)
+        units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers, measure_gather_s)
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
@@ -235,17 +215,22 @@ class _LayerBuilder:
         for run in self._runs:
             for key, name in self._name_tensors(run).items():
                 most[name] = max(most.get(name, 0), run.saved[key].size_bytes)
-        return tuple(
-            SavedTensor(
-                name=name,
-                # If the whole layer is recomputed, the input is offloaded as `layer_input`.
-                tags=(("layer_input",) if name == LAYER_INPUT else ()) + _list_tags(self._run.saved[key]),
-                size_bytes=most[name],
-                is_same_in_all_layers=self._storages.is_in_all_layers(key),
-                element_bytes=self._run.saved[key].element_bytes,
+        tensors = []
+        for key, name in self._names.items():
+            record = self._run.saved[key]
+            # Without tags, the segment that saves it first, which no one can select.
+            tags = tuple(record.tags) or tuple(record.segments)[:1]
+            tensors.append(
+                SavedTensor(
+                    name=name,
+                    # If the whole layer is recomputed, the input is offloaded as `layer_input`.
+                    tags=("layer_input", *tags) if name == LAYER_INPUT else tags,
+                    size_bytes=most[name],
+                    is_same_in_all_layers=self._storages.is_in_all_layers(key),
+                    element_bytes=record.element_bytes,
+                )
             )
-            for key, name in self._names.items()
-        )
+        return tuple(tensors)
 
     def _find_wait(self) -> tuple[str, HostWait] | None:
         if self._facts.wait is None:

@@ -10,27 +10,21 @@ such units are Megatron's checkpoints all the same.
 """
 
 import dataclasses
-import enum
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fgoffload.engine import is_inert
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
+from fgoffload.integrations.megatron.adapter.sites import is_quantized
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.profile.step_records import ModuleRecord, Run
+from fgoffload.integrations.pytorch.outputs import list_tensors
 from fgoffload.planner.ranks.layer_model import HostWait
 
 GetRecorder = Callable[[], StepRecorder | None]
-
-
-class UnitForm(enum.Enum):
-    """How a unit is recomputed."""
-
-    CHECKPOINT = "its input is kept, and all that it saved inside is not"  # `tensor_parallel.checkpoint`
-    REFILL = "its output is emptied too, and there again before it is needed"  # `CheckpointWithoutOutput`, or `reruns.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,11 +33,12 @@ class WatchedUnit:
 
     name: str
     module: torch.nn.Module
-    form: UnitForm
-    has_shared_input: bool
-    """Whether other modules use its input too."""
-    sums_gradients: bool
-    """Whether its recompute sums the gradients of its input separately. See [Note: Units that keep every bit]."""
+    is_refilled: bool
+    """Whether its output is emptied too, and there again before it is needed, as by `CheckpointWithoutOutput` or `reruns.py`.
+    If not, its input is kept, and all that it saved inside is not, as by `tensor_parallel.checkpoint`."""
+    sums_shared_input: bool
+    """Whether its recompute sums the gradients of its input separately, and other modules use that input too. See
+    [Note: Units that keep every bit]."""
 
 
 LAYER_INPUT = "layer input"
@@ -54,12 +49,9 @@ LAYER_INPUT = "layer input"
 class LayerFacts:
     """Facts about a layer, from its modules."""
 
-    chunk: int
     number: int
     kind: str
     """Kind of the layer, for display: `dense` or `moe`."""
-    tags: tuple[str, ...]
-    """Tags that have a site in the layer."""
     units: tuple[str, ...]
     """Units of the layer that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
@@ -83,16 +75,16 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
     # Without a norm before it, the MLP gets the residual.
     takes_residual = isinstance(layer.pre_mlp_layernorm, identity)
     found = {
-        "attn_norm": (layer.input_layernorm, UnitForm.REFILL, True),
-        "core_attn": (getattr(layer.self_attention, "core_attention", None), UnitForm.CHECKPOINT, False),
-        "mlp_norm": (layer.pre_mlp_layernorm, UnitForm.REFILL, True),
-        "mlp": (mlp, UnitForm.CHECKPOINT, takes_residual),
-        "moe": (mlp, UnitForm.CHECKPOINT, takes_residual),
-        "shared_expert": (getattr(mlp, "shared_experts", None), UnitForm.CHECKPOINT, True),
+        "attn_norm": (layer.input_layernorm, True, True),
+        "core_attn": (getattr(layer.self_attention, "core_attention", None), False, False),
+        "mlp_norm": (layer.pre_mlp_layernorm, True, True),
+        "mlp": (mlp, False, takes_residual),
+        "moe": (mlp, False, takes_residual),
+        "shared_expert": (getattr(mlp, "shared_experts", None), False, True),
     }
     return [
-        WatchedUnit(name, module, form, is_shared, form is UnitForm.CHECKPOINT or is_quantized(layer.config))
-        for name, (module, form, is_shared) in found.items()
+        WatchedUnit(name, module, is_refilled, is_shared and (not is_refilled or is_quantized(layer.config)))
+        for name, (module, is_refilled, is_shared) in found.items()
         if name in units and module is not None
     ]
 
@@ -100,53 +92,48 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
     """Add hooks that tell the recorder when forward is in these modules. Return handles, whose `remove` removes the hooks.
 
-    Args:
-        get_recorder: Returns the recorder, or None while no step is measured.
-        watched: Units of one layer.
+    `get_recorder` returns None while no step is measured.
     """
     handles = []
     for unit in watched:
-        begin, end = _make_hooks(get_recorder, unit.name)
-        handles += [
-            unit.module.register_forward_pre_hook(begin, with_kwargs=True),
-            unit.module.register_forward_hook(end, with_kwargs=True),
-        ]
+        begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))
+        handles.append(unit.module.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(unit.module.register_forward_hook(end, with_kwargs=True))
     return handles
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
     """Return whether recompute of `unit` keeps a step bitwise identical. See [Note: Units that keep every bit]."""
-    return not unit.sums_gradients or not unit.has_shared_input or record.input_edges == 1
+    return not unit.sums_shared_input or record.input_edges == 1
 
 
-def _make_hooks(get_recorder: GetRecorder, unit: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    def find_run() -> Run | None:
-        recorder = get_recorder()
-        return None if recorder is None or is_inert() else recorder.current_layer
+def _find_run(get_recorder: GetRecorder) -> Run | None:
+    recorder = get_recorder()
+    return None if recorder is None or is_inert() else recorder.current_layer
 
-    def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        run = find_run()
-        if run is not None:
-            # Megatron's sites are around the modules, and ours are inside them.
-            around = run.current
-            tensors = list(_list_tensors((args, kwargs)))
-            run.modules[unit] = ModuleRecord(
-                inputs=frozenset(map(run.name_storage, tensors)),
-                input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
-                tensor_bytes=frozenset(one.numel() * one.element_size() for one in tensors if one.requires_grad),
-                segments={} if around is None or around.tag != unit else {around.name: None},
-            )
-            run.open_modules |= {unit}
 
-    def end(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        run = find_run()
-        if run is not None and unit in run.open_modules:
-            run.open_modules -= {unit}
-            record, outputs = run.modules[unit], list(_list_tensors(output))
-            record.outputs = frozenset(map(run.name_storage, outputs))
-            record.input_edges = count_edges(outputs, list(_list_tensors((args, kwargs))))
+def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    run = _find_run(get_recorder)
+    if run is not None:
+        # Megatron's sites are around the modules, and ours are inside them.
+        around = run.current
+        tensors = list(list_tensors((args, kwargs)))
+        run.modules[unit] = ModuleRecord(
+            inputs=frozenset(map(run.name_storage, tensors)),
+            input_bytes={run.name_storage(one): one.untyped_storage().nbytes() for one in tensors if one.requires_grad},
+            tensor_bytes=frozenset(one.numel() * one.element_size() for one in tensors if one.requires_grad),
+            segments={} if around is None or around.tag != unit else {around.name: None},
+        )
+        run.open_modules |= {unit}
 
-    return begin, end
+
+def _end_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    run = _find_run(get_recorder)
+    if run is not None and unit in run.open_modules:
+        run.open_modules -= {unit}
+        record, outputs = run.modules[unit], list(list_tensors(output))
+        record.outputs = frozenset(map(run.name_storage, outputs))
+        record.input_edges = count_edges(outputs, list(list_tensors((args, kwargs))))
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
@@ -167,14 +154,3 @@ def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
 def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
-
-
-def _list_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested arguments or results."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _list_tensors(value)
-    elif isinstance(values, dict):
-        yield from _list_tensors(list(values.values()))

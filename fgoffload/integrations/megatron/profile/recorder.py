@@ -7,11 +7,10 @@ never waits, and results stay bitwise identical.
 
 Hooks slow down the host. Where forward waits for the device, as token dispatchers do, the host is late afterwards. So in the
 first microbatches the device is stalled before each segment of forward, and the host gets ahead of it. The measurement then has
-the device's time. On a launch-bound H200, forward of a layer was measured at 7.9 ms without stalls; other machines took 6.9.
+the device's time.
 
 A measured layer may still be offloaded, if a budget has no room for it. Its segments then pause while the engine submits a
-group or returns a tensor. Compute may wait for copies there, and a plan counts such waits separately. With these waits in the
-segments, a plan of two stages on H100s, where no layer could stay on the GPU, was predicted at 3.8 s and took less than half.
+group or returns a tensor. Compute may wait for copies there, and a plan counts such waits separately.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.torch_internals import get_graph_task, queue_after_backward
 from fgoffload.integrations.megatron.profile.device_memory import DeviceMemory
-from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, SegmentRecord
+from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecord, SegmentRecord, Span
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
@@ -43,7 +42,7 @@ FIRST, LAST = "first", "last"
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the engine's handle and the segment."""
+    """Handle of a tensor saved in a measured step: the engine's handle and the segment. `saving` is None if it is kept."""
 
     __slots__ = ("_handle", "_saving", "segment")
 
@@ -55,12 +54,12 @@ class RecordedHandle(KeptHandle):
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the engine does not handle the tensor."""
+        """Whether the engine does not handle the tensor."""
         return self._saving is None
 
     @property
     def may_wait(self) -> bool:
-        """Return whether compute may wait for a copy when the tensor is unpacked."""
+        """Whether compute may wait for a copy when the tensor is unpacked."""
         return isinstance(self._handle, Handle)
 
     def take(self) -> torch.Tensor:
@@ -122,22 +121,14 @@ class _RecordedWatch(Saving):
         self._run = run
 
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
-        """Save a tensor and return the handle that autograd unpacks."""
         return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"), self._inner)
 
     def take_back(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`."""
         return self._recorder.take(handle)
 
 
 class StepRecorder:
-    """Records the segments and saves of one step.
-
-    Args:
-        device: Device that records timed events.
-        memory: Counts device bytes; None if the device cannot.
-        observers: Ledgers that count saves and unpacks, as in an engine.
-    """
+    """Records the segments and saves of one step. Device bytes are not recorded if `memory` is None."""
 
     def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
         self._device = device
@@ -151,7 +142,8 @@ class StepRecorder:
         """Most saved bytes of one layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
-        self._layer: Run | None = None
+        self.current_layer: Run | None = None
+        """Run of the layer that forward is in."""
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
         """Number of forwards, by chunk."""
@@ -160,7 +152,7 @@ class StepRecorder:
         self._opened_at: Event = None
         self._is_stalled = False
         """Whether the device is stalled before each segment of the running forward."""
-        self.stalls: list[tuple[Event, Event]] = []
+        self.stalls: list[Span] = []
         """Start and end of each stall."""
         self._live_at_start = 0
         self._graph_task = -1
@@ -185,43 +177,31 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer, including its sites.
+        """Record the forward of a layer with the input `hidden`, including its sites.
 
-        Args:
-            chunk: Chunk of the layer.
-            number: Number of the layer in the whole model, from 0.
-            hidden: Input of the layer.
-            inner: The engine's context for a layer that it offloads; None if everything stays on the GPU.
+        `inner` is the engine's context for a layer that it offloads; None if everything stays on the GPU.
         """
         run = self._add_run(chunk, number=number)
         if inner is not None:
             run.is_leaving, run.is_sampled = True, False
         run.input_key, run.input_bytes = run.name_storage(hidden), hidden.untyped_storage().nbytes()
-        outer, self._layer = self._layer, run
+        outer, self.current_layer = self.current_layer, run
         self._switch(run.get_segment("start"), is_backward=False)
         try:
             with _RecordedWatch(self, run, inner):
                 yield
         finally:
-            self._layer = outer
+            self.current_layer = outer
             size_bytes = sum(record.size_bytes for record in run.saved.values())
             self.largest_layer_bytes = max(self.largest_layer_bytes, size_bytes)
             self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
-    @property
-    def current_layer(self) -> Run | None:
-        """Run of the layer that forward is in."""
-        return self._layer
-
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
         """Return the recorded counterpart of an engine's region, or None outside of a recorded layer.
 
-        Args:
-            site: Site in the layer that forward is in.
-            lane: Lane of the microbatch.
-            inner: The engine's region that offloads the site; None if the site stays on the GPU.
+        `inner` is the engine's region that offloads the site; None if the site stays on the GPU.
         """
-        run = self._layer
+        run = self.current_layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
     def enter(self, segment: SegmentRecord) -> None:
@@ -264,7 +244,9 @@ class StepRecorder:
 
     def take(self, handle: Packed) -> torch.Tensor:
         """Return a saved tensor. In backward, its segment shows where backward is."""
-        if isinstance(handle, RecordedHandle) and is_in_backward():
+        if not isinstance(handle, RecordedHandle):
+            return handle.take()
+        if is_in_backward():
             task = get_graph_task()
             if task != self._graph_task:
                 self._graph_task = task
@@ -272,10 +254,9 @@ class StepRecorder:
                 queue_after_backward(self._end_backward)
             if self._open != (handle.segment, True):
                 self._switch(handle.segment, is_backward=True)
-        waits = isinstance(handle, RecordedHandle) and handle.may_wait
-        with self.apart() if waits else contextlib.nullcontext():
+        with self.apart() if handle.may_wait else contextlib.nullcontext():
             tensor = handle.take()
-        if isinstance(handle, RecordedHandle) and handle.is_kept:
+        if handle.is_kept:
             for ledger in self._observers:
                 ledger.count_take(place=handle.place)
         return tensor
@@ -290,7 +271,7 @@ class StepRecorder:
         finally:
             self._opened_at = self._mark()
 
-    def measure_seconds(self, spans: list[tuple[Event, Event]]) -> float:
+    def measure_seconds(self, spans: list[Span]) -> float:
         """Return the total seconds of finished spans. The host blocks until the device has reached their ends."""
         for _, end in spans:
             self._device.synchronize(end)

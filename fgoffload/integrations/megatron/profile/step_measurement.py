@@ -6,6 +6,7 @@ nothing is offloaded or recomputed, and results are bitwise identical to those w
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,18 +16,17 @@ import torch
 from fgoffload.engine import ActivationLedger, Device, Lane, Region
 from fgoffload.engine.device import Event
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
-from fgoffload.integrations.megatron.adapter.schedule_call import ScheduleCall
-from fgoffload.integrations.megatron.adapter.sites import is_sequential
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
+from fgoffload.integrations.megatron.adapter.sites import is_quantized, is_sequential
 from fgoffload.integrations.megatron.host_waits.waits import has_held_wait
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.profile.device_memory import count_parameter_bytes, find_device_memory
 from fgoffload.integrations.megatron.profile.measured_layers import build_chunk
+from fgoffload.integrations.megatron.profile.measured_recomputes import measure_gather_s
 from fgoffload.integrations.megatron.profile.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
-from fgoffload.integrations.megatron.profile.token_gathers import TokenGathers
 from fgoffload.integrations.megatron.recompute import layer_recompute
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 from fgoffload.plan import OffloadPlan, Site
@@ -69,7 +69,7 @@ class StepMeasurement:
         """Patches that recompute the units of the plan in use."""
         self._observers = observers
         self._device = device
-        self._gathers = TokenGathers(device)
+        self._measure_gather_s = functools.cache(functools.partial(measure_gather_s, device))
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
@@ -121,17 +121,15 @@ class StepMeasurement:
         """Return whether a step is being recorded."""
         return self.state is MeasurementState.RECORDING
 
-    def prepare_layer(self, layer: Any, chunk: int, tags: tuple[str, ...], inputs: LayerInputs) -> None:
+    def prepare_layer(self, layer: Any, chunk: int, inputs: LayerInputs) -> None:
         """Record the facts of a layer, and add hooks to the modules that can be recomputed."""
         units = layer_recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = get_number(layer)
         self._layers[chunk, number] = (weakref.ref(layer), inputs)
         self._facts[chunk, number] = LayerFacts(
-            chunk=chunk,
             number=number,
             kind="dense" if getattr(layer.mlp, "experts", None) is None else "moe",
-            tags=tags,
             units=units,
             watched=tuple(watched),
             wait=_find_wait(layer),
@@ -163,11 +161,9 @@ class StepMeasurement:
             return contextlib.nullcontext()
         return self._recorder.model(chunk)
 
-    def find_layer(
-        self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor
-    ) -> contextlib.AbstractContextManager[None] | None:
-        """Return a context for the forward of a layer with the input `hidden`, or None if no step is recorded."""
-        return None if self._recorder is None else self._recorder.layer(chunk, number, hidden)
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the forward of a layer with the input `hidden`, while a step is recorded."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region of the recorded step, for a site in the layer that forward is in."""
@@ -216,7 +212,7 @@ class StepMeasurement:
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
         facts = {number: [self._facts[key] for key in sorted(self._facts) if key[0] == number] for number, _ in self._facts}
-        return tuple(build_chunk(recorder, number, facts[number], self._gathers.measure_seconds) for number in sorted(facts))
+        return tuple(build_chunk(recorder, number, facts[number], self._measure_gather_s) for number in sorted(facts))
 
     def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
         state = load_module("megatron.core.parallel_state")

@@ -8,60 +8,50 @@ from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
+Span = tuple[Event, Event]
+"""Start and end of some work on the device."""
 
+
+@dataclasses.dataclass(slots=True, eq=False)
 class SegmentRecord:
     """A segment of one microbatch, in forward and backward."""
 
-    __slots__ = (
-        "backward",
-        "backward_extra_bytes",
-        "born_bytes",
-        "forward",
-        "forward_extra_bytes",
-        "is_sampled",
-        "name",
-        "tag",
-    )
-
-    def __init__(self, name: str, *, tag: str | None, is_sampled: bool) -> None:
-        self.name = name
-        self.is_sampled = is_sampled
-        """Whether device bytes are read when the segment begins and ends."""
-        self.tag = tag
-        """Tag of the segment; None between regions."""
-        self.forward: list[tuple[Event, Event]] = []
-        """Start and end of each time that forward was in the segment."""
-        self.backward: list[tuple[Event, Event]] = []
-        """Start and end of each time that backward was in the segment."""
-        self.born_bytes = 0
-        """Bytes of storages that were first saved here, until backward has left the segment."""
-        self.forward_extra_bytes = 0
-        """Peak device bytes of forward beyond static and saved bytes; 0 if not measured."""
-        self.backward_extra_bytes = 0
-        """Peak device bytes of backward beyond static and saved bytes; 0 if not measured."""
+    name: str
+    tag: str | None
+    """Tag of the segment; None between regions."""
+    is_sampled: bool
+    """Whether device bytes are read when the segment begins and ends."""
+    forward: list[Span] = dataclasses.field(default_factory=list)
+    """Each time that forward was in the segment."""
+    backward: list[Span] = dataclasses.field(default_factory=list)
+    """Each time that backward was in the segment."""
+    born_bytes: int = 0
+    """Bytes of storages that were first saved here, until backward has left the segment."""
+    forward_extra_bytes: int = 0
+    """Peak device bytes of forward beyond static and saved bytes; 0 if not measured."""
+    backward_extra_bytes: int = 0
+    """Peak device bytes of backward beyond static and saved bytes; 0 if not measured."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class SavedRecord:
     """A storage that autograd saved in a layer, or in a model outside of its layers."""
 
-    __slots__ = ("element_bytes", "is_held", "modules", "segments", "size_bytes", "storage", "tags", "views")
-
-    def __init__(self, storage: StorageRef, size_bytes: int, element_bytes: int, modules: frozenset[str]) -> None:
-        self.storage = storage
-        """Reference to the storage that does not own its memory. While it exists, no other storage gets its key."""
-        self.is_held = False
-        """Whether something else references it until backward, as the schedule does with tensors of another pipeline rank."""
-        self.size_bytes = size_bytes
-        self.element_bytes = element_bytes
-        """Element size of the first save in bytes, which the engine's minimum size is based on."""
-        self.tags: dict[str, None] = {}
-        """Tags that save it, in the order of forward."""
-        self.segments: dict[str, None] = {}
-        """Segments that save it, including those between regions, in the order of forward."""
-        self.modules = modules
-        """Watched modules that contain all its saves."""
-        self.views: set[View] = set()
-        """Saved views of the storage."""
+    storage: StorageRef
+    """Reference to the storage that does not own its memory. While it exists, no other storage gets its key."""
+    size_bytes: int
+    element_bytes: int
+    """Element size of the first save in bytes, which the engine's minimum size is based on."""
+    modules: frozenset[str]
+    """Watched modules that contain all its saves."""
+    is_held: bool = False
+    """Whether something else references it until backward, as the schedule does with tensors of another pipeline rank."""
+    tags: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Tags that save it, in the order of forward."""
+    segments: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Segments that save it, including those between regions, in the order of forward."""
+    views: set[View] = dataclasses.field(default_factory=set)
+    """Saved views of the storage."""
 
     def count_gathered_bytes(self) -> int:
         """Return the device bytes that the engine packs to offload the storage; 0 if it is offloaded without packing."""
@@ -87,53 +77,36 @@ class ModuleRecord:
     """How often the graph inside the module reaches its input."""
 
 
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Run:
     """One microbatch through one layer, or through the code of a model chunk outside of its layers."""
 
-    __slots__ = (
-        "chunk",
-        "current",
-        "input_bytes",
-        "input_key",
-        "input_keys",
-        "is_leaving",
-        "is_sampled",
-        "microbatch",
-        "modules",
-        "number",
-        "open_modules",
-        "saved",
-        "segments",
-        "storages",
-    )
-
-    def __init__(self, *, chunk: int, microbatch: int, number: int, is_sampled: bool) -> None:
-        self.chunk = chunk
-        self.microbatch = microbatch
-        self.number = number
-        """Number of the layer in the whole model, from 0; -1 outside of layers."""
-        self.is_sampled = is_sampled
-        """Whether device bytes are read when segments of the run begin and end."""
-        self.is_leaving = False
-        """Whether the engine offloads the layer while it is recorded, so that its times exceed those of compute."""
-        self.input_key: int | None = None
-        """Key of the storage of the layer's input."""
-        self.input_bytes = 0
-        """Bytes of the layer's input."""
-        self.input_keys: dict[str, int] = {}
-        """Key of the storage of each site's input, by tag."""
-        self.segments: dict[str, SegmentRecord] = {}
-        """Segments by name, in the order of forward."""
-        self.saved: dict[int, SavedRecord] = {}
-        """Saved storages by key, in the order of forward."""
-        self.modules: dict[str, ModuleRecord] = {}
-        """Modules that can be recomputed, by the unit that does so."""
-        self.current: SegmentRecord | None = None
-        """Segment that forward entered last."""
-        self.open_modules: frozenset[str] = frozenset()
-        """Units of the modules that forward is in."""
-        self.storages: dict[int, StorageRef] = {}
-        """References to the storages named by `name_storage`, by key."""
+    chunk: int
+    microbatch: int
+    number: int
+    """Number of the layer in the whole model, from 0; -1 outside of layers."""
+    is_sampled: bool
+    """Whether device bytes are read when segments of the run begin and end."""
+    is_leaving: bool = False
+    """Whether the engine offloads the layer while it is recorded, so that its times exceed those of compute."""
+    input_key: int | None = None
+    """Key of the storage of the layer's input."""
+    input_bytes: int = 0
+    """Bytes of the layer's input."""
+    input_keys: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Key of the storage of each site's input, by tag."""
+    segments: dict[str, SegmentRecord] = dataclasses.field(default_factory=dict)
+    """Segments by name, in the order of forward."""
+    saved: dict[int, SavedRecord] = dataclasses.field(default_factory=dict)
+    """Saved storages by key, in the order of forward."""
+    modules: dict[str, ModuleRecord] = dataclasses.field(default_factory=dict)
+    """Modules that can be recomputed, by the unit that does so."""
+    current: SegmentRecord | None = None
+    """Segment that forward entered last."""
+    open_modules: frozenset[str] = frozenset()
+    """Units of the modules that forward is in."""
+    storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
+    """References to the storages named by `name_storage`, by key."""
 
     def name_storage(self, tensor: torch.Tensor) -> int:
         """Return the key of the storage of `tensor`, which no other storage gets while the run exists.
@@ -147,7 +120,7 @@ class Run:
         """Return the segment called `name`. A new one begins now."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = SegmentRecord(name, tag=tag, is_sampled=self.is_sampled)
+            segment = self.segments[name] = SegmentRecord(name, tag, self.is_sampled)
         for unit in self.open_modules:
             self.modules[unit].segments[name] = None
         self.current = segment

@@ -31,69 +31,55 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.recompute.reruns import RandomUse, Rerun, as_tuple
 
 CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"
 
 
 def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
-    """Offload inputs of checkpoints without output, and keep their outputs on the GPU.
-
-    Args:
-        patches: Patches that restore everything later.
-        get_offload: Function that returns the integration, whose engine keeps the outputs. It exists only after wrapping.
-
-    Raises:
-        IntegrationError: Megatron-Core has no such checkpoints.
-    """
-    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_run, get_offload))
+    """Offload inputs of checkpoints without output, and keep their outputs on the GPU."""
+    wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_checkpoint, get_offload, RandomUse()))
     wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", functools.partial(_discard, get_offload))
     wrap_symbol(patches, FUNCTION, "forward", save_inputs)
 
 
-def _run(get_offload: GetOffload, original: Any) -> Any:
-    random_use = RandomUse()
-
-    def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
-        offload = get_offload()
-        if offload.actions.recomputes and not is_inert() and not _needs_megatron(self):
-            found = offload.open_reruns.find_made()
-            rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use, found=found)
-            with rerun:
-                outputs = run_function(*args)
-            emptied = rerun.note_outputs(outputs)
-            offload.open_reruns.open(rerun)
-            setattr(self, _RERUN, rerun)
-        else:
-            outputs = original(self, run_function, *args)
-            # Outputs that are also inputs are not emptied. Such outputs exist since 0.19.
-            kept = {get_key(one) for one in args if isinstance(one, torch.Tensor)} if _retains_inputs(self) else set()
-            emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-        # Called before anything can save them, since their storages are emptied after their last use in forward.
-        offload.keep_recomputed(emptied)
-        return outputs
-
-    return checkpoint
-
-
-def _discard(get_offload: GetOffload, original: Any) -> Any:
-    def discard_output_and_register_recompute(self: Any, hook_tensor: torch.Tensor) -> None:
-        rerun: Rerun | None = vars(self).pop(_RERUN, None)
-        if rerun is None:
-            original(self, hook_tensor)
-            return
-        get_offload().open_reruns.close(rerun)
-        rerun.empty_outputs()
-        if hook_tensor.requires_grad:
-            hook_tensor.register_hook(lambda gradient: rerun.run())  # type: ignore[no-untyped-call]
-
-    return discard_output_and_register_recompute
-
-
 _RERUN = "_fgoffload_rerun"
 """Attribute of a checkpoint that holds its rerun."""
+
+
+def _checkpoint(
+    get_offload: GetOffload, random_use: RandomUse, original: Any, checkpoint: Any, run_function: Any, *args: Any
+) -> Any:
+    offload = get_offload()
+    if offload.actions.recomputes and not is_inert() and not _needs_megatron(checkpoint):
+        found = offload.open_reruns.find_made()
+        rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use, found=found)
+        with rerun:
+            outputs = run_function(*args)
+        emptied = rerun.note_outputs(outputs)
+        offload.open_reruns.open(rerun)
+        setattr(checkpoint, _RERUN, rerun)
+    else:
+        outputs = original(checkpoint, run_function, *args)
+        # Outputs that are also inputs are not emptied. Such outputs exist since 0.19.
+        inputs = args if getattr(checkpoint, "retain_input_tensors", False) else ()
+        kept = {get_key(one) for one in inputs if isinstance(one, torch.Tensor)}
+        emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
+    # Called before anything can save them, since their storages are emptied after their last use in forward.
+    offload.keep_recomputed(emptied)
+    return outputs
+
+
+def _discard(get_offload: GetOffload, original: Any, checkpoint: Any, hook_tensor: torch.Tensor) -> None:
+    rerun: Rerun | None = vars(checkpoint).pop(_RERUN, None)
+    if rerun is None:
+        original(checkpoint, hook_tensor)
+        return
+    get_offload().open_reruns.close(rerun)
+    rerun.empty_outputs()
+    if hook_tensor.requires_grad:
+        hook_tensor.register_hook(lambda gradient: rerun.run())  # type: ignore[no-untyped-call]
 
 
 def _needs_megatron(checkpoint: Any) -> bool:
@@ -110,25 +96,17 @@ def _name(function: Any) -> str:
     return type(function).__name__ if isinstance(function, torch.nn.Module) else getattr(function, "__name__", repr(function))
 
 
-def _retains_inputs(checkpoint: Any) -> bool:
-    return bool(getattr(checkpoint, "retain_input_tensors", False))
-
-
-def save_inputs(original: Any) -> Any:
-    """Return a forward of the checkpoints' autograd function that saves its inputs instead of detached copies.
+def save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
+    """Run a forward of the checkpoints' autograd function, and save its inputs instead of detached copies.
 
     See [Note: Inputs of a checkpoint without output].
     """
-
-    def forward(ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
-        outputs = original(ctx, run_function, checkpoint, *args)
-        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        saved = ctx.to_save or ()  # may be replaced until forward is over, when torch reads it
-        # Matches by position: all tensors in order, in some versions with None in between. A version that saves other tensors
-        # is not changed. That costs memory, which `StepStats` counts as still referenced elsewhere.
-        if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
-            remaining = iter(inputs)
-            ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))
-        return outputs
-
-    return forward
+    outputs = original(ctx, run_function, checkpoint, *args)
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    saved = ctx.to_save or ()  # may be replaced until forward is over, when torch reads it
+    # Matches by position: all tensors in order, in some versions with None in between. A version that saves other tensors is
+    # not changed. That costs memory, which `StepStats` counts as still referenced elsewhere.
+    if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
+        remaining = iter(inputs)
+        ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))
+    return outputs

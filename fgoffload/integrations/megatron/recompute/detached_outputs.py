@@ -18,65 +18,109 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 
-from fgoffload.engine import Saving, is_inert
+from fgoffload.engine import Saving
 from fgoffload.engine.handles import KeptHandle, Packed, keep_tensor
-from fgoffload.engine.identity import get_key, get_version, has_bytes, is_without_bytes
+from fgoffload.engine.identity import StorageRef, get_key, get_version, has_bytes, is_without_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hooks
+from fgoffload.errors import InternalError, StateError
 
 
 class StandIn:
-    """Stand-in in the graph for a view of a recomputed storage, with the view's size, stride and offset."""
+    """Stand-in in the graph for a tensor that `run` recomputes. It sets `tensor`, for as long as the graph needs it."""
 
-    __slots__ = ("__weakref__", "_offset", "_size", "_stride")
+    __slots__ = ("__weakref__", "_run", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def look_at(self, made: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the storage of `made`."""
-        return made.as_strided(self._size, self._stride, self._offset)
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the recomputed tensor, for the graph."""
-        raise NotImplementedError
+        """Return the recomputed tensor, for the graph. Recomputes it now if backward has not done so yet."""
+        if self._run is not None:
+            self._run()
+            self._run = None
+        if self.tensor is None:
+            raise InternalError("a recompute ended without a tensor that backward needs. Please report it.")
+        return self.tensor
 
 
-class Made:
-    """Storage of a recomputed tensor, with the tensor's version and type in forward."""
+class Output:
+    """Storage of an output of a recomputed function, without its graph.
 
-    __slots__ = ("__weakref__", "_dtype", "_version", "key")
+    `run` recomputes the function. It must not be held, since the graph holds it. With `is_emptied`, the storage is emptied
+    after its last use in forward. Otherwise this object does not hold it.
+    """
 
-    def __init__(self, tensor: torch.Tensor, key: int) -> None:
-        self.key = key
+    __slots__ = ("_dtype", "_emptied", "_is_used", "_nbytes", "_run", "_stand_ins", "_tensor", "_version")
+
+    def __init__(self, run: "weakref.WeakMethod[Callable[[], None]]", tensor: torch.Tensor, *, is_emptied: bool) -> None:
+        self._run = run
         self._version, self._dtype = get_version(tensor), tensor.dtype
+        self._nbytes = tensor.untyped_storage().nbytes()
+        self._tensor: torch.Tensor | None = tensor.detach() if is_emptied else None
+        """Detached output while forward uses it. It shares the output's version counter, so in-place changes are detected."""
+        self._is_used = True
+        """Whether forward still uses it."""
+        self._emptied: StorageRef | None = None
+        """Reference to the emptied storage; None if it is not emptied."""
+        self._stand_ins: list[tuple[weakref.ref[StandIn], torch.Size, tuple[int, ...], int]] = []
+        """Stand-ins for views of the storage, with size, stride and offset."""
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
         """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
         # See [Note: Changes in place].
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
-        return self.make_stand_in(tensor) if is_same else None
+        run = self._run() if is_same and self._is_used else None
+        if run is None:
+            return None
+        stand_in = StandIn(run)
+        self._stand_ins.append((weakref.ref(stand_in), tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+        return stand_in
 
-    def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return a stand-in for an unchanged tensor; None if the storage will not be recomputed."""
-        raise NotImplementedError
+    def empty(self) -> None:
+        """Free the output's memory, which forward no longer needs. An output that was changed in place since is kept."""
+        tensor, self._tensor, self._is_used = self._tensor, None, False
+        if tensor is not None and get_version(tensor) == self._version:
+            self._emptied = StorageRef(tensor)
+            tensor.untyped_storage().resize_(0)
+
+    def check(self, again: torch.Tensor, place: Place) -> None:
+        """Check that the recompute returned an output of the same size and type."""
+        nbytes = again.untyped_storage().nbytes()
+        if nbytes != self._nbytes or again.dtype != self._dtype:
+            raise StateError(
+                f"{place} returned {again.dtype} over {nbytes} bytes where forward returned {self._dtype} over {self._nbytes}. "
+                "It must repeat its forward exactly. Keep it in the plan instead."
+            )
+
+    def give_back(self, again: torch.Tensor) -> None:
+        """Pass the recomputed output to the graph, and copy it into the emptied storage if something still references that."""
+        made = again.detach()
+        storage = None if self._emptied is None else self._emptied.find_storage()
+        if storage is not None:
+            if not storage.nbytes():  # else it was filled with another output that views the same storage
+                storage.resize_(self._nbytes)
+                storage.copy_(again.untyped_storage())
+            made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
+        for reference, size, stride, offset in self._stand_ins:
+            if (stand_in := reference()) is not None:
+                stand_in.tensor = made.as_strided(size, stride, offset)
 
 
 class DetachedOutputs:
     """Context manager around users of recomputed tensors. All other saves inside go to the enclosing hooks.
 
-    Args:
-        made: Recomputed tensors, by the key of their storage.
-        place: Place that errors name if there are no enclosing hooks.
+    `made` has the recomputed tensors, by the key of their storage. Errors name `place` if there are no enclosing hooks.
     """
 
     __slots__ = ("_made", "_pack", "_place", "_unpack")
 
-    def __init__(self, made: Mapping[int, Made], place: Place) -> None:
+    def __init__(self, made: Mapping[int, Output], place: Place) -> None:
         self._made = made
         self._place = place
         hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
@@ -114,7 +158,7 @@ class DetachedOutputs:
         """Return the tensor that `packed` stands for."""
         if self._unpack is None:
             if type(packed) is not tuple:
-                return _take(packed)
+                return take(packed)
             tensor, version = packed
             if tensor._version == version:  # noqa: SLF001 - the only name
                 return cast("torch.Tensor", tensor)
@@ -122,63 +166,18 @@ class DetachedOutputs:
         return packed.take() if isinstance(packed, StandIn) else self._unpack(packed)
 
 
-class Maker(Protocol):
-    """Protocol of objects that recompute tensors, such as `Rerun`."""
-
-    @property
-    def made(self) -> Mapping[int, Made]:
-        """Return the recomputed tensors in use, by the key of their storage."""
-
-
-class OpenReruns:
-    """Registry of recomputes whose outputs are in use. Holds only weak references.
-
-    In one layer, these are its norm, and nested in that the recomputes of its attention or its experts.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[weakref.ref[Maker]] = []
-
-    def open(self, maker: Maker) -> None:
-        """Register `maker` when forward begins to use its output."""
-        # A forward that raised has not closed its entries.
-        self._found = [reference for reference in self._found if reference() is not None]
-        self._found.append(weakref.ref(maker))
-
-    def close(self, maker: Maker) -> None:
-        """Remove `maker` once forward no longer uses its output."""
-        self._found = [reference for reference in self._found if reference() is not maker]
-
-    def find_made(self) -> Mapping[int, Made]:
-        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with other hooks."""
-        if not self._found or is_inert():
-            return {}
-        makers = [maker for maker in (reference() for reference in self._found) if maker is not None]
-        if len(makers) == 1:
-            return makers[0].made
-        return {key: one for maker in makers for key, one in maker.made.items()}
-
-
-class Input(NamedTuple):
-    """A saved input of a recomputed function."""
-
-    unpack: Callable[[], torch.Tensor]
-    requires_grad: bool
-
-    def take(self) -> torch.Tensor:
-        """Return the input for the recompute."""
-        return self.unpack().detach().requires_grad_(self.requires_grad)
-
-
-def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Made]) -> Input:
-    """Save `tensor` as autograd would, or as a stand-in if it is in `made`."""
+def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -> Callable[[], torch.Tensor]:
+    """Save an input of a recomputed function as autograd would, or as a stand-in if it is in `made`. Return how to take it."""
     known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
     stand_in = None if known is None else known.pack(tensor)
-    pack, unpack = find_hooks(place)
+    hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    pack, unpack = (functools.partial(keep_tensor, place=place), take) if hooks is None else hooks
+    requires_grad = tensor.requires_grad
     if stand_in is not None:
         _count(pack)
-        return Input(stand_in.take, tensor.requires_grad)
-    return Input(functools.partial(unpack, pack(tensor)), tensor.requires_grad)
+    packed = pack(tensor) if stand_in is None else stand_in
+    unpack = unpack if stand_in is None else take
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 def _count(pack: Any) -> None:
@@ -187,11 +186,6 @@ def _count(pack: Any) -> None:
         pack.group.passed_tensors += 1
 
 
-def find_hooks(place: Place) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """Return the current pack and unpack functions: the innermost hooks, or functions that keep tensors if there are none."""
-    hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-    return (functools.partial(keep_tensor, place=place), _take) if hooks is None else hooks
-
-
-def _take(packed: Packed | StandIn) -> torch.Tensor:
+def take(packed: Packed | StandIn) -> torch.Tensor:
+    """Return the tensor of a handle or stand-in."""
     return packed.take()

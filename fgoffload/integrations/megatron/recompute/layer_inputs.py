@@ -31,67 +31,50 @@ class LayerInputs:
     """Opens regions around layer checkpoints only, although Megatron uses the same function for other checkpoints."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
-        """Wrap the checkpoints, and the methods that call them for layers.
-
-        Args:
-            patches: Patches that restore them later.
-            get_offload: Function that returns the integration, which exists only after everything is wrapped.
-
-        Raises:
-            IntegrationError: Megatron-Core lacks one of these symbols.
-        """
+        """Wrap the checkpoints, and the methods that call them for layers."""
         self.get_offload = get_offload
         self._depth = 0
         # Since 0.18 this is one function, which transformer blocks and hybrid blocks import by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
         if is_function:
-            wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
-            wrap_symbol(patches, HYBRID_BLOCK_MODULE, "checkpointed_forward", self._wrap_block)
+            wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._run_block)
+            wrap_symbol(patches, HYBRID_BLOCK_MODULE, "checkpointed_forward", self._run_block)
         else:
-            wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._wrap_block)
-        wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._wrap_mtp_layer)
-        wrap_symbol(patches, PARALLEL, "checkpoint", self._wrap_checkpoint)
+            wrap_symbol(patches, f"{BLOCK_MODULE}:TransformerBlock", "_checkpointed_forward", self._run_block)
+        wrap_symbol(patches, MTP_LAYER, "_checkpointed_forward", self._run_mtp_layer)
+        wrap_symbol(patches, PARALLEL, "checkpoint", self._checkpoint)
         user = RECOMPUTE_MODULE if is_function else BLOCK_MODULE
         if getattr(load_module(user), "te_checkpoint", None) is not None:  # None or missing without Transformer Engine
-            wrap_symbol(patches, user, "te_checkpoint", self._wrap_checkpoint)
+            wrap_symbol(patches, user, "te_checkpoint", self._checkpoint)
 
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
         """Treat checkpoints inside as layer checkpoints, beginning with layer `number`."""
-        self.get_offload().pass_layer(number - 1)
+        self.get_offload().layer = number - 1
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
 
-    def _wrap_block(self, original: Any) -> Any:
-        def run(block: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.layers_from(get_number(block.layers[0])):
-                return original(block, *args, **kwargs)
+    def _run_block(self, original: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.layers_from(get_number(block.layers[0])):
+            return original(block, *args, **kwargs)
 
-        return run
+    def _run_mtp_layer(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.layers_from(get_number(find_first(module))):
+            return original(module, *args, **kwargs)
 
-    def _wrap_mtp_layer(self, original: Any) -> Any:
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.layers_from(get_number(find_first(module))):
-                return original(module, *args, **kwargs)
-
-        return run
-
-    def _wrap_checkpoint(self, original: Any) -> Any:
-        def checkpoint(run_function: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_inert():
-                return original(run_function, *args, **kwargs)
-            offload = self.get_offload()
-            if self._depth == 0:
-                # This checkpoint is around a part of a layer. It saves its input after its forward, and that input may be the
-                # output of a recomputed norm.
-                made = offload.open_reruns.find_made()
-                with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
-                    return original(run_function, *args, **kwargs)
-            offload.enter_layer(offload.last_layer + 1)
-            # Inside, grad mode is off and nothing is saved. The checkpoint saves its arguments after its forward.
-            return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(run_function, *args, **kwargs))
-
-        return checkpoint
+    def _checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_inert():
+            return original(*args, **kwargs)
+        offload = self.get_offload()
+        if self._depth == 0:
+            # This checkpoint is around a part of a layer. It saves its input after its forward, and that input may be the
+            # output of a recomputed norm.
+            made = offload.open_reruns.find_made()
+            with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
+                return original(*args, **kwargs)
+        offload.enter_layer(offload.layer + 1)
+        # Inside, grad mode is off and nothing is saved. The checkpoint saves its arguments after its forward.
+        return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(*args, **kwargs))

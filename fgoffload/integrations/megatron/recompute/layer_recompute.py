@@ -5,37 +5,20 @@ If the module then uses a checkpoint without output, `reruns.py` replaces that (
 Megatron's checkpoint, which restores the states of all its random generators, or in FP8 Transformer Engine's, which also
 restores the scaling. First linears, with the code before and after them, are partial recomputes of their modules' forward.
 `permutations.py` recomputes token permutations.
-
-| unit | implementation | since |
-|---|---|---|
-| `layer` | `tensor_parallel.checkpoint` or `te_checkpoint` around `TransformerLayer.forward` | 0.16.1 |
-| `attn_norm` | `TransformerLayer.recompute_input_layernorm` | 0.16.1 |
-| `qkv_linear` | `partial_recompute.py` around `SelfAttention.forward` | 0.16.1 |
-| `mla_up_proj` | `MLASelfAttention.recompute_up_proj` | 0.16.1 |
-| `core_attn` | `SelfAttention.checkpoint_core_attention` | 0.16.1 |
-| `mlp_norm` | `TransformerLayer.recompute_pre_mlp_layernorm` | 0.16.1 |
-| `mlp_fc1` | `partial_recompute.py` around `MLP.forward` | 0.16.1 |
-| `mlp` | `TransformerLayer.recompute_mlp` | 0.16.1 |
-| `moe` | `MoELayer.moe_layer_recompute` | 0.16.1 |
-| `shared_expert` | `MoELayer.shared_experts_recompute` | 0.16.1 |
-| `expert_fc1` | `partial_recompute.py` around `TEGroupedMLP.forward` | 0.16.1 |
-| `moe_act` | `TEGroupedMLP.activation_recompute` | 0.16.1 |
-| `dispatch` | `permutations.py` around `MoEAlltoAllTokenDispatcher` and the experts' first linear | 0.16.1 |
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.adapter.layer_numbers import get_number
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor
+from fgoffload.integrations.megatron.adapter.sites import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import set_attribute, wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -44,8 +27,7 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedO
 from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Switch:
+class _Switch(NamedTuple):
     """Attribute that enables the recompute of one unit of a layer."""
 
     target: Any
@@ -90,17 +72,13 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
 def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
     """Detach the outputs of Megatron's checkpoints without output from their users, until `patches` are removed.
 
-    Args:
-        patches: Patches that undo it. Must be applied before any other wrapper of the layer, so the hooks are inside regions.
-        get_offload: Function that returns the integration, which knows the recomputed units in use.
-        layer: A Megatron layer.
-        units: Units of the layer that may be recomputed.
+    These must be applied before any other wrapper of the layer, so that the hooks are inside regions.
     """
     for unit in units:
         for module, name in _list_users(layer, unit):
             if callable(getattr(module, name, None)):
                 place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
-                wrap_method(patches, module, name, functools.partial(_detach_outputs, get_offload, place))
+                wrap_method(patches, module, name, functools.partial(_use_outputs, get_offload, place))
 
 
 def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
@@ -126,17 +104,11 @@ _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linea
 """Attributes that hold the first linears of Megatron's attention modules."""
 
 
-def _detach_outputs(get_offload: GetOffload, place: Place, original: Any) -> Any:
-    """Wrap a method that uses outputs of a recompute."""
-
-    def use(module: Any, *args: Any, **kwargs: Any) -> Any:
-        made = get_offload().open_reruns.find_made()
-        if not made:
-            return original(module, *args, **kwargs)
-        with DetachedOutputs(made, place):
-            return original(module, *args, **kwargs)
-
-    return use
+def _use_outputs(get_offload: GetOffload, place: Place, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a method that uses outputs of a recompute."""
+    made = get_offload().open_reruns.find_made()
+    with DetachedOutputs(made, place) if made else contextlib.nullcontext():
+        return original(*args, **kwargs)
 
 
 def _find_switches(layer: Any) -> dict[str, _Switch]:
@@ -182,56 +154,36 @@ def _save_original(linear: Any) -> None:
     load_module("megatron.core.extensions.transformer_engine").set_save_original_input(linear)
 
 
-def _run_once_without_grad(original: Any) -> Any:
-    """Return a forward that recomputes nothing if the layer's input needs no gradient, as after frozen layers.
+def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward, and recompute nothing if the layer's input needs no gradient, as after frozen layers.
 
     Megatron's checkpoints are reentrant: they reach the parameters through their input. If the input needs no gradient, the
     parameters silently get none.
     """
-
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
-            return original(layer, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for switch in _find_switches(layer).values():
-                stack.enter_context(_switched_off(switch))
-            return original(layer, *args, **kwargs)
-
-    return forward
+    if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
+        return original(layer, *args, **kwargs)
+    with contextlib.ExitStack() as restored:
+        for target, attribute, _ in _find_switches(layer).values():
+            restored.callback(setattr, target, attribute, getattr(target, attribute))
+            setattr(target, attribute, False)
+        return original(layer, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _switched_off(switch: _Switch) -> Iterator[None]:
-    before = getattr(switch.target, switch.attribute)
-    setattr(switch.target, switch.attribute, False)
-    try:
-        yield
-    finally:
-        setattr(switch.target, switch.attribute, before)
+def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward of a layer that saves only its input."""
+    given = partial_recompute.Arguments.of(args, kwargs)
+    tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
+    # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
+    if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
+        return original(layer, *args, **kwargs)
+    # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
+    kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
 
+    def run(*tensors: torch.Tensor) -> Any:
+        return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
 
-def _run_again(inputs: LayerInputs, original: Any) -> Any:
-    """Return a forward of a layer that saves only its input."""
-
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        count = len(args)
-        names = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-        # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
-        if is_inert() or not any(given[name].requires_grad for name in names):
-            return original(layer, *args, **kwargs)
-
-        def run(*tensors: torch.Tensor) -> Any:
-            values = given | dict(zip(names, tensors, strict=True))
-            return original(layer, *(values.pop(index) for index in range(count)), **values)
-
-        tensors = [given[name] for name in names]
-        # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
-        given.update(dict.fromkeys(names))
-        with inputs.layers_from(get_number(layer)):
-            return _checkpoint(layer, run, tensors)
-
-    return forward
+    with inputs.layers_from(get_number(layer)):
+        return _checkpoint(layer, run, list(tensors.values()))
 
 
 def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:

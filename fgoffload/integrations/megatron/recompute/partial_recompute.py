@@ -6,12 +6,6 @@
 The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
 recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
 
-| unit | module | up to |
-|---|---|---|
-| `qkv_linear` | `SelfAttention` | `core_attention` |
-| `mlp_fc1` | `MLP` | `linear_fc2` |
-| `expert_fc1` | `TEGroupedMLP` | `linear_fc2` |
-
 [Note: Other uses of the first part]
 The tensors that the first part passes to the submodule are emptied and recomputed. Any other result that the rest of forward
 uses would stay on the GPU, and no plan would count it. So a unit exists only if the module's forward is Megatron's own and
@@ -22,7 +16,6 @@ second linear, which are multiplied by probabilities that the first part has res
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -30,14 +23,12 @@ import torch
 
 from fgoffload.engine import is_inert
 from fgoffload.errors import StateError
-from fgoffload.integrations.megatron.adapter.grouped_linears import is_quantized, save_whole_input
 from fgoffload.integrations.megatron.adapter.regions import GetOffload, find_tensor, run_in_site
-from fgoffload.integrations.megatron.adapter.sites import has_op_fuser
+from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quantized, save_whole_input
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse
-from fgoffload.integrations.megatron.recompute.reruns import Rerun, as_tuple
+from fgoffload.integrations.megatron.recompute.reruns import RandomUse, Rerun, as_tuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +45,7 @@ class PartialRecompute:
 
     @property
     def submodule(self) -> Any:
-        """Return the submodule whose call ends the part."""
+        """Submodule whose call ends the part."""
         return getattr(self.module, self.until)
 
 
@@ -87,38 +78,25 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
     runs = _Runs(part, get_offload)
     if part.unit == "expert_fc1":
         save_whole_input(patches, part.submodule)  # one stand-in instead of one per expert
-    wrap_method(patches, part.module, "forward", runs.wrap_module)
-    wrap_method(patches, part.submodule, "forward", runs.wrap_submodule)
-    reference = weakref.ref(runs)  # must not keep a patched model alive
-
-    def note_removal() -> None:
-        runs = reference()
-        if runs is not None:
-            runs.is_removed = True
-
-    patches.on_remove(note_removal)
+    wrap_method(patches, part.module, "forward", runs.run_module)
+    wrap_method(patches, part.submodule, "forward", runs.run_submodule)
 
 
-class _Arguments:
-    """Arguments of a method call.
-
-    Args:
-        values: Arguments by position from 0, or by name.
-        count: Number of positional arguments.
-    """
+class Arguments:
+    """Arguments of a method call, by position from 0 or by name. The first `count` are positional."""
 
     def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
         self.values: dict[Any, Any] = dict(values)
         self._count = count
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Arguments":
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
         """Return the arguments of a call."""
         return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
 
-    def replace(self, values: Mapping[Any, Any]) -> "_Arguments":
+    def replace(self, values: Mapping[Any, Any]) -> "Arguments":
         """Return a copy with the arguments in `values` replaced by key."""
-        return _Arguments({**self.values, **values}, count=self._count)
+        return Arguments({**self.values, **values}, count=self._count)
 
     def call(self, method: Callable[..., Any], owner: Any) -> Any:
         """Call `method` of `owner` with these arguments, and return its result."""
@@ -129,7 +107,7 @@ class _Arguments:
         """Return the tensors that need a gradient."""
         return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
-    def find_made(self, given: "_Arguments") -> dict[Any, torch.Tensor]:
+    def find_made(self, given: "Arguments") -> dict[Any, torch.Tensor]:
         """Return the tensors that were computed from `given`: those that may have a gradient and are not in `given`.
 
         Parameters were not computed, and must not be emptied.
@@ -154,75 +132,56 @@ class _Runs:
         self._part = part
         self._get_offload = get_offload
         self._random_use = RandomUse()
-        self.is_removed = False
-        """Whether the modules' own forward is restored. Backward of earlier forwards may still run."""
-        self._take_over: Callable[[Any, Any, _Arguments], Any] | None = None
+        self._take_over: Callable[[Any, Any, Arguments], Any] | None = None
         """Replacement for the next forward of the submodule. Gets that forward, the submodule and its arguments."""
 
-    def wrap_module(self, original: Any) -> Any:
-        """Wrap the forward of the module."""
+    def run_module(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = Arguments.of(args, kwargs)
+        inputs = given.find_inputs()
+        # If no input needs a gradient, as after frozen layers, nothing is recomputed.
+        if is_inert() or not inputs:
+            return original(module, *args, **kwargs)
+        # These live as long as the graph, and must not hold the input, which may be offloaded.
+        kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            given = _Arguments.of(args, kwargs)
-            inputs = given.find_inputs()
-            # If no input needs a gradient, as after frozen layers, nothing is recomputed.
-            if is_inert() or not inputs:
-                return original(module, *args, **kwargs)
-            # These live as long as the graph, and must not hold the input, which may be offloaded.
-            kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+        def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
 
-            def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+        offload, tensors = self._get_offload(), tuple(inputs.values())
+        name = f"{self._part.unit} of {type(module).__name__}"
+        # A norm before the module may be recomputed too.
+        found = offload.open_reruns.find_made()
+        begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
+        rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
+        with contextlib.ExitStack() as dropping:
+            dropping.enter_context(rerun)
+            self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
+            try:
+                result = original(module, *args, **kwargs)
+                self._check_reached()
+            finally:
+                self._take_over = None
+        return result
 
-            offload, tensors = self._get_offload(), tuple(inputs.values())
-            name = f"{self._part.unit} of {type(module).__name__}"
-            # A norm before the module may be recomputed too.
-            found = offload.open_reruns.find_made()
-            begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
-            rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
-            with contextlib.ExitStack() as dropping:
-                dropping.enter_context(rerun)
-                self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
-                try:
-                    result = original(module, *args, **kwargs)
-                    self._check_reached()
-                finally:
-                    self._take_over = None
-            return result
-
-        return forward
-
-    def wrap_submodule(self, original: Any) -> Any:
-        """Wrap the forward of the submodule."""
-
-        def forward(submodule: Any, *args: Any, **kwargs: Any) -> Any:
-            take_over, self._take_over = self._take_over, None
-            if take_over is None:
-                return original(submodule, *args, **kwargs)
-            return take_over(original, submodule, _Arguments.of(args, kwargs))
-
-        return forward
+    def run_submodule(self, original: Any, submodule: Any, *args: Any, **kwargs: Any) -> Any:
+        take_over, self._take_over = self._take_over, None
+        if take_over is None:
+            return original(submodule, *args, **kwargs)
+        return take_over(original, submodule, Arguments.of(args, kwargs))
 
     def _end(
         self,
         offload: Any,
-        given: _Arguments,
+        given: Arguments,
         rerun: Rerun,
         dropping: contextlib.ExitStack,
         original: Any,
         submodule: Any,
-        reached: _Arguments,
+        reached: Arguments,
     ) -> Any:
-        """End the first part, and run the submodule on its results.
+        """End the first part, which was `given` these arguments, and run the submodule on those that it has `reached` with.
 
-        Args:
-            offload: Integration whose engine keeps the results of the first part.
-            given: Arguments of the module's call.
-            rerun: Rerun of the first part.
-            dropping: Context that drops saved tensors until it is closed.
-            original: Forward of the submodule.
-            submodule: Submodule of the running module, which may be a copy of the part's module.
-            reached: Arguments that the first part passes to the submodule.
+        `dropping` drops saved tensors until it is closed. The submodule may be that of a copy of the part's module.
         """
         made = reached.find_made(given)
         outputs = self._separate(made.values())
@@ -243,15 +202,17 @@ class _Runs:
         node.register_prehook(lambda gradients: rerun.run())
         return result
 
-    def _run_again(self, original: Any, module: Any, given: _Arguments) -> tuple[torch.Tensor, ...]:
+    def _run_again(self, original: Any, module: Any, given: Arguments) -> tuple[torch.Tensor, ...]:
         """Return the results of the first part for the arguments `given`."""
 
-        def stop(_: Any, submodule: Any, reached: _Arguments) -> NoReturn:
+        def stop(_: Any, submodule: Any, reached: Arguments) -> NoReturn:
             raise _Reached(self._separate(reached.find_made(given).values()))
 
         self._take_over = stop
         try:
-            with _closed_ranges(), self._wrapped(module):
+            with _closed_ranges(), Patches() as patches:
+                # Wrapped again, since the modules' own forward may be restored before the last backward.
+                wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
                 given.call(original, module)
             self._check_reached()
         except _Reached as reached:
@@ -260,20 +221,8 @@ class _Runs:
             self._take_over = None
         raise AssertionError  # `stop` has raised
 
-    def _wrapped(self, module: Any) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the submodule of `module` can be replaced, even after the patches are removed."""
-        if not self.is_removed:
-            return contextlib.nullcontext()
-        patches = Patches()
-        wrap_method(patches, getattr(module, self._part.until), "forward", self.wrap_submodule)
-        return patches
-
     def _check_reached(self) -> None:
-        """Reject a forward that has not called the submodule, since its result has no gradient.
-
-        Raises:
-            StateError: The submodule was not called. The error names the module and the fix.
-        """
+        """Reject a forward that has not called the submodule, since its result has no gradient."""
         if self._take_over is not None:
             raise StateError(
                 f"The plan recomputes {self._part.unit!r}, but a forward of {type(self._part.module).__name__} did not call "
@@ -288,13 +237,10 @@ class _Runs:
         """
         tensors = tuple(made)
         copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
-        if not copies_views or not any(map(_has_own_storage, tensors)):
+        own = (one for one in tensors if one.untyped_storage().nbytes() == one.numel() * one.element_size())
+        if not copies_views or next(own, None) is None:
             return tensors
         return tuple(tensor.contiguous() for tensor in tensors)
-
-
-def _has_own_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @contextlib.contextmanager

@@ -22,23 +22,52 @@ last use is not emptied, since the recompute would not repeat the change.
 [Note: Ownership]
 The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs, its
 detached outputs until they are emptied, and weak references to the stand-ins. Without a cycle, dropping the graph frees all.
+
+[Note: Random states]
+A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
+restored. Norms, activations and linears draw none. Reading and setting three states costs the host as much as the rest of a
+rerun in forward. So the states before and after a function are compared in its first run. If they are equal, the function is
+assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from fgoffload.engine import is_inert
 from fgoffload.engine.handles import KeptHandle, keep_tensor
-from fgoffload.engine.identity import StorageRef, get_key, get_version, is_of_leaf, is_without_bytes
+from fgoffload.engine.identity import get_key, get_version, is_of_leaf, is_without_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
-from fgoffload.errors import InternalError, StateError
-from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Input, Made, StandIn, save_input
-from fgoffload.integrations.megatron.recompute.random_states import RandomUse, are_equal, as_in_forward, get_states
+from fgoffload.errors import StateError
+from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Output, StandIn, save_input, take
+
+
+class RandomUse:
+    """Record of which functions draw random numbers, from their first run. `default` is for those that have not run yet."""
+
+    def __init__(self, *, default: bool | None = None) -> None:
+        self._default = default
+        self._draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def draws(self, function: Any) -> bool | None:
+        """Return whether `function` draws random numbers; None if it has not run yet."""
+        return self._draws.get(_find_anchor(function), self._default)
+
+    def note(self, function: Any, *, draws: bool) -> None:
+        """Record whether `function` drew random numbers in its first run."""
+        self._draws[_find_anchor(function)] = draws
+
+
+def _find_anchor(function: Any) -> Any:
+    """Return an object that all calls share: the module itself, or the code of a function that is created for each call."""
+    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
 
 
 class Rerun:
@@ -54,11 +83,6 @@ class Rerun:
         found: Outputs of other recomputes in use. An input that is one of them is not saved.
     """
 
-    __slots__ = (
-        *("__weakref__", "_dropped", "_function", "_given", "_inputs", "_note_draws", "_outputs", "_place"),
-        *("_states", "made"),
-    )
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -66,29 +90,31 @@ class Rerun:
         *,
         name: str,
         random_use: RandomUse | None = None,
-        found: Mapping[int, Made] = MappingProxyType({}),
+        found: Mapping[int, Output] = MappingProxyType({}),
     ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
         draws = None if random_use is None else random_use.draws(function)
         self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
         """Function that records whether forward drew random numbers; None if that is known."""
-        self._states = None if draws is False else get_states()
+        self._states = None if draws is False else _get_states()
         """Random states before forward; None if it draws no random numbers."""
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
-        self._inputs = [save_input(arg, place, found) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        self._dropped: list[_Dropped | None] = []
+        self._inputs = [
+            save_input(arg, place, found) if isinstance(arg, torch.Tensor) else (lambda value=arg: value) for arg in args
+        ]
+        self._dropped: list[tuple[weakref.ref[StandIn], torch.Size, torch.dtype] | None] = []
         """Tensors that the function saved, in order; None for leaves, which are kept, since their owner holds them anyway."""
-        self._outputs: list[_Output | None] = []
-        """Outputs of the function, in order; None for those that are not emptied."""
-        self.made: Mapping[int, Made] = {}
+        self._outputs: list[Output | None] = []
+        """Outputs of the function, in order; None for those that backward does not need from here."""
+        self.made: Mapping[int, Output] = {}
         """Outputs that forward still uses, by the key of their storage."""
 
     # Forward.
 
     def __enter__(self) -> "Rerun":
         """Start dropping tensors that autograd saves."""
-        push_hooks(self._drop, _take)
+        push_hooks(self._drop, take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -96,7 +122,7 @@ class Rerun:
         pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
-            draws = not are_equal(self._states, get_states())
+            draws = not _are_equal(self._states, _get_states())
             note_draws(draws=draws)
             if not draws:
                 self._states = None
@@ -104,17 +130,21 @@ class Rerun:
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
         """Record the outputs, and return those that will be emptied: neither inputs nor leaves."""
         emptied, made = [], {}
-        reference = weakref.ref(self)
         for output in as_tuple(outputs):
             one = None
             if isinstance(output, torch.Tensor) and not is_of_leaf(output):
                 key = get_key(output)
                 if key not in self._given:
-                    one = made[key] = _Output(reference, output, key)
+                    one = made[key] = Output(weakref.WeakMethod(self.run), output, is_emptied=True)
                     emptied.append(output)
             self._outputs.append(one)
         self.made = made
         return emptied
+
+    def note_freed_output(self, output: torch.Tensor) -> None:
+        """Record the only output of a function, which is freed without being emptied."""
+        self._outputs = [Output(weakref.WeakMethod(self.run), output, is_emptied=False)]
+        self.made = {get_key(output): one for one in self._outputs if one is not None}
 
     def detached_outputs(self) -> DetachedOutputs:
         """Return a context in which users of the outputs do not save them."""
@@ -130,7 +160,7 @@ class Rerun:
             if output is not None:
                 output.empty()
 
-    def _drop(self, tensor: torch.Tensor) -> "_Packed | KeptHandle":
+    def _drop(self, tensor: torch.Tensor) -> StandIn | KeptHandle:
         # Linears of many experts save dozens of weights and empty biases while the device waits for the host. So these are
         # handled first, without the checks below.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
@@ -139,8 +169,8 @@ class Rerun:
         if is_of_leaf(tensor):
             self._dropped.append(None)
             return keep_tensor(tensor, self._place)
-        packed = _Packed(self)
-        self._dropped.append(_Dropped(weakref.ref(packed), tensor.shape, tensor.dtype))
+        packed = StandIn(self.run)
+        self._dropped.append((weakref.ref(packed), tensor.shape, tensor.dtype))
         return packed
 
     # Backward.
@@ -149,8 +179,7 @@ class Rerun:
         """Recompute the function, but only once. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
-            StateError: The function saved or returned other tensors than in forward, or an input or saved tensor was changed in
-                place since.
+            StateError: The function did something else than in forward, or an input or saved tensor was changed in place since.
         """
         function = self._function
         if function is None:
@@ -162,27 +191,32 @@ class Rerun:
         for output, again in zip(self._outputs, outputs, strict=True):
             if output is not None:
                 output.give_back(again)
-        for dropped, saved in zip(self._dropped, found, strict=True):
-            if dropped is not None and saved is not None:
-                dropped.give_back(saved.tensor)
+        for dropped, tensor in zip(self._dropped, found, strict=True):
+            packed = None if dropped is None else dropped[0]()
+            if packed is not None:
+                packed.tensor = tensor  # the graph keeps it as long as needed
         # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive as long as
         # the graph, and it must not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
 
-    def _run(self, function: Callable[..., Any]) -> "tuple[tuple[Any, ...], list[_Found | None]]":
+    def _run(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Recompute `function`, and return its outputs and saved tensors, as many of each as in forward."""
-        inputs = [arg.take() if isinstance(arg, Input) else arg for arg in self._inputs]
-        found: list[_Found | None] = []
+        inputs = [take_input() for take_input in self._inputs]
+        found: list[torch.Tensor | None] = []
+        versions: list[int] = []
 
         def find(tensor: torch.Tensor) -> None:
-            index = len(found)
-            dropped = self._dropped[index] if index < len(self._dropped) else None
-            if dropped is not None:
-                dropped.check(tensor, self._place)
-            found.append(None if dropped is None else _Found(tensor.detach(), get_version(tensor)))
+            dropped = self._dropped[len(found)] if len(found) < len(self._dropped) else None
+            if dropped is not None and (tensor.shape, tensor.dtype) != dropped[1:]:
+                raise StateError(
+                    f"{self._place} saved {list(tensor.shape)} of {tensor.dtype} where forward saved {list(dropped[1])} of "
+                    f"{dropped[2]}. It must repeat its forward exactly. Keep it in the plan instead."
+                )
+            found.append(None if dropped is None else tensor.detach())
+            versions.append(get_version(tensor))
 
-        with as_in_forward(self._states), torch.enable_grad():
+        with _as_in_forward(self._states), torch.enable_grad():
             push_hooks(find, _refuse)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -194,156 +228,41 @@ class Rerun:
                 f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Let the plan "
                 "keep it."
             )
-        for saved in found:
-            if saved is not None:
-                saved.check(self._place)
+        for saved, version in zip(found, versions, strict=True):
+            # As autograd would check it. The function may change other tensors, the same way in both runs.
+            if saved is not None and get_version(saved) != version:
+                raise StateError(
+                    f"A tensor of shape {list(saved.shape)} that {self._place} saved was changed in place afterwards. Change a "
+                    "clone of it, or keep the unit in the plan."
+                )
         return outputs, found
 
 
-class _Packed:
-    """Stand-in in the graph for a dropped tensor."""
+class OpenReruns:
+    """Registry of recomputes whose outputs are in use. Holds only weak references.
 
-    __slots__ = ("__weakref__", "rerun", "tensor")
+    In one layer, these are its norm, and nested in that the recomputes of its attention or its experts.
+    """
 
-    def __init__(self, rerun: Rerun) -> None:
-        self.rerun: Rerun | None = rerun
-        self.tensor: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[Rerun]] = []
 
-    def take(self) -> torch.Tensor:
-        """Return the recomputed tensor."""
-        return _take_made(self)
+    def open(self, rerun: Rerun) -> None:
+        """Register `rerun` when forward begins to use its output."""
+        # A forward that raised has not closed its entries.
+        self._found = [reference for reference in self._found if reference() is not None]
+        self._found.append(weakref.ref(rerun))
 
+    def close(self, rerun: Rerun) -> None:
+        """Remove `rerun` once forward no longer uses its output."""
+        self._found = [reference for reference in self._found if reference() is not rerun]
 
-class _Dropped(NamedTuple):
-    """Shape and type of a dropped tensor, with its stand-in."""
-
-    packed: "weakref.ref[_Packed]"
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def check(self, tensor: torch.Tensor, place: Place) -> None:
-        """Check that the recompute saved a tensor of the same shape and type.
-
-        Raises:
-            StateError: The shapes or types differ. The error names both.
-        """
-        if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            raise StateError(
-                f"{place} saved {list(tensor.shape)} of {tensor.dtype} where forward saved {list(self.shape)} of {self.dtype}. "
-                "It must repeat its forward exactly. Keep it in the plan instead."
-            )
-
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """Pass `tensor` to the graph, which keeps it as long as needed."""
-        packed = self.packed()
-        if packed is not None:
-            packed.tensor = tensor
-
-
-class _Found(NamedTuple):
-    """Tensor that the recompute saved in place of a dropped one."""
-
-    tensor: torch.Tensor
-    version: int
-    """Version of the tensor when it was saved. The function may change the tensor later, the same way in both runs."""
-
-    def check(self, place: Place) -> None:
-        """Check that the tensor was not changed in place after it was saved, as autograd would.
-
-        Raises:
-            StateError: It was changed in place.
-        """
-        if get_version(self.tensor) != self.version:
-            raise StateError(
-                f"A tensor of shape {list(self.tensor.shape)} that {place} saved was changed in place afterwards. Change a "
-                "clone of it, or keep the unit in the plan."
-            )
-
-
-class _Output(Made):
-    """Storage of an output of the function, without its graph."""
-
-    __slots__ = ("_emptied", "_nbytes", "_rerun", "_stand_ins", "_tensor")
-
-    def __init__(self, rerun: weakref.ref[Rerun], tensor: torch.Tensor, key: int) -> None:
-        super().__init__(tensor, key)
-        self._rerun = rerun
-        self._tensor: torch.Tensor | None = tensor.detach()
-        """Detached output while forward uses it. It shares the output's version counter, so in-place changes are detected."""
-        self._nbytes = tensor.untyped_storage().nbytes()
-        self._emptied: StorageRef | None = None
-        """Reference to the emptied storage; None if it is not emptied."""
-        self._stand_ins: list[weakref.ref[_HandedOn]] = []
-
-    def make_stand_in(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return a stand-in that gets the recomputed tensor; None if forward no longer uses the output."""
-        rerun = self._rerun()
-        if rerun is None or self._tensor is None:
-            return None
-        stand_in = _HandedOn(rerun, tensor)
-        self._stand_ins.append(weakref.ref(stand_in))
-        return stand_in
-
-    def empty(self) -> None:
-        """Free the output's memory, which forward no longer needs. An output that was changed in place since is kept."""
-        tensor, self._tensor = self._tensor, None
-        if tensor is not None and get_version(tensor) == self._version:
-            self._emptied = StorageRef(tensor)
-            tensor.untyped_storage().resize_(0)
-
-    def check(self, again: torch.Tensor, place: Place) -> None:
-        """Check that the recompute returned an output of the same size and type.
-
-        Raises:
-            StateError: The sizes or types differ. The error names both.
-        """
-        nbytes = again.untyped_storage().nbytes()
-        if nbytes != self._nbytes or again.dtype != self._dtype:
-            raise StateError(
-                f"{place} returned {again.dtype} over {nbytes} bytes where forward returned {self._dtype} over {self._nbytes}. "
-                "It must repeat its forward exactly. Keep it in the plan instead."
-            )
-
-    def give_back(self, again: torch.Tensor) -> None:
-        """Pass the recomputed output to the graph, and copy it into the emptied storage if something still references that."""
-        made = again.detach()
-        storage = None if self._emptied is None else self._emptied.find_storage()
-        if storage is not None:
-            if not storage.nbytes():  # else it was filled with another output that views the same storage
-                storage.resize_(self._nbytes)
-                storage.copy_(again.untyped_storage())
-            made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
-        for stand_in in filter(None, (reference() for reference in self._stand_ins)):
-            stand_in.tensor = stand_in.look_at(made)
-
-
-class _HandedOn(StandIn):
-    """Stand-in in the graph for an output, or a part of one, that another function saved."""
-
-    __slots__ = ("rerun", "tensor")
-
-    def __init__(self, rerun: Rerun, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.rerun: Rerun | None = rerun
-        self.tensor: torch.Tensor | None = None
-
-    def take(self) -> torch.Tensor:
-        """Return the recomputed tensor."""
-        return _take_made(self)
-
-
-def _take_made(stand_in: _Packed | _HandedOn) -> torch.Tensor:
-    """Return the recomputed tensor for `stand_in`. Runs the recompute now if backward has not done so yet."""
-    if stand_in.rerun is not None:
-        stand_in.rerun.run()
-        stand_in.rerun = None
-    if stand_in.tensor is None:
-        raise InternalError("a recompute ended without a tensor that backward needs. Please report it.")
-    return stand_in.tensor
-
-
-def _take(packed: _Packed | KeptHandle) -> torch.Tensor:
-    return packed.take()
+    def find_made(self) -> Mapping[int, Output]:
+        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with other hooks."""
+        if not self._found or is_inert():
+            return {}
+        found = [rerun.made for rerun in (reference() for reference in self._found) if rerun is not None]
+        return found[0] if len(found) == 1 else {key: one for made in found for key, one in made.items()}
 
 
 def _refuse(_: None) -> torch.Tensor:
@@ -353,3 +272,36 @@ def _refuse(_: None) -> torch.Tensor:
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
     """Return the results of a function as a tuple, even a single one."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def _get_states() -> tuple[Any, ...]:
+    """Return the random states of host and device, and of Megatron's tracker by name."""
+    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+    return states
+
+
+@contextlib.contextmanager
+def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
+    """Draw from `states` inside the context, without affecting draws outside. With None, do nothing."""
+    if states is None:
+        yield
+        return
+    random = _get_random()
+    with random._fork_rng():  # noqa: SLF001 - the only name
+        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
+        yield
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether no number was drawn between two random states. States without values (CUDA graphs) are never equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return all(map(_are_equal, one, other))
+    return False
+
+
+def _get_random() -> Any:
+    return load_module("megatron.core.tensor_parallel.random")
