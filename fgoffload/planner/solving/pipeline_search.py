@@ -14,9 +14,10 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.local_search import LocalSearch
 from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
-from fgoffload.planner.solving.rank_search import CostTable, RankSearch, strip_place
+from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
@@ -55,19 +56,16 @@ class PipelineSearch:
     Args:
         ranks: The pipeline, by number.
         layer_passes: Most forwards and backwards of single layers that walks simulate for a budget, over all ranks.
-
-    Raises:
-        ConfigError: Two kinds of layers have one name.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
         self.ranks = tuple(ranks)
         self._layer_passes = layer_passes
-        self._costs = CostTable()
         self._searches: dict[tuple[int, int | None], RankSearch] = {}
-        alike: dict[RankModel, list[int]] = {}
+        alike: dict[object, list[int]] = {}
         for place, rank in enumerate(self.ranks):
-            alike.setdefault(dataclasses.replace(strip_place(rank), passes=()), []).append(place)
+            layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
+            alike.setdefault((layers, rank.turning_chunk), []).append(place)
         self._searched: dict[int, list[int]] = {}
         """Searched ranks with the same layers, by rank; both by place."""
         for places in alike.values():
@@ -120,12 +118,12 @@ class PipelineSearch:
 
     def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
         """Return plans of the best states of all ranks, each a correction of the one before."""
-        for place in self._searched:
-            if place in self._searched[place]:
-                begin = [read_plan(plan, self.ranks[place]) for plan in usual]
-                for search in self._list_searches(place):
-                    search.find(budget_bytes, starts=begin)
-        self._walk(budget_bytes)
+        searches = [
+            (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
+        ]
+        for place, search in searches:
+            search.find(budget_bytes, starts=[read_plan(plan, self.ranks[place]) for plan in usual])
+        self._walk([search for _, search in searches], budget_bytes)
         budgets = [budget_bytes] * len(self.ranks)
         found: list[Candidate] = []
         for _ in range(_MOST_CORRECTIONS):
@@ -148,49 +146,40 @@ class PipelineSearch:
 
     def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
         """Return the best state of a rank alone, the bytes that may be in flight at its losses, and its peak."""
-        searches = self._list_searches(place)
+        search = self._get_search(place)
         if place not in self._searched[place]:
-            others = [self._get_search(other, None) for other in self._searched[place]]
-            borrowed = searches[0].borrow(others, budget_bytes)
+            borrowed = search.borrow([self._get_search(other) for other in self._searched[place]], budget_bytes)
             if borrowed is not None:
-                return borrowed, None, searches[0].judge(borrowed).peak_bytes
-        states = [search.find(budget_bytes, starts=()) for search in searches]
+                return borrowed, None, search.judge(borrowed).peak_bytes
+        state = search.find(budget_bytes, starts=())
         if self.ranks[place].turning_chunk is not None:
             # The bytes in flight there without a limit, and none.
-            most_bytes = searches[0].judge(states[0]).loss_window_bytes
-            windows = dict.fromkeys((round(most_bytes * _ROUTED_MORE), most_bytes, 0))
-            searches = [self._get_search(place, window) for window in windows]
-        pairs = [(search, state) for search in searches for state in states]
-        search, state = min(pairs, key=lambda pair: pair[0].score(pair[1], budget_bytes))
+            most_bytes = search.judge(state).loss_window_bytes
+            searches = [self._get_search(place, window) for window in (round(most_bytes * _ROUTED_MORE), most_bytes, 0)]
+            search = min(searches, key=lambda one: one.score(state, budget_bytes))
         window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
         return state, window, search.judge(state).peak_bytes
 
-    def _walk(self, budget_bytes: int) -> None:
+    def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
         """Spend the passes of walks on the ranks with the longest steps."""
         left = self._layer_passes
-        places = [place for place in range(len(self.ranks)) if place in self._searched[place]]
-        searches = [search for place in places for search in self._list_searches(place)]
-        walked = [one for one in searches if one.judge(one.pick(budget_bytes)).step_s > _WALKED * one.kept.step_s]
-        walked.sort(key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
-        for search in walked:
+        steps = [(search.judge(search.pick(budget_bytes)).step_s, search) for search in searches]
+        walked = [(step_s, search) for step_s, search in steps if step_s > _WALKED * search.kept.step_s]
+        for place, (_, search) in enumerate(sorted(walked, key=lambda pair: -pair[0]), start=1):
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
             # Half of the rest for each but the last: others may turn out longer.
-            own = max(_FEWEST_WALKED, simulations if search is walked[-1] else simulations // 2)
-            search.improve(budget_bytes, simulations=min(own, _MOST_WALKED))
+            own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
+            if search.kept.peak_bytes > budget_bytes:
+                LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))
             left -= (len(search.known) - before) * search.layer_passes
 
-    def _list_searches(self, place: int) -> list[RankSearch]:
-        """Return the search of a rank, or the two of a rank with the loss: with and without a wait for all copies before it."""
-        windows = (None,) if self.ranks[place].turning_chunk is None else (None, 0)
-        return [self._get_search(place, window) for window in windows]
-
-    def _get_search(self, place: int, loss_window_bytes: int | None) -> RankSearch:
+    def _get_search(self, place: int, loss_window_bytes: int | None = None) -> RankSearch:
         key = (place, loss_window_bytes)
         if key not in self._searches:
-            self._searches[key] = RankSearch(self.ranks[place], costs=self._costs, loss_window_bytes=loss_window_bytes)
+            self._searches[key] = RankSearch(self.ranks[place], loss_window_bytes=loss_window_bytes)
         return self._searches[key]
 
 

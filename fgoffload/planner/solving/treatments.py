@@ -15,8 +15,7 @@ from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import resolve_layer
-from fgoffload.tags import default_tags, list_read_tags
-from fgoffload.watched import find_watched
+from fgoffload.tags import default_tags
 
 Actions = tuple[tuple[str, Action], ...]
 """Actions of one layer by tag or unit, sorted by name, without `keep`."""
@@ -87,22 +86,18 @@ def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_o
 
 
 @functools.lru_cache(maxsize=128)
-def list_treatments(
-    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, is_alone: bool = False
-) -> tuple[Treatment, ...]:
+def list_treatments(layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0) -> tuple[Treatment, ...]:
     """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
 
     Args:
         layer: A kind of layer.
         min_offloaded_numel: Elements. Smaller tensors stay on the device.
         group_s: Host seconds of each group.
-        is_alone: Whether chunks have one layer. Only watched ops announce its first reload then, so treatments that differ in
-            that alone are both listed.
     """
     modes = list(_list_modes(layer, min_offloaded_numel))
     resolution_parts = _RESOLUTION_PARTS
     while True:
-        prune = functools.partial(_drop_beaten, layer, parts=resolution_parts, group_s=group_s, tells_watched=is_alone)
+        prune = functools.partial(_drop_beaten, layer, parts=resolution_parts, group_s=group_s)
         found: list[Treatment] = []
         for base, parts in modes:
             treatments = [base]
@@ -158,31 +153,19 @@ def list_needs(name: str) -> tuple[str, ...]:
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
-def _drop_beaten(
-    layer: LayerModel, found: Sequence[Treatment], *, parts: int, group_s: float, tells_watched: bool
-) -> list[Treatment]:
+def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, parts: int, group_s: float) -> list[Treatment]:
     """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
-        is_watched = tells_watched and _is_watched(layer, one)
         cost = (
             round((one.recompute_s + one.groups * group_s) / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
-            is_watched,
-            not is_watched,
         )
         costs.setdefault(cost, one)
     rows = list(costs)
     return [costs[rows[place]] for place in find_efficient(rows)]
-
-
-def _is_watched(layer: LayerModel, treatment: Treatment) -> bool:
-    """Return whether the engine watches all ops of a layer, each of which then shows the progress of backward."""
-    is_read = "router" in list_read_tags(name for name, action in treatment.actions if action.recomputes)
-    offloaded = [name for name, action in treatment.actions if action.offloads]
-    return find_watched(offloaded, shares_router_input=layer.shares_router_input or is_read).covers_layer
 
 
 def _list_modes(layer: LayerModel, numel: int) -> Iterator[tuple[Treatment, list[list[Treatment]]]]:
