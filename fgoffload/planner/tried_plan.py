@@ -10,10 +10,8 @@ from fgoffload.units import format_bytes, format_ms
 class Tried:
     """Measured peak and time of a few steps under a plan."""
 
-    peak_bytes: int
-    """Peak device bytes of any rank; 0 if they are not counted."""
-    step_s: float
-    """Median seconds of a step; infinite if the steps did not finish."""
+    peak_bytes: int  # peak device bytes of any rank; 0 if they are not counted
+    step_s: float  # median seconds of a step; infinite if the steps did not finish
 
     def score(self, budget_bytes: int) -> tuple[int, float]:
         """Return bytes above the budget, then seconds: a better plan has less."""

@@ -73,12 +73,10 @@ def _check_bytes(name: str, size_bytes: object) -> None:
 class ParameterState:
     """Bytes per parameter element beside its weight."""
 
-    gradient_bytes: int = _FP32
-    """Bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
+    gradient_bytes: int = _FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
     main_parameter_bytes: int = _FP32
     """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only what bf16 lacks of fp32."""
-    has_fp8_weights: bool = False
-    """Whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`."""
+    has_fp8_weights: bool = False  # whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`
     shards_gradients: bool = False
     """Whether data-parallel ranks shard gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
     shards_weights: bool = False
@@ -116,22 +114,16 @@ NO_OPTIMIZER = ParameterState(main_parameter_bytes=0, moment_bytes=0)
 class StaticMemory:
     """Device bytes of one rank that no plan changes."""
 
-    weight_bytes: int
-    """Bytes of weights in the type of the activations."""
+    weight_bytes: int  # bytes of weights in the type of the activations
     fp8_weight_bytes: int = 0
     """Bytes of fp8 copies of linear weights, row-wise and column-wise, which last over all microbatches of a step."""
-    gradient_bytes: int
-    """Bytes of the buffers that sum gradients."""
-    optimizer_bytes: int
-    """Bytes of main parameters and moments."""
+    gradient_bytes: int  # bytes of the buffers that sum gradients
+    optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
-    dispatch_buffer_bytes: int = 0
-    """Bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none."""
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
-    """Bytes of matrix products' workspaces."""
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """Memory for the CUDA context, NCCL and fragmentation."""
+    dispatch_buffer_bytes: int = 0  # bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES  # bytes of matrix products' workspaces
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     def __post_init__(self) -> None:
         """Refuse sizes below 0.
@@ -157,12 +149,9 @@ class StaticMemory:
 class OutputBytes:
     """Memory of the last norm, the output layer and the loss for one microbatch."""
 
-    saved_bytes: int
-    """Bytes saved until their backward, which follows right after their forward."""
-    forward_extra_bytes: int
-    """Additional bytes during forward: the logits."""
-    backward_extra_bytes: int
-    """Additional bytes during backward: gradients of the logits and of hidden states."""
+    saved_bytes: int  # bytes saved until their backward, which follows right after their forward
+    forward_extra_bytes: int  # additional bytes during forward: the logits
+    backward_extra_bytes: int  # additional bytes during backward: gradients of the logits and of hidden states
 
 
 def list_static_memory(

@@ -30,10 +30,8 @@ from fgoffload.planner.operations.ops import BF16, FP32, Execution
 class ExtraBytes:
     """Temporary bytes of one segment."""
 
-    forward: int = 0
-    """Bytes in forward."""
-    backward: int = 0
-    """Bytes in backward."""
+    forward: int = 0  # bytes in forward
+    backward: int = 0  # bytes in backward
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:

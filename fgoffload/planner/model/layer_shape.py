@@ -44,12 +44,9 @@ Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-
 class LatentShape:
     """Low ranks of multi-latent attention."""
 
-    q_lora_rank: int | None
-    """Channels of the compressed query; None if the query is projected without compression."""
-    kv_lora_rank: int
-    """Channels of the compressed key and value."""
-    qk_pos_emb_head_dim: int
-    """Rotary channels of a query and key head."""
+    q_lora_rank: int | None  # channels of the compressed query; None if the query is projected without compression
+    kv_lora_rank: int  # channels of the compressed key and value
+    qk_pos_emb_head_dim: int  # rotary channels of a query and key head
     has_qk_norm: bool = False
     """With `--qk-layernorm`: norms of the compressed query and key-value, fused into their up-projections. An uncompressed
     query has a norm of the hidden states."""
@@ -173,37 +170,25 @@ class ExpertsShape:
 class LayerShape:
     """One layer and microbatch."""
 
-    micro_batch_size: int
-    """Sequences of a microbatch."""
-    seq_length: int
-    """Tokens of a sequence on one context-parallel rank."""
-    hidden_size: int
-    """Hidden size."""
-    num_attention_heads: int
-    """Query heads over all tensor-parallel ranks."""
-    num_query_groups: int
-    """Key and value heads over all tensor-parallel ranks; as many as query heads in latent attention."""
+    micro_batch_size: int  # sequences of a microbatch
+    seq_length: int  # tokens of a sequence on one context-parallel rank
+    hidden_size: int  # hidden size
+    num_attention_heads: int  # query heads over all tensor-parallel ranks
+    num_query_groups: int  # key and value heads over all tensor-parallel ranks; as many as query heads in latent attention
     qk_channels: int
     """Channels of a query and key head: `kv_channels`, or `qk_head_dim` + `qk_pos_emb_head_dim` of latent attention."""
-    v_channels: int
-    """Channels of a value head: `kv_channels`, or `v_head_dim` of latent attention."""
-    ffn_hidden_size: int = 0
-    """Channels of a dense MLP after its activation; 0 in a layer with experts."""
-    experts: ExpertsShape | None = None
-    """Experts; None in a dense layer."""
-    latent: LatentShape | None = None
-    """Multi-latent attention; None for grouped queries."""
-    tensor_parallel_size: int = 1
-    """Tensor-parallel ranks."""
+    v_channels: int  # channels of a value head: `kv_channels`, or `v_head_dim` of latent attention
+    ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 in a layer with experts
+    experts: ExpertsShape | None = None  # experts; None in a dense layer
+    latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
+    tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
     """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
     rank."""
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """As in `--normalization`."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     has_fused_norms: bool = True
     """Whether norms are fused into the next linear, if there is only one: grouped-query attention and dense MLPs."""
-    rotary_channels: int = 0
-    """Channels of the model's rotary embedding; 0 without one. Latent attention makes its own."""
+    rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False
     """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
     embedding."""
@@ -219,16 +204,12 @@ class LayerShape:
     has_linear_bias: bool = False
     """Whether all linear layers have biases. Those of the experts' second linears are added by separate operators, which save
     and compute more; other linears save the same, and some units cannot be recomputed beside them."""
-    has_attention_sinks: bool = False
-    """With `--softmax-type learnable`: attention saves one more number per head."""
-    has_hidden_dropout: bool = False
-    """With `--hidden-dropout` above 0."""
+    has_attention_sinks: bool = False  # with `--softmax-type learnable`: attention saves one more number per head
+    has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0
     has_mtp_projection: bool = False
     """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
-    fp8_recipe: Fp8Recipe | None = None
-    """`--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16."""
-    is_deterministic: bool = False
-    """Whether torch uses deterministic algorithms, for which Megatron takes other operators."""
+    fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
+    is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
 
     def __post_init__(self) -> None:
         """Check the sizes.

@@ -269,10 +269,8 @@ class StageChunk:
     layers: tuple[int, ...]
     """Numbers of the chunk's layers in the whole model, in forward order. Layers from `num_layers` on are of multi-token
     prediction; a chunk with them but without the embedding holds a copy of the embedding's weights."""
-    has_embedding: bool
-    """Whether the chunk begins with the embedding of the model."""
-    has_output: bool
-    """Whether the chunk ends with the final norm, the output layer and the loss."""
+    has_embedding: bool  # whether the chunk begins with the embedding of the model
+    has_output: bool  # whether the chunk ends with the final norm, the output layer and the loss
 
 
 def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:

@@ -29,28 +29,20 @@ class Split(enum.Enum):
 class Parameter:
     """A parameter, or several with the same split."""
 
-    name: str
-    """Name for messages."""
-    count: int
-    """Elements of the parameter, over all ranks."""
-    split: Split = Split.NONE
-    """Which ranks share it."""
-    active_count: int | None = None
-    """Elements that one token uses. None for all."""
-    is_linear: bool = False
-    """Whether this is the weight of a linear layer that computes in fp8 if there is a recipe."""
+    name: str  # name for messages
+    count: int  # elements of the parameter, over all ranks
+    split: Split = Split.NONE  # which ranks share it
+    active_count: int | None = None  # elements that one token uses. None for all.
+    is_linear: bool = False  # whether this is the weight of a linear layer that computes in fp8 if there is a recipe
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
     """Numbers of parameter elements of one rank."""
 
-    dense_count: int
-    """Elements that all data-parallel ranks replicate."""
-    expert_count: int
-    """Elements of experts, which have fewer copies."""
-    linear_count: int
-    """Elements of both kinds that are weights of linear layers, which have fp8 copies."""
+    dense_count: int  # elements that all data-parallel ranks replicate
+    expert_count: int  # elements of experts, which have fewer copies
+    linear_count: int  # elements of both kinds that are weights of linear layers, which have fp8 copies
 
     @property
     def count(self) -> int:

@@ -24,8 +24,7 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 class CapturedLayer(LayerModel):
     """A kind of layer with captured modules."""
 
-    staged: frozenset[str]
-    """Names of saved tensors that are offloaded through a staging slot."""
+    staged: frozenset[str]  # names of saved tensors that are offloaded through a staging slot
 
     __hash__ = LayerModel.__hash__
 

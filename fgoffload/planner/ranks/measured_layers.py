@@ -37,33 +37,24 @@ _ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
 class LayerPart:
     """A part of a layer, such as `attention`. Times and bytes are those of one microbatch with nothing else running."""
 
-    name: str
-    """Name in plans; not `layer` or `layer_input`."""
-    forward_s: float
-    """Seconds of forward compute."""
-    backward_s: float
-    """Seconds of backward compute."""
-    forward_extra_bytes: int = 0
-    """Temporary device bytes of forward, without saved tensors."""
-    backward_extra_bytes: int = 0
-    """Temporary device bytes of backward, without saved tensors."""
+    name: str  # name in plans; not `layer` or `layer_input`
+    forward_s: float  # seconds of forward compute
+    backward_s: float  # seconds of backward compute
+    forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
+    backward_extra_bytes: int = 0  # temporary device bytes of backward, without saved tensors
     input: SavedTensor | None = None
     """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
     if the part cannot be recomputed alone."""
-    allowed: frozenset[Action] = _ALL
-    """Allowed actions besides keeping the part."""
+    allowed: frozenset[Action] = _ALL  # allowed actions besides keeping the part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayer:
     """A kind of layer. Layers of one kind are alike."""
 
-    kind: str
-    """Unique name, for tables."""
-    parts: tuple[LayerPart, ...]
-    """Parts in forward order."""
-    tensors: tuple[SavedTensor, ...]
-    """Storages that it saves without recompute, each once, tagged by the parts that save it."""
+    kind: str  # unique name, for tables
+    parts: tuple[LayerPart, ...]  # parts in forward order
+    tensors: tuple[SavedTensor, ...]  # storages that it saves without recompute, each once, tagged by the parts that save it
     input: SavedTensor | None = None
     """Input from which the whole layer is recomputed; its tags are `layer_input` and the parts that save it too. None where
     the layer cannot be recomputed."""

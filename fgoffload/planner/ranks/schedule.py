@@ -41,12 +41,9 @@ class PassKind(enum.Enum):
 class Pass:
     """Forward or backward of one microbatch through one model chunk of a rank."""
 
-    kind: PassKind
-    """Forward or backward."""
-    chunk: int
-    """Model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0."""
-    microbatch: int
-    """Microbatch of the step, from 0."""
+    kind: PassKind  # forward or backward
+    chunk: int  # model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0
+    microbatch: int  # microbatch of the step, from 0
 
     def __str__(self) -> str:
         """Return a short label, with the chunk unless it is the first: `F3`, `B0.1` for microbatch 0 of chunk 1."""
@@ -58,12 +55,9 @@ class Pass:
 class Pipeline:
     """Distribution of a step's layers and microbatches over pipeline ranks."""
 
-    microbatches: int
-    """Microbatches of a step on each data-parallel rank."""
-    stages: int = 1
-    """Pipeline ranks: `--pipeline-model-parallel-size`."""
-    chunks: int = 1
-    """Model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one."""
+    microbatches: int  # microbatches of a step on each data-parallel rank
+    stages: int = 1  # pipeline ranks: `--pipeline-model-parallel-size`
+    chunks: int = 1  # model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one.
     group_size: int | None = None
     """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
     `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of stages, as in Megatron."""

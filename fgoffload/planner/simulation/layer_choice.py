@@ -50,8 +50,7 @@ class PlacedTensor(NamedTuple):
     takes: tuple[Take, ...] = ()  # places that need it, in backward order; empty for a recomputed tensor
     used_until: int = -1  # if offloaded: forward reads it up to this segment, so it is not freed before
     leaves_with: int = -1  # the group that offloads it: the first submitted one that saves it
-    returns_for: int = -1
-    """Group that it is reloaded for: the last one in forward that saves it."""
+    returns_for: int = -1  # group that it is reloaded for: the last one in forward that saves it
 
 
 class LeavingGroup(NamedTuple):

@@ -106,8 +106,7 @@ class RankResult:
     peak_bytes: int  # peak device bytes
     peak_at: str  # pass and segment of the first peak: `B3 layers.12.expert_fc1`
     static_bytes: int  # device bytes outside of activations
-    end_bytes: int
-    """Device bytes after the step and its copies: the static ones, if every microbatch had its backward."""
+    end_bytes: int  # device bytes after the step and its copies: the static ones, if every microbatch had its backward
     loss_window_bytes: int  # most bytes in flight to the host at the start of a loss; 0 on ranks without one
     host_peak_bytes: int  # peak host bytes
     d2h_bytes: int  # bytes to the host

@@ -34,8 +34,7 @@ class FullMethod(enum.Enum):
 class SelectiveRecompute:
     """`--recompute-granularity selective`: modules that are recomputed in every layer that has them."""
 
-    modules: tuple[str, ...]
-    """`--recompute-modules`."""
+    modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
         """Refuse modules without a unit.
@@ -53,10 +52,8 @@ class SelectiveRecompute:
 class FullRecompute:
     """`--recompute-granularity full`: whole layers are recomputed."""
 
-    method: FullMethod
-    """Recomputed layers."""
-    layers: int = 1
-    """`--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`."""
+    method: FullMethod  # recomputed layers
+    layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers of layers.
@@ -72,8 +69,7 @@ class FullRecompute:
 class MegatronFlags:
     """Megatron's flags of recompute and offload."""
 
-    offload_modules: tuple[str, ...] = ()
-    """`--offload-modules`."""
+    offload_modules: tuple[str, ...] = ()  # `--offload-modules`
     activation_offload_fraction: float = 1.0
     """`--activation-offload-fraction`: offloaded part of the sites of each chunk, first ones first."""
     recompute: SelectiveRecompute | FullRecompute | None = None

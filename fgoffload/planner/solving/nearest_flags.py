@@ -36,10 +36,8 @@ _MOST_CHECKS = 4
 class NearestFlags:
     """Flags within a budget, and their prediction."""
 
-    flags: MegatronFlags
-    """The flags."""
-    result: StepResult
-    """Their simulated step."""
+    flags: MegatronFlags  # the flags
+    result: StepResult  # their simulated step
 
 
 class FlagSearch:

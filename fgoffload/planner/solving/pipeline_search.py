@@ -1,8 +1,8 @@
 """The search of all pipeline ranks: each rank alone first, then all together.
 
-Some ranks have the same layers and differ in microbatches in flight. A few of these are searched; the others take the best
-result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together, and a rank
-that exceeds the budget there gets a smaller one.
+Some ranks have the same layers and differ in microbatches in flight. The first and the last of these are searched; the others
+take the best result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together,
+and a rank that exceeds the budget there gets a smaller one.
 """
 
 import dataclasses
@@ -23,9 +23,6 @@ from fgoffload.planner.solving.states import State, list_slots, make_plan, read_
 _MOST_CORRECTIONS = 4
 """Most retries with a smaller budget for ranks that peak higher in the pipeline than alone. One or two are usual."""
 
-_SEARCHED = 3
-"""Number of ranks with the same layers that are searched."""
-
 _WALKED = 1.01
 """Overhead over the baseline's step from which walks are worth it, as a factor."""
 
@@ -40,10 +37,8 @@ _ROUTED_MORE = 1.1
 class Candidate:
     """A plan and its prediction."""
 
-    plan: OffloadPlan
-    """Plan for all ranks, with the bytes in flight at the loss."""
-    result: StepResult
-    """Prediction of exactly that plan."""
+    plan: OffloadPlan  # plan for all ranks, with the bytes in flight at the loss
+    result: StepResult  # prediction of exactly that plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
         """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
@@ -69,9 +64,8 @@ class PipelineSearch:
         self._searched: dict[int, list[int]] = {}
         """Searched ranks with the same layers, by rank; both by place."""
         for places in alike.values():
-            steps = range(min(_SEARCHED, len(places)))
-            chosen = sorted({places[step * (len(places) - 1) // max(len(steps) - 1, 1)] for step in steps})
-            self._searched.update(dict.fromkeys(places, chosen))
+            chosen = sorted({places[0], places[-1]})
+            self._searched.update({place: chosen for place in places})
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:

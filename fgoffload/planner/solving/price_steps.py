@@ -41,10 +41,12 @@ def list_price_steps(
 
 
 def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
-    """Return the treatments on the convex curve of cost over freed bytes, each with the price of a byte that it frees."""
+    """Return treatments in the order of their kept bytes, each with the price of a byte at the end of its part of the curve."""
     current, curve = rows[0], []
     while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
         prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
         price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
-        curve.append((price, current))
+        # The cheaper ones before it are dearer by the byte, and come first: the last changed layer may need no more.
+        before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
+        curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
     return curve

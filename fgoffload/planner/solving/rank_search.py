@@ -16,7 +16,7 @@ from fgoffload.planner.solving.price_steps import list_price_steps
 from fgoffload.planner.solving.states import State, list_slots, make_key, make_plan
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.15, 0.3, 0.5, 0.8)
+_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)
 """Prices of sweeps: parts of the time of a copy to the host that count as time of the step."""
 
 

@@ -19,7 +19,7 @@ from fgoffload.planner.solving.nearest_flags import NearestFlags
 from fgoffload.planner.solving.pipeline_search import Candidate, PipelineSearch
 from fgoffload.units import check_bytes, format_bytes
 
-DEFAULT_LAYER_PASSES = 40_000
+DEFAULT_LAYER_PASSES = 30_000
 """Most forwards and backwards of single layers in the local search. One takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES

@@ -34,16 +34,11 @@ _MOST = 200
 class Treatment:
     """Treatment of one layer, with its change against keeping everything. Bytes and seconds are those of one microbatch."""
 
-    actions: Actions
-    """The actions."""
-    kept_bytes: int = 0
-    """Change of the device bytes from forward to backward; negative with offload or recompute."""
-    moved_bytes: int = 0
-    """Bytes offloaded and reloaded."""
-    groups: int = 0
-    """Number of copies in each direction."""
-    recompute_s: float = 0.0
-    """Seconds of recompute in backward."""
+    actions: Actions  # the actions
+    kept_bytes: int = 0  # change of the device bytes from forward to backward; negative with offload or recompute
+    moved_bytes: int = 0  # bytes offloaded and reloaded
+    groups: int = 0  # number of copies in each direction
+    recompute_s: float = 0.0  # seconds of recompute in backward
 
     def join(self, other: "Treatment") -> "Treatment":
         """Return the sum of treatments of two parts of one layer."""

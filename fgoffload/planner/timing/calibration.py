@@ -39,10 +39,8 @@ and 1.54 ms on an H200)."""
 class Calibrated(NamedTuple):
     """Chunks of a rank, and the extra seconds of a microbatch."""
 
-    chunks: list[ChunkModel]
-    """Chunks with forward passes at the device's pace."""
-    late_s: float
-    """Seconds of a microbatch in which the device waits for launches."""
+    chunks: list[ChunkModel]  # chunks with forward passes at the device's pace
+    late_s: float  # seconds of a microbatch in which the device waits for launches
 
 
 def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrated:

@@ -11,24 +11,18 @@ from fgoffload.plan import Action, OffloadPlan, Site
 class SiteAction:
     """Site and action: one row of a plan."""
 
-    site: Site
-    """Site of the action."""
-    action: Action
-    """Treatment of the site."""
+    site: Site  # site of the action
+    action: Action  # treatment of the site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
     """Step times under a plan and of the baseline, measured alternately in the same training."""
 
-    sites: tuple[SiteAction, ...]
-    """Rows of the plan. Sites that it does not name stay on the GPU."""
-    loss_window_bytes: int | None = None
-    """Same field of `OffloadPlan`."""
-    step_s: float
-    """Seconds of a step under the plan: median of the slowest process."""
-    keeping_step_s: float
-    """Seconds of a baseline step that offloads nothing, measured the same way in between."""
+    sites: tuple[SiteAction, ...]  # rows of the plan. Sites that it does not name stay on the GPU.
+    loss_window_bytes: int | None = None  # same field of `OffloadPlan`
+    step_s: float  # seconds of a step under the plan: median of the slowest process
+    keeping_step_s: float  # seconds of a baseline step that offloads nothing, measured the same way in between
 
     def __post_init__(self) -> None:
         """Refuse step times of 0, and plans that offload nothing.

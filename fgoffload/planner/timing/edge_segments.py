@@ -36,16 +36,11 @@ _LOSS_KERNELS = 15
 class EdgeShape:
     """Shapes of embedding and output layer on one rank."""
 
-    tokens: int
-    """Tokens of a microbatch, on all ranks together that share the vocabulary."""
-    hidden_size: int
-    """Hidden size."""
-    vocab_size: int
-    """Rows of the embedding over all ranks, padded as in Megatron."""
-    tensor_parallel_size: int = 1
-    """Ranks that share the vocabulary."""
-    has_sequence_parallel: bool = True
-    """Whether those ranks share the sequence between embedding and output layer."""
+    tokens: int  # tokens of a microbatch, on all ranks together that share the vocabulary
+    hidden_size: int  # hidden size
+    vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
+    tensor_parallel_size: int = 1  # ranks that share the vocabulary
+    has_sequence_parallel: bool = True  # whether those ranks share the sequence between embedding and output layer
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes.

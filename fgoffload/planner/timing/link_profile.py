@@ -13,14 +13,10 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 class CopyRate:
     """Rates of copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
 
-    size_bytes: int
-    """Bytes of each copy."""
-    d2h_bytes_per_s: float
-    """Rate to the host, with no copies the other way."""
-    h2d_bytes_per_s: float
-    """Rate to the device, with no copies the other way."""
-    duplex_bytes_per_s: float
-    """Rate of each direction while both run: the slower of the two."""
+    size_bytes: int  # bytes of each copy
+    d2h_bytes_per_s: float  # rate to the host, with no copies the other way
+    h2d_bytes_per_s: float  # rate to the device, with no copies the other way
+    duplex_bytes_per_s: float  # rate of each direction while both run: the slower of the two
 
     def __post_init__(self) -> None:
         """Refuse invalid sizes and rates.
@@ -39,10 +35,8 @@ class CopyRate:
 class LinkProfile:
     """Measured link between a device and its host."""
 
-    copies: tuple[CopyRate, ...]
-    """Copy rates, from the smallest size to the largest."""
-    compute_slowdown: float
-    """Fraction by which copies in both directions slow a matrix product: 0.06 for 6%."""
+    copies: tuple[CopyRate, ...]  # copy rates, from the smallest size to the largest
+    compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
         """Refuse a link without copies, and sizes out of order.

@@ -186,12 +186,9 @@ def _check_times(field: str, times: Mapping[str, float], layer: LayerModel) -> N
 class Clock:
     """Times of work on a device."""
 
-    hardware: Hardware
-    """The device."""
-    efficiency: Efficiency = DEFAULT_EFFICIENCY
-    """Efficiency of kernels."""
-    network: Network = DEFAULT_NETWORK
-    """Measured rates between ranks; None takes the hardware's."""
+    hardware: Hardware  # the device
+    efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
+    network: Network = DEFAULT_NETWORK  # measured rates between ranks; None takes the hardware's
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -49,20 +49,14 @@ percent between microbatches; tokens of experts differ by more only if routing i
 class RankProfile:
     """One pipeline rank in the measured step, with everything kept."""
 
-    rank: int
-    """Pipeline rank, from 0."""
-    pipeline: Pipeline
-    """The schedule of the step."""
+    rank: int  # pipeline rank, from 0
+    pipeline: Pipeline  # the schedule of the step
     chunks: tuple[ChunkModel, ...]
     """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes maxima."""
-    static_bytes: int
-    """Device bytes of weights, gradients, optimizer and buffers."""
-    peak_bytes: int | None = None
-    """Peak device bytes of the step; None if the device does not count them, as a CPU."""
-    step_s: float
-    """Seconds from the start of the step to the start of the next one, or to its end if it was the last."""
-    step_end_s: float = 0.0
-    """Seconds of it after the last pass: gradient reduction and optimizer."""
+    static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
+    peak_bytes: int | None = None  # peak device bytes of the step; None if the device does not count them, as a CPU
+    step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
+    step_end_s: float = 0.0  # seconds of it after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Elements. Smaller storages stay on the device: the minimum size of the training."""
 
@@ -76,28 +70,20 @@ class RankProfile:
 class MeasuredTraining:
     """The profiled training, so that nobody plans another one from its profile."""
 
-    source: str
-    """Argument file, as the user named it."""
-    flags: tuple[str, ...]
-    """Megatron's flags: those of the file, then the typed ones, which win."""
-    world_size: int
-    """Number of processes."""
+    source: str  # argument file, as the user named it
+    flags: tuple[str, ...]  # Megatron's flags: those of the file, then the typed ones, which win
+    world_size: int  # number of processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A measured link and, if a model was measured too, its pipeline ranks."""
 
-    device: str
-    """Device name of the driver, or `CPU`."""
-    versions: Mapping[str, str]
-    """Versions by package: torch, megatron-core."""
-    date: str
-    """Date of the measurement: `2026-11-22`."""
-    link: LinkProfile
-    """Link of one device, with nothing else on it."""
-    ranks: tuple[RankProfile, ...] = ()
-    """Pipeline ranks by number; empty if only the link was measured."""
+    device: str  # device name of the driver, or `CPU`
+    versions: Mapping[str, str]  # versions by package: torch, megatron-core
+    date: str  # date of the measurement: `2026-11-22`
+    link: LinkProfile  # link of one device, with nothing else on it
+    ranks: tuple[RankProfile, ...] = ()  # pipeline ranks by number; empty if only the link was measured
     has_optimizer: bool = True
     """Whether the steps updated parameters: then static bytes and the end of a step include the optimizer."""
     training: MeasuredTraining | None = None
