@@ -34,16 +34,7 @@ def check_count(name: str, count: object, *, least: int = 1, most: int | None = 
 
 
 def check_part(name: str, part: object, *, example: object) -> None:
-    """Refuse a value that is not a number above 0 and at most 1.
-
-    Args:
-        name: The field, as the user wrote it.
-        part: The given value.
-        example: An allowed value, for the error.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is not a number above 0 and at most 1."""
     if isinstance(part, bool) or not isinstance(part, (int, float)):
         raise ConfigError(f"{name} {part!r} is no number. Give one like {example}.")
     if not 0 < part <= 1:
@@ -51,15 +42,7 @@ def check_part(name: str, part: object, *, example: object) -> None:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse a value that is neither None nor a finite number above 0.
-
-    Args:
-        name: The field, as the user wrote it.
-        rate: The given value, in its unit a second.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is neither None nor a finite number above 0."""
     if rate is None:
         return
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
@@ -71,11 +54,7 @@ def check_rate(name: str, rate: object) -> None:
 
 
 def check_device_rate(name: str, rate: float | None) -> None:
-    """Check a rate from a file: as `check_rate`, and refuse rates that no device has.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Check a rate from a file: as `check_rate`, and refuse rates that no device has."""
     check_rate(name, rate)
     if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
         raise ConfigError(

@@ -147,12 +147,7 @@ def _get_least(ranks: Sequence[RankModel]) -> float:
 
 
 def _find_slowdown(ranks: Sequence[RankModel], count_excess_s: Callable[[float], float]) -> float:
-    """Return the slowdown with no excess, between the least of `ranks` and `MOST_SLOWDOWN`.
-
-    Args:
-        ranks: Their links have the least slowdown.
-        count_excess_s: Returns simulated less measured seconds, which grow with the slowdown.
-    """
+    """Return the slowdown with no excess, between the least of `ranks` and `MOST_SLOWDOWN`."""
     from scipy.optimize import brentq
 
     least = _get_least(ranks)

@@ -87,11 +87,7 @@ class ParameterState:
     """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid byte counts and fractions.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse invalid byte counts and fractions."""
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
             _check_bytes(name, getattr(self, name))
         if not 0 <= self.offloaded_part <= 1:
@@ -126,11 +122,7 @@ class StaticMemory:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 0.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse sizes below 0."""
         for field in dataclasses.fields(self):
             _check_bytes(field.name, getattr(self, field.name))
 
@@ -164,20 +156,7 @@ def list_static_memory(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
-    """Return the memory that a rank's device holds throughout training.
-
-    Args:
-        model: The whole model.
-        parallelism: Split of the model over ranks.
-        rank: Pipeline rank, from 0.
-        state: Bytes per parameter element beside its weight.
-        dispatch_buffer_bytes: Bytes of a token dispatcher's own buffers.
-        workspace_bytes: Bytes of matrix products' workspaces.
-        reserve_bytes: Bytes outside the training's allocations.
-
-    Raises:
-        ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
-    """
+    """Return the memory that a rank's device holds throughout training."""
     parameters = count_rank_parameters(model, parallelism, rank)
     chunks = list_chunks(model, parallelism)[rank]
     has_output = any(chunk.has_output for chunk in chunks)

@@ -192,11 +192,6 @@ def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) ->
     backward the output's gradient is in that type first, or is split by experts, and then concatenated again.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, run on the CPU with a count of what lives.
-
-    Args:
-        sizes: Sizes of the layer.
-        experts: Experts of the layer.
-        linear: Temporaries without biases.
     """
     if not sizes.shape.has_linear_bias:
         return linear

@@ -212,11 +212,7 @@ class LayerShape:
     is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: A size is too small or cannot be shared among the ranks, or the layer is neither dense nor a mixture.
-        """
+        """Check the sizes."""
         sizes = ("micro_batch_size", "seq_length", "hidden_size", "num_attention_heads", "num_query_groups")
         _check_sizes(self, *sizes, "qk_channels", "v_channels", "tensor_parallel_size")
         _check_sizes(self, "ffn_hidden_size", "rotary_channels", least=0)
@@ -276,11 +272,7 @@ class LayerShape:
 
 
 def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_latent_attention: bool, has_mtp: bool) -> None:
-    """Refuse tensor parallelism without sequence parallelism where its bytes are unknown.
-
-    Raises:
-        ConfigError: With the fix.
-    """
+    """Refuse tensor parallelism without sequence parallelism where its bytes are unknown."""
     unknown = {
         "Megatron-Core trains no experts so": has_experts,
         "what latent attention saves is not known then": has_latent_attention,

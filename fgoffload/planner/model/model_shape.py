@@ -51,11 +51,7 @@ class LatentAttention:
     """Channels of a value head."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse sizes below 1."""
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         if self.q_lora_rank is not None:
@@ -132,11 +128,7 @@ class ModelShape:
     """Bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32."""
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: A size is too small, or two fields contradict each other.
-        """
+        """Check the sizes."""
         check_num_layers(self.num_layers)
         for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
@@ -170,14 +162,7 @@ class ModelShape:
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
-        """Return the kind of layer `number`.
-
-        Args:
-            number: From 0, as in `numbers`.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
+        """Return the kind of layer `number`."""
         self._check_number(number)
         if number >= self.num_layers:
             return "mtp"
@@ -195,11 +180,7 @@ class ModelShape:
         return self.moe_layers is None or self.moe_layers[min(number, self.num_layers - 1)]
 
     def has_window(self, number: int) -> bool:
-        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
+        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens."""
         self._check_number(number)
         if self.window_tokens is None or number >= self.num_layers:
             return False
@@ -276,11 +257,7 @@ def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here.
-
-    Raises:
-        ConfigError: With the channels, the limit and the options: other channels would be another model.
-    """
+    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here."""
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
         sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}

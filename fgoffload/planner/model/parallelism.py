@@ -79,11 +79,7 @@ class Parallelism:
     """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes.
-
-        Raises:
-            ConfigError: A size is below 1, sizes contradict each other, or Megatron has no such schedule.
-        """
+        """Refuse invalid sizes."""
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",

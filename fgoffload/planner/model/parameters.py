@@ -63,16 +63,7 @@ def count_active_parameters(model: ModelShape) -> int:
 
 
 def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
-    """Return the parameter counts of each rank of a pipeline stage.
-
-    Args:
-        model: The whole model.
-        parallelism: Split of the model over ranks.
-        rank: Pipeline rank, from 0.
-
-    Raises:
-        ConfigError: There is no such rank, or the ranks cannot share the model.
-    """
+    """Return the parameter counts of each rank of a pipeline stage."""
     chunks = list_chunks(model, parallelism)
     if rank not in range(len(chunks)):
         raise ConfigError(f"pipeline rank {rank!r} is not one of {len(chunks)}. Give 0 to {len(chunks) - 1}.")
@@ -86,11 +77,7 @@ def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int
 
 
 def list_layer_parameters(model: ModelShape, number: int) -> tuple[Parameter, ...]:
-    """Return the parameters of layer `number`, including the projection before a layer of multi-token prediction.
-
-    Raises:
-        ConfigError: There is no such layer.
-    """
+    """Return the parameters of layer `number`, including the projection before a layer of multi-token prediction."""
     experts = model.experts if model.has_experts(number) else None
     attention = _list_attention(model) if model.latent is None else _list_latent(model, model.latent)
     return (

@@ -33,17 +33,7 @@ def parse_layout(layout: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
-    """Refuse a layout that does not match the model, or that Megatron cannot build.
-
-    Args:
-        layout: Value of the flag, with a multiple of `pipeline_parallel_size` stages.
-        num_layers: Decoder layers.
-        mtp_num_layers: Layers of multi-token prediction.
-        pipeline_parallel_size: Pipeline ranks.
-
-    Raises:
-        ConfigError: With the layout, the limit and the fix.
-    """
+    """Refuse a layout that does not match the model, or that Megatron cannot build."""
     stages = parse_layout(layout)
     _check_counts(layout, "".join(stages), num_layers, mtp_num_layers)
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):

@@ -123,11 +123,7 @@ class Execution:
     """Whether matrix products accumulate weight gradients; a separate kernel does with `--no-gradient-accumulation-fusion`."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse sizes below 1."""
         check_count("context_parallel_size", self.context_parallel_size)
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens)

@@ -34,13 +34,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it.
-
-    Args:
-        layer: The eager layer.
-        graphs: Captured modules.
-        has_shared_overlap: Whether shared experts run beside the exchange of tokens.
-    """
+    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,

@@ -24,11 +24,7 @@ class LinkModel:
     compute_slowdown: float = 0.0  # slowdown of compute beside copies, as a part: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             rate = getattr(self, name)
             check_rate(name, rate)

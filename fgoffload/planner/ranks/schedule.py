@@ -66,11 +66,7 @@ class Pipeline:
     `--overlap-moe-expert-parallel-comm`."""
 
     def __post_init__(self) -> None:
-        """Refuse values that Megatron refuses or that would have no effect.
-
-        Raises:
-            ConfigError: With the value, the limit and the fix.
-        """
+        """Refuse values that Megatron refuses or that would have no effect."""
         for name in ("microbatches", "stages", "chunks"):
             check_count(name, getattr(self, name))
         if self.microbatches * self.stages * self.chunks > MOST_FORWARDS:
@@ -166,9 +162,6 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
     min(2 (p - r - 1) + (v - 1) g, m v) interleaved. Expert overlap adds 1, up to the same limit.
 
     Source: `get_pp_rank_microbatches` of Megatron-Core.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
     """
     _check_rank(pipeline, rank)
     behind = pipeline.stages - rank - 1
@@ -182,9 +175,6 @@ def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
 
     It is the last chunk of the model. Under expert overlap another microbatch's forward runs beside that backward; if the last
     group of microbatches is smaller than the others, some interleaved passes come in between.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
     """
     _check_rank(pipeline, rank)
     return pipeline.chunks - 1 if rank == pipeline.stages - 1 and not pipeline.has_expert_overlap else None

@@ -23,17 +23,7 @@ _KNOWN_CHUNKS = 128
 def compile_rank(
     rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None, merges: bool = True
 ) -> tuple[CompiledChunk, ...]:
-    """Return each chunk of `rank` under a plan.
-
-    Args:
-        rank: The rank.
-        actions: Actions of the plan.
-        loss_window_bytes: As in the plan.
-        merges: Whether adjacent compute becomes one event.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
-    """
+    """Return each chunk of `rank` under a plan."""
     chosen = [
         tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
         for number, chunk in enumerate(rank.chunks)

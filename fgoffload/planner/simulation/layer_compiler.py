@@ -49,11 +49,7 @@ class LayerRules(NamedTuple):
 
 
 class EventList:
-    """The events of a pass, while they are listed.
-
-    Args:
-        merges: Whether compute with nothing in between becomes one event.
-    """
+    """The events of a pass, while they are listed."""
 
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges

@@ -34,12 +34,7 @@ _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open.
-
-    Args:
-        chunk: The compiled chunk.
-        traffic: Traffic that counts the copies, by parcel.
-    """
+    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 

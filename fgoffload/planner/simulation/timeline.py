@@ -54,11 +54,7 @@ def _find_end(spans: Sequence[Span]) -> float:
 
 
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one rank, which the trace shows as a process.
-
-    Raises:
-        ConfigError: The rank has no timeline.
-    """
+    """Yield the trace events of one rank, which the trace shows as a process."""
     if rank.timeline is None:
         raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Give detail=Detail.TIMELINE.")
     own = {"pid": rank.rank}

@@ -105,14 +105,7 @@ def price_decisions(
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward.
-
-    Args:
-        ranks: Ranks of the plan.
-        plan: The whole plan.
-        kept: Prediction of the baseline.
-        budget_bytes: Budget of each device.
-    """
+    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward."""
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
         decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)

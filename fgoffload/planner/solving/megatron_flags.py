@@ -37,11 +37,7 @@ class SelectiveRecompute:
     modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
-        """Refuse modules without a unit.
-
-        Raises:
-            ConfigError: With the module and the known ones.
-        """
+        """Refuse modules without a unit."""
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
@@ -56,11 +52,7 @@ class FullRecompute:
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers of layers.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse impossible numbers of layers."""
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
             raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
 

@@ -41,12 +41,7 @@ class NearestFlags:
 
 
 class FlagSearch:
-    """Searches flags of a pipeline, and remembers simulations from budget to budget.
-
-    Args:
-        ranks: The pipeline, by number.
-        kept: Prediction of the baseline.
-    """
+    """Searches flags of a pipeline, and remembers simulations from budget to budget."""
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks

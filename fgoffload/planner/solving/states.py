@@ -54,11 +54,7 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_windo
 
 
 def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
-    """Return the treatments that `plan` gives the layers of a rank.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
-    """
+    """Return the treatments that `plan` gives the layers of a rank."""
     chosen: dict[tuple[int, int], dict[str, Action]] = {}
     for site, action in plan.actions.items():
         chosen.setdefault((site.chunk, site.layer), {})[site.tag] = action

@@ -65,11 +65,7 @@ KEEP = Treatment(actions=())
 
 
 def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Treatment:
-    """Return the treatment with `actions`, measured on a layer.
-
-    Raises:
-        PlanError: The actions do not suit the layer.
-    """
+    """Return the treatment with `actions`, measured on a layer."""
     resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     return Treatment(
         actions=tuple(sorted((name, action) for name, action in actions.items() if action is not Action.KEEP)),
@@ -82,13 +78,7 @@ def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_o
 
 @functools.lru_cache(maxsize=128)
 def list_treatments(layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0) -> tuple[Treatment, ...]:
-    """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
-
-    Args:
-        layer: A kind of layer.
-        min_offloaded_numel: Elements. Smaller tensors stay on the device.
-        group_s: Host seconds of each group.
-    """
+    """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything."""
     modes = list(_list_modes(layer, min_offloaded_numel))
     resolution_parts = _RESOLUTION_PARTS
     while True:

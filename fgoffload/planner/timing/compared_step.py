@@ -25,11 +25,7 @@ class ComparedStep:
     keeping_step_s: float  # seconds of a baseline step that offloads nothing, measured the same way in between
 
     def __post_init__(self) -> None:
-        """Refuse step times of 0, and plans that offload nothing.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse step times of 0, and plans that offload nothing."""
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is no time of a step. Give seconds above 0.")

@@ -43,11 +43,7 @@ class EdgeShape:
     has_sequence_parallel: bool = True  # whether those ranks share the sequence between embedding and output layer
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible sizes."""
         for name in ("tokens", "hidden_size", "vocab_size", "tensor_parallel_size"):
             check_count(name, getattr(self, name))
         if self.vocab_size % self.tensor_parallel_size:
@@ -75,18 +71,7 @@ def make_first_segments(
     network: Network = DEFAULT_NETWORK,
     extra: ExtraBytes = _NO_BYTES,
 ) -> tuple[Segment, ...]:
-    """Return the segment before the first layer: the embedding.
-
-    Args:
-        edge: Sizes.
-        hardware: Device of the rank.
-        efficiency: Efficiency of kernels.
-        network: Rates between ranks.
-        extra: Temporary bytes.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+    """Return the segment before the first layer: the embedding."""
     rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
     ring = _list_ring_pass(edge)
@@ -110,19 +95,7 @@ def make_last_segments(
     execution: Execution = DEFAULT_EXECUTION,
     extra: ExtraBytes = _NO_BYTES,
 ) -> tuple[Segment, ...]:
-    """Return the segments after the last layer: final norm, output layer and loss.
-
-    Args:
-        edge: Sizes.
-        hardware: Device of the rank.
-        efficiency: Efficiency of kernels.
-        network: Rates between ranks.
-        execution: Accumulation of weight gradients.
-        extra: Temporary bytes of output layer and loss: logits and tensors made of them.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+    """Return the segments after the last layer: final norm, output layer and loss."""
     hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
     linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
     ring, logits = _list_ring_pass(edge), edge.tokens * share

@@ -99,11 +99,7 @@ class Efficiency:
     """Seconds before the first byte of a collective moves. Assumed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts out of range and negative costs.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse parts out of range and negative costs."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _RATES:
@@ -135,11 +131,7 @@ class Network:
     """Ranks of a domain, which are connected by NVLink."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in ("nvlink_bytes_per_s", "network_bytes_per_s"):
             check_rate(name, getattr(self, name))
         if self.nvlink_ranks is not None:

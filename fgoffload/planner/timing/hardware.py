@@ -38,11 +38,7 @@ class Link:
     they reached 47 to 55."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in _LINK_RATES:
             check_rate(name, getattr(self, name))
         ways = [rate for rate in (self.d2h_bytes_per_s, self.h2d_bytes_per_s) if rate is not None]
@@ -98,11 +94,7 @@ class Hardware:
     """Sources of the figures."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible figures.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible figures."""
         for name in ("name", "source"):
             text = getattr(self, name)
             if not isinstance(text, str) or not text.strip():
@@ -177,11 +169,7 @@ def _find_nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def check_for_times(hardware: Hardware) -> None:
-    """Refuse a device that lacks a figure that every plan needs: bandwidth, operations and the link.
-
-    Raises:
-        ConfigError: With all missing figures and how to give them; or `hardware` is only a name.
-    """
+    """Refuse a device that lacks a figure that every plan needs: bandwidth, operations and the link."""
     if not isinstance(hardware, Hardware):
         raise ConfigError(
             f'hardware {repr(hardware)[:60]} is no Hardware. Give one, as get_hardware("h100") or Hardware.load(path).'

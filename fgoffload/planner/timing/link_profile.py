@@ -19,11 +19,7 @@ class CopyRate:
     duplex_bytes_per_s: float  # rate of each direction while both run: the slower of the two
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes and rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse invalid sizes and rates."""
         check_count("size_bytes", self.size_bytes)
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             if getattr(self, name) is None:
@@ -39,11 +35,7 @@ class LinkProfile:
     compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse a link without copies, and sizes out of order.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse a link without copies, and sizes out of order."""
         if not self.copies:
             raise ConfigError("copies is empty: nothing was measured of the link. Measure again.")
         sizes = [copy.size_bytes for copy in self.copies]

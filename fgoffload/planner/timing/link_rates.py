@@ -38,14 +38,6 @@ def make_link_model(
 
     Measured rates count in full, nominal rates in part. If the rate of both directions at once was not measured, it is a part
     of the slower direction's rate.
-
-    Args:
-        hardware: The hardware, with its link.
-        copy_latency_s: Seconds before the bytes of a copy move.
-        compute_slowdown: Fraction by which copies slow compute.
-
-    Raises:
-        ConfigError: A rate of the link is not known, or an argument is below 0.
     """
     for name, value in (("copy_latency_s", copy_latency_s), ("compute_slowdown", compute_slowdown)):
         if not 0 <= value < math.inf:

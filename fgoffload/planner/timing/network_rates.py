@@ -29,13 +29,7 @@ class NetworkRates:
 
 
 def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficiency) -> NetworkRates:
-    """Return the rates between ranks.
-
-    Args:
-        hardware: The hardware, with its nominal rates.
-        network: Measured rates, which count in full. Rates that it lacks come from the hardware.
-        efficiency: Fractions of the hardware's rates that collectives reach.
-    """
+    """Return the rates between ranks."""
     far = network.network_bytes_per_s
     if far is None:
         far = (hardware.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S) * efficiency.network

@@ -78,20 +78,7 @@ def make_layer_model(
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
-    """Return the layer of a shape on a device: times, bytes and units.
-
-    Args:
-        shape: Shape of the layer on one rank.
-        hardware: Device of the rank.
-        kind: Name in tables: `dense`, `moe`, `mtp`.
-        efficiency: Efficiency of kernels.
-        network: Measured rates between ranks.
-        execution: Execution of the layer, beside its shape.
-        graphs: Captured modules: the host launches one graph instead of their kernels.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+    """Return the layer of a shape on a device: times, bytes and units."""
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)
@@ -146,16 +133,7 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
 def replace_times(
     layer: LayerModel, *, forward_s: Mapping[str, float] | None = None, backward_s: Mapping[str, float] | None = None
 ) -> LayerModel:
-    """Return `layer` with measured times.
-
-    Args:
-        layer: The layer.
-        forward_s: Forward seconds by segment name. Other segments keep theirs.
-        backward_s: Backward seconds by segment name, without recompute.
-
-    Raises:
-        ConfigError: The layer has no such segment, or a time is negative or not finite.
-    """
+    """Return `layer` with measured times."""
     forward_s, backward_s = forward_s or {}, backward_s or {}
     _check_times("forward_s", forward_s, layer)
     _check_times("backward_s", backward_s, layer)
@@ -192,11 +170,7 @@ class Clock:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return the bytes a second that memory-bound kernels read and write.
-
-        Raises:
-            ConfigError: The device's bandwidth is unknown.
-        """
+        """Return the bytes a second that memory-bound kernels read and write."""
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
         return self._get_rate("device_memory_bytes_per_s") * part
 
@@ -207,16 +181,7 @@ class Clock:
         *,
         launches: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the segments with their times; each pass takes at least the host's launch time.
-
-        Args:
-            works: Work of each segment.
-            extras: Temporary bytes, by name.
-            launches: Launches of each segment in forward and in backward. None counts one launch a kernel.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the segments with their times; each pass takes at least the host's launch time."""
         passes = [work.forward for work in works], [work.backward for work in works]
         forward, backward = (
             self._time_passes(side, [one.kernels for one in side] if launches is None else launches[place])
@@ -234,11 +199,7 @@ class Clock:
         )
 
     def time_work(self, work: Work) -> float:
-        """Return the seconds of kernels: the longer of operations and bytes, plus their starts.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the seconds of kernels: the longer of operations and bytes, plus their starts."""
         rate = self.memory_bytes_per_s
         strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
         seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
@@ -278,11 +239,7 @@ class Clock:
         return seconds + traffic.calls * self.efficiency.collective_start_s
 
     def time_pass(self, one: PassWork) -> float:
-        """Return the device seconds of a segment's forward or backward.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the device seconds of a segment's forward or backward."""
         computing = sum(map(self.time_work, one.works))
         beside = sum(map(self.time_traffic, one.beside))
         return max(computing, beside) + sum(map(self.time_traffic, one.traffic))

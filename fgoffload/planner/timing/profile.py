@@ -94,11 +94,7 @@ class Profile:
     """Steps under plans, which show the slowdown beside copies; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
-        """Refuse a plain step without a duration.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse a plain step without a duration."""
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
@@ -296,11 +292,7 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
 
 
 def _check_names(layer: LayerModel, source: str) -> None:
-    """Refuse a layer whose units name unknown segments or tensors.
-
-    Raises:
-        ConfigError: With the name.
-    """
+    """Refuse a layer whose units name unknown segments or tensors."""
     known = {"segment": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
     for unit in layer.units:
         named = [*(("segment", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
