@@ -15,6 +15,7 @@ docs/reference/static_memory.md.
 import dataclasses
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 from fgoffload.planner.model.parameters import (
@@ -23,6 +24,7 @@ from fgoffload.planner.model.parameters import (
     count_parameters,
     count_rank_parameters,
 )
+from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
 
 __all__ = [
@@ -55,26 +57,16 @@ groups. The rest is memory that the caching allocator reserves and cannot use.
 Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
 """
 
-_BF16 = 2
-_FP32 = 4
-_INT64 = 8
 _BOOL = 1
 """Bytes of an element."""
-
-
-def _check_bytes(name: str, size_bytes: object) -> None:
-    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
-        raise ConfigError(f"{name} {size_bytes!r} is no whole number. Give an int.")
-    if size_bytes < 0:
-        raise ConfigError(f"{name} {size_bytes} is below 0. Give 0 or more.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
     """Bytes per parameter element beside its weight."""
 
-    gradient_bytes: int = _FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
-    main_parameter_bytes: int = _FP32
+    gradient_bytes: int = FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
+    main_parameter_bytes: int = FP32
     """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only what bf16 lacks of fp32."""
     has_fp8_weights: bool = False  # whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`
     shards_gradients: bool = False
@@ -83,13 +75,13 @@ class ParameterState:
     """Whether they shard weights too: `optim_grads_params`, or FSDP2. Two layers have full weights and gradients at once."""
     offloaded_part: float = 0.0
     """Fraction of the optimizer on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
-    moment_bytes: int = 2 * _FP32
+    moment_bytes: int = 2 * FP32
     """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
         """Refuse invalid byte counts and fractions."""
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
-            _check_bytes(name, getattr(self, name))
+            check_count(name, getattr(self, name), least=0)
         if not 0 <= self.offloaded_part <= 1:
             raise ConfigError(f"offloaded_part {self.offloaded_part} is no part. Give a number from 0 to 1.")
 
@@ -124,7 +116,7 @@ class StaticMemory:
     def __post_init__(self) -> None:
         """Refuse sizes below 0."""
         for field in dataclasses.fields(self):
-            _check_bytes(field.name, getattr(self, field.name))
+            check_count(field.name, getattr(self, field.name), least=0)
 
     @property
     def allocated_bytes(self) -> int:
@@ -201,17 +193,17 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
     part = tokens // parallelism.tensor_parallel_size if parallelism.has_sequence_parallel else tokens
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
-    hidden = _BF16 * part * model.hidden_size
+    hidden = BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
     # Input and statistics of the last norm. Norms of multi-token prediction count in their layers.
-    norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * _FP32 * part
+    norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * FP32 * part
     # Input of the output layer; the softmax; index of each token's own logit, and whether another rank has it.
-    loss_bytes = hidden + _FP32 * logits + (_INT64 + _BOOL) * tokens
-    gradient_bytes = _BF16 * tokens * model.hidden_size
+    loss_bytes = hidden + FP32 * logits + (INT64 + _BOOL) * tokens
+    gradient_bytes = BF16 * tokens * model.hidden_size
     return OutputBytes(
         saved_bytes=norm_bytes + losses * loss_bytes,
-        forward_extra_bytes=_BF16 * logits,
-        backward_extra_bytes=_BF16 * logits + gradient_bytes,
+        forward_extra_bytes=BF16 * logits,
+        backward_extra_bytes=BF16 * logits + gradient_bytes,
     )
 
 
@@ -234,7 +226,7 @@ def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> in
         return 0
     count = parameters.linear_count
     # One fp32 scale per 128 x 128 weights, or one byte per 32 weights.
-    scales = {"blockwise": _FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
+    scales = {"blockwise": FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
     return 2 * (count + scales)
 
 
@@ -243,4 +235,4 @@ def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
     if parallelism.tensor_parallel_size == 1 or not parallelism.has_sequence_parallel:
         return 0
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
-    return _BF16 * tokens * model.hidden_size
+    return BF16 * tokens * model.hidden_size

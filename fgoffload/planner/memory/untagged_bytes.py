@@ -5,13 +5,8 @@ from collections.abc import Iterator
 from fgoffload.planner.memory.fp8_inputs import count_input_bytes
 from fgoffload.planner.memory.saved_bytes import count_expert_rows, count_norm_statistics
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
+from fgoffload.planner.operations.ops import BF16, FP32, INT32, INT64
 from fgoffload.planner.ranks.layer_model import SavedTensor
-
-_BF16 = 2
-_FP32 = 4
-_INT32 = 4
-_INT64 = 8
-"""Bytes of an element."""
 
 
 def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
@@ -30,7 +25,7 @@ def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
     # Norms of the next tokens' embeddings and of the hidden states, and one after the layer: inputs 2sbh/t, and statistics.
     for name in ("embedding", "hidden states", "layer's output"):
-        size_bytes = _BF16 * shape.tokens * shape.hidden_size + count_norm_statistics(shape)
+        size_bytes = BF16 * shape.tokens * shape.hidden_size + count_norm_statistics(shape)
         yield SavedTensor(name=f"{name} before the norm of multi-token prediction", tags=(), size_bytes=size_bytes)
     # 4sbh/t: the concatenated outputs of the first two norms.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
@@ -43,10 +38,10 @@ def _list_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
     numbers = shape.seq_length * shape.rotary_channels
     if shape.has_fused_rotary:
         # 4s drot: the kernel keeps the model's own embedding, in fp32.
-        yield SavedTensor(name="rotary embedding", tags=(), size_bytes=_FP32 * numbers, is_same_in_all_layers=True)
+        yield SavedTensor(name="rotary embedding", tags=(), size_bytes=FP32 * numbers, is_same_in_all_layers=True)
         return
     # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
-    yield SavedTensor(name="rotary cosine and sine", tags=(), size_bytes=4 * _BF16 * numbers)
+    yield SavedTensor(name="rotary cosine and sine", tags=(), size_bytes=4 * BF16 * numbers)
 
 
 def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -60,11 +55,11 @@ def _list_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTe
     """Yield the tensors that the permutation saves beside those of `moe_combine`."""
     if not experts.has_fused_permutation:
         # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
-        size_bytes = _INT64 * shape.tokens * experts.num_experts
+        size_bytes = INT64 * shape.tokens * experts.num_experts
         yield SavedTensor(name="sorted places of the permutation", tags=(), size_bytes=size_bytes)
     elif experts.local_experts > 1:
         # 4sbke/t: as in the unpermutation.
-        size_bytes = _INT32 * experts.count_rows(shape.tokens)
+        size_bytes = INT32 * experts.count_rows(shape.tokens)
         yield SavedTensor(name="order of arrival by expert", tags=(), size_bytes=size_bytes)
 
 

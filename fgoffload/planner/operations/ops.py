@@ -6,12 +6,7 @@
 import dataclasses
 import enum
 
-from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
-
-FP8 = 1
-BF16 = 2
-FP32 = 4
+FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
 """Bytes of an element."""
 
 _MAIN_GRADIENT_BYTES = 2 * FP32
@@ -121,15 +116,6 @@ class Execution:
     has_fused_dropout_add: bool = True  # whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
     """Whether matrix products accumulate weight gradients; a separate kernel does with `--no-gradient-accumulation-fusion`."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
-        check_count("context_parallel_size", self.context_parallel_size)
-        if self.window_tokens is not None:
-            check_count("window_tokens", self.window_tokens)
-        for field in ("has_expert_overlap", "has_fused_dropout_add", "has_fused_gradient_accumulation"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} {getattr(self, field)!r} is neither true nor false. Give True or False.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

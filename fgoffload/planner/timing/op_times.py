@@ -19,12 +19,10 @@
     3
 
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead. `replace_times`
-puts measured times in place of these.
+plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from fgoffload.captured_tags import NO_CAPTURE, Graphs, find_captured
@@ -128,36 +126,6 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
         return works
     first, last = _make_mtp_works(shape, execution)
     return (first, *works, last)
-
-
-def replace_times(
-    layer: LayerModel, *, forward_s: Mapping[str, float] | None = None, backward_s: Mapping[str, float] | None = None
-) -> LayerModel:
-    """Return `layer` with measured times."""
-    forward_s, backward_s = forward_s or {}, backward_s or {}
-    _check_times("forward_s", forward_s, layer)
-    _check_times("backward_s", backward_s, layer)
-    segments = tuple(
-        dataclasses.replace(
-            one,
-            forward_s=float(forward_s.get(one.name, one.forward_s)),
-            backward_s=float(backward_s.get(one.name, one.backward_s)),
-        )
-        for one in layer.segments
-    )
-    return dataclasses.replace(layer, segments=segments)
-
-
-def _check_times(field: str, times: Mapping[str, float], layer: LayerModel) -> None:
-    names = [segment.name for segment in layer.segments]
-    for name, seconds in times.items():
-        if name not in names:
-            raise ConfigError(
-                f"{field} names {name!r}, and a layer of kind {layer.kind!r} has none of that name. "
-                f"Give some of: {', '.join(names)}."
-            )
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-            raise ConfigError(f"{field} of {name!r} is {seconds!r}. Give seconds from 0 on.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
