@@ -18,28 +18,9 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
-from fgoffload.planner.model.parameters import (
-    RankParameters,
-    count_active_parameters,
-    count_parameters,
-    count_rank_parameters,
-)
+from fgoffload.planner.model.parameters import RankParameters, count_rank_parameters
 from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
-
-__all__ = [
-    "ADAM",
-    "DEFAULT_RESERVE_BYTES",
-    "DEFAULT_WORKSPACE_BYTES",
-    "NO_OPTIMIZER",
-    "OutputBytes",
-    "ParameterState",
-    "StaticMemory",
-    "count_active_parameters",
-    "count_output_bytes",
-    "count_parameters",
-    "list_static_memory",
-]
 
 DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
 """Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.

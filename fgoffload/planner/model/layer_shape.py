@@ -51,12 +51,6 @@ class LatentShape:
     """With `--qk-layernorm`: norms of the compressed query and key-value, fused into their up-projections. An uncompressed
     query has a norm of the hidden states."""
 
-    def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
-        _check_sizes(self, "kv_lora_rank", "qk_pos_emb_head_dim")
-        if self.q_lora_rank is not None:
-            _check_sizes(self, "q_lora_rank")
-
     @property
     def has_whole_query_norm(self) -> bool:
         """Whether the projection of an uncompressed query normalizes the hidden states once more.
@@ -168,7 +162,7 @@ class ExpertsShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer and microbatch."""
+    """One layer and microbatch, made by `make_layer_shape` of a model that the ranks can share."""
 
     micro_batch_size: int  # sequences of a microbatch
     seq_length: int  # tokens of a sequence on one context-parallel rank
@@ -211,50 +205,6 @@ class LayerShape:
     fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
     is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
 
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        sizes = ("micro_batch_size", "seq_length", "hidden_size", "num_attention_heads", "num_query_groups")
-        _check_sizes(self, *sizes, "qk_channels", "v_channels", "tensor_parallel_size")
-        _check_sizes(self, "ffn_hidden_size", "rotary_channels", least=0)
-        _check_choice(self, "normalization", ("RMSNorm", "LayerNorm"))
-        _check_choice(self, "fp8_recipe", (None, *FP8_RECIPES))
-        _check_divides(self, "num_query_groups", "num_attention_heads")
-        _check_divides(self, "tensor_parallel_size", "seq_length", "num_query_groups", "ffn_hidden_size")
-        if (self.experts is None) == (self.ffn_hidden_size == 0):
-            raise ConfigError(
-                f"ffn_hidden_size {self.ffn_hidden_size} {'without' if self.experts is None else 'with'} experts: a layer is "
-                "dense or a mixture. Give ffn_hidden_size above 0, or experts."
-            )
-        self._check_latent()
-        if not self.has_sequence_parallel:
-            check_whole_sequence(
-                self.tensor_parallel_size,
-                has_experts=self.experts is not None,
-                has_latent_attention=self.latent is not None,
-                has_mtp=self.has_mtp_projection,
-            )
-        if self.experts is not None and self.experts.shared_ffn_hidden_size % self.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not divide shared_ffn_hidden_size "
-                f"{self.experts.shared_ffn_hidden_size}. Give sizes that ranks can share."
-            )
-
-    def _check_latent(self) -> None:
-        if self.latent is None:
-            return
-        if self.num_query_groups != self.num_attention_heads:
-            raise ConfigError(
-                f"num_query_groups {self.num_query_groups} differs from num_attention_heads {self.num_attention_heads}, and "
-                f"latent attention has no groups. Give num_query_groups {self.num_attention_heads}."
-            )
-        if self.has_qk_norm:
-            raise ConfigError("has_qk_norm is of attention in groups, and attention is latent. Give it in latent.")
-        if self.has_fused_rotary:
-            raise ConfigError(
-                "has_fused_rotary with latent attention: what its fused rotary embedding saves is not known here. "
-                "Give --no-rope-fusion."
-            )
-
     @property
     def splits_sequence(self) -> bool:
         """Whether each of several ranks has a part of the sequence between the shared linears."""
@@ -284,7 +234,7 @@ def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_la
         )
 
 
-_Shape = LatentShape | RouterShape | ExpertsShape | LayerShape
+_Shape = RouterShape | ExpertsShape
 
 
 def _check_sizes(shape: _Shape, *names: str, least: int = 1) -> None:

@@ -235,6 +235,11 @@ def check_shared_layers(
             f"expert_parallel_size {expert_parallel_size} does not divide num_experts {model.experts.num_experts} of "
             f"{model.name}. Give a size that does."
         )
+    if model.experts.shared_ffn_hidden_size % tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide shared_ffn_hidden_size "
+            f"{model.experts.shared_ffn_hidden_size} of {model.name}. Give a size that does."
+        )
     if model.experts.ffn_hidden_size % expert_tensor_parallel_size:
         raise ConfigError(
             f"expert_tensor_parallel_size {expert_tensor_parallel_size} does not divide the "

@@ -32,7 +32,6 @@ class Parameter:
     name: str  # name for messages
     count: int  # elements of the parameter, over all ranks
     split: Split = Split.NONE  # which ranks share it
-    active_count: int | None = None  # elements that one token uses. None for all.
     is_linear: bool = False  # whether this is the weight of a linear layer that computes in fp8 if there is a recipe
 
 
@@ -53,13 +52,6 @@ class RankParameters:
 def count_parameters(model: ModelShape) -> int:
     """Return the parameter count of the whole model, multi-token prediction included."""
     return sum(parameter.count for parameter in _list_model(model))
-
-
-def count_active_parameters(model: ModelShape) -> int:
-    """Return the parameter count that one token uses: only chosen and shared experts, but whole embeddings."""
-    return sum(
-        parameter.count if parameter.active_count is None else parameter.active_count for parameter in _list_model(model)
-    )
 
 
 def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
@@ -211,7 +203,6 @@ def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool
         name=name,
         count=experts.num_experts * each,
         split=Split.EXPERT,
-        active_count=experts.topk * each,
         is_linear=is_linear,
     )
 

@@ -66,16 +66,8 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
         graphs: Captured modules.
         has_shared_overlap: Whether shared experts run beside the exchange of tokens.
     """
-    chunks = tuple(
-        dataclasses.replace(
-            chunk,
-            layers=tuple(
-                dataclasses.replace(one, model=capture_layer(one.model, graphs, has_shared_overlap=has_shared_overlap))
-                for one in chunk.layers
-            ),
-        )
-        for chunk in rank.chunks
-    )
+    capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
+    chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace
     return dataclasses.replace(rank, chunks=chunks, host_pace=pace)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
@@ -52,6 +52,11 @@ class ChunkModel:
     last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, on the last chunk
     saved_bytes: int = 0
     """Bytes that a microbatch saves outside of the layers and of all tags. They stay whatever the plan says."""
+
+    def replace_models(self, change: Callable[[LayerModel], LayerModel]) -> "ChunkModel":
+        """Return the chunk with `change` applied to the model of each layer."""
+        layers = tuple(dataclasses.replace(layer, model=change(layer.model)) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers)
 
 
 class HostPace(enum.Enum):

@@ -24,7 +24,7 @@ predicted and 1109 measured, 971 with the forward of the plain step.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
@@ -64,12 +64,7 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrate
     spare_s = sum(_find_spare_s(segment) for layer in layers for segment in layer.segments)
     part = min(1.0, -missing_s / spare_s) if spare_s else 0.0
     kinds = {layer: _take_off(layer, part) for layer in layers}
-    return Calibrated([_replace_models(chunk, kinds) for chunk in chunks], 0.0)
-
-
-def _replace_models(chunk: ChunkModel, kinds: Mapping[LayerModel, LayerModel]) -> ChunkModel:
-    layers = tuple(dataclasses.replace(layer, model=kinds[layer.model]) for layer in chunk.layers)
-    return dataclasses.replace(chunk, layers=layers)
+    return Calibrated([chunk.replace_models(kinds.__getitem__) for chunk in chunks], 0.0)
 
 
 def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
@@ -88,7 +83,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
         for model in {layer.model for chunk in chunks for layer in chunk.layers}
     }
     return [
-        dataclasses.replace(_replace_models(chunk, kinds), first=lengthen(chunk.first), last=lengthen(chunk.last))
+        dataclasses.replace(chunk.replace_models(kinds.__getitem__), first=lengthen(chunk.first), last=lengthen(chunk.last))
         for chunk in chunks
     ]
 

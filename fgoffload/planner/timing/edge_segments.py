@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
 from fgoffload.planner.memory.temporaries import ExtraBytes
 from fgoffload.planner.operations.ops import (
     BF16,
@@ -41,16 +39,6 @@ class EdgeShape:
     vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
     tensor_parallel_size: int = 1  # ranks that share the vocabulary
     has_sequence_parallel: bool = True  # whether those ranks share the sequence between embedding and output layer
-
-    def __post_init__(self) -> None:
-        """Refuse impossible sizes."""
-        for name in ("tokens", "hidden_size", "vocab_size", "tensor_parallel_size"):
-            check_count(name, getattr(self, name))
-        if self.vocab_size % self.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not divide vocab_size {self.vocab_size}. "
-                "Give the padded size."
-            )
 
     @property
     def hidden_bytes(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_device_rate, check_part, check_rate
 from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY
+from fgoffload.planner.timing.json_fields import check_fields
 from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.units import parse_bytes
 
@@ -207,35 +208,19 @@ _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 
 
 def _make_hardware(document: Any, *, source: str) -> Hardware:
-    fields = _read_fields(Hardware, _fill_from_base(document, source), "hardware")
+    fields = check_fields(Hardware, _fill_from_base(document, source), "hardware")
     for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
         if isinstance(fields.get(name), str):
             fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
     if fields.get("link") is None:
         fields["link"] = {}
     if not isinstance(fields["link"], Link):
-        fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+        fields["link"] = Link(**check_fields(Link, fields["link"], "link"))
     for name in _RATES:
         check_device_rate(name, fields.get(name))
     for name in _LINK_RATES:
         check_device_rate(name, getattr(fields["link"], name))
     return Hardware(**fields)
-
-
-def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> dict[str, Any]:
-    if not isinstance(document, dict):
-        raise ConfigError(f"{what} is {document!r}. Give an object with the fields of {cls.__name__}.")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key in document:
-        if key not in fields:
-            nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Give some of: {', '.join(fields)}."
-            raise ConfigError(f"{what} has no field {key!r}. {hint}")
-    for name, field in fields.items():
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if not has_default and document.get(name) is None:
-            raise ConfigError(f"{what} lacks {name!r}. Add it.")
-    return dict(document)
 
 
 def _fill_from_base(document: Any, source: str) -> Any:

@@ -193,10 +193,7 @@ def make_rank_model(
     if microbatches is not None:
         pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
     kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=tolerance)
-    chunks = []
-    for chunk in measured.chunks:
-        layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
-        chunks.append(dataclasses.replace(chunk, layers=layers))
+    chunks = [chunk.replace_models(lambda model: kinds[model.kind]) for chunk in measured.chunks]
     late_s = 0.0
     if profile.plain_step_s is not None and measured.pipeline.stages == 1:
         microbatches_s = profile.plain_step_s - measured.step_end_s
