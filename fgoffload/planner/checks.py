@@ -1,6 +1,7 @@
 """Checks of numbers that users give, for the shapes and the hardware of the planner."""
 
 import math
+from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
 
@@ -14,17 +15,7 @@ compute. Outside, times leave the range of numbers."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
-    """Refuse a value that is not a whole number within its limits.
-
-    Args:
-        name: The field, as the user wrote it.
-        count: The given value.
-        least: Smallest allowed value.
-        most: Largest allowed value; None for no limit.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is not a whole number within its limits."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise ConfigError(f"{name} {count!r} is no whole number. Give an int.")
     if count < least:
@@ -61,3 +52,9 @@ def check_device_rate(name: str, rate: float | None) -> None:
             f"{name} {str(rate)[:20]} is not from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, as rates of devices are. "
             "Give it as in 50e9, which is 50 GB/s."
         )
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is none of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is not known. Give one of: {', '.join(map(repr, choices))}.")

@@ -88,12 +88,7 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        PlanError: No plan was found that fits.
-    """
+    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search."""
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]

@@ -53,12 +53,7 @@ class HostGuess(enum.Enum):
 
 
 def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
-    """Return `ranks` with another host.
-
-    Args:
-        ranks: The pipeline, by number.
-        guess: The host. If it is not launch-bound, copies slow it no more than the device.
-    """
+    """Return `ranks` with another host."""
     if guess is HostGuess.LATE:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
     links = (
@@ -93,9 +88,6 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
 
     Returns:
         At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`, which is the result if no step tells more.
-
-    Raises:
-        PlanError: The plan of a step does not suit a layer.
     """
     ranks = _cancel_at_loss(ranks)
     keeping_s = simulate(ranks, NOTHING).step_s
@@ -121,9 +113,6 @@ def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_
 
     Returns:
         At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`: the result if `plan` moves too little.
-
-    Raises:
-        PlanError: `plan` does not suit a layer.
     """
     ranks = _cancel_at_loss(ranks)
     if not _is_telling(ranks, plan):

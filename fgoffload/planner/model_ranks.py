@@ -116,11 +116,7 @@ def build_ranks(
 def list_rank_memory(
     model: ModelShape, parallelism: Parallelism, rank: int, *, assumptions: Assumptions | None = None
 ) -> StaticMemory:
-    """Return the static memory of pipeline rank `rank` under `assumptions`.
-
-    Raises:
-        ConfigError: There is no such rank, or the ranks cannot share the model.
-    """
+    """Return the static memory of pipeline rank `rank` under `assumptions`."""
     assumptions = assumptions or Assumptions()
     return list_static_memory(
         model,
@@ -266,11 +262,6 @@ def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hard
     stage if stages have many ranks, else several.
 
     Source: `initialize_model_parallel` of megatron-core 0.16.1, whose order is tp-cp-ep-dp-pp unless it is told another.
-
-    Args:
-        host_peaks_bytes: Peak host bytes of a rank, by pipeline stage.
-        hardware: Gives the devices of a node.
-        world_size: Number of ranks, equal on all stages.
     """
     of_stage = world_size // max(1, len(host_peaks_bytes))
     peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]

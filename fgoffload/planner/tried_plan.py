@@ -24,11 +24,5 @@ class Tried:
 
 
 def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
-    """Return the steps of two plans, for a log.
-
-    Args:
-        first: Steps of the first plan.
-        second: Steps of the second plan.
-        made: Origin of each plan, as `for a launch-bound step`.
-    """
+    """Return the steps of two plans, for a log."""
     return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"

@@ -27,13 +27,7 @@ _MXFP8_BLOCK_ROWS = 32
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:
-    """Return the bytes that a linear saves of an input `[rows, channels]` for its backward.
-
-    Args:
-        recipe: As in `--fp8-recipe`, or None for bf16.
-        rows: Tokens, or rows of one expert.
-        channels: Channels of each row.
-    """
+    """Return the bytes that a linear saves of an input `[rows, channels]` for its backward."""
     elements = rows * channels
     if recipe is None:
         return BF16 * elements

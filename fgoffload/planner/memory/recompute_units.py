@@ -40,17 +40,7 @@ def make_units(
     *,
     copy_bytes_per_s: float = math.inf,
 ) -> tuple[UnitModel, ...]:
-    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`.
-
-    Args:
-        shape: Shape of the layer.
-        segments: Its segments, in forward order.
-        tensors: Its saved tensors.
-        copy_bytes_per_s: Bytes that a copy within the device reads and writes a second. By default it takes no time.
-
-    Raises:
-        InternalError: A tensor that a unit drops is not among `tensors`.
-    """
+    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`."""
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)

@@ -54,11 +54,7 @@ def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
 
 
 def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
-    """Return the bytes that `tags` save together. Tensors that several of them save count once.
-
-    Raises:
-        ConfigError: A tag is not known.
-    """
+    """Return the bytes that `tags` save together. Tensors that several of them save count once."""
     names = {default_tags().get(tag).name for tag in tags}
     return sum(tensor.size_bytes for tensor in list_saved_tensors(shape) if names.intersection(tensor.tags))
 

@@ -166,9 +166,6 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
     0.16.1; triton/cross_entropy.py of Transformer Engine 2.18; earlier versions overwrote the logits instead. Not measured on a
     GPU.
-
-    Raises:
-        ConfigError: The ranks cannot share the model.
     """
     parallelism.check_model(model)
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size

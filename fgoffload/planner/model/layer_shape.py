@@ -17,7 +17,7 @@ import math
 from typing import Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """As in `--fp8-recipe`."""
@@ -77,9 +77,9 @@ class RouterShape:
 
     def __post_init__(self) -> None:
         """Refuse combinations that Megatron's router does not support."""
-        _check_choice(self, "score_function", ("softmax", "sigmoid"))
-        _check_choice(self, "balancing", ("none", "aux_loss", "seq_aux_loss"))
-        _check_choice(self, "dtype_bytes", (2, 4))
+        check_choice("score_function", self.score_function, ("softmax", "sigmoid"))
+        check_choice("balancing", self.balancing, ("none", "aux_loss", "seq_aux_loss"))
+        check_choice("dtype_bytes", self.dtype_bytes, (2, 4))
         if self.has_expert_bias and self.score_function != "sigmoid":
             raise ConfigError(
                 f"has_expert_bias goes with score_function 'sigmoid' alone, and it is {self.score_function!r}. "
@@ -125,11 +125,15 @@ class ExpertsShape:
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes."""
-        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size")
-        _check_sizes(self, "shared_ffn_hidden_size", least=0)
-        _check_divides(self, "expert_parallel_size", "num_experts")
-        _check_choice(self, "dispatcher", DISPATCHERS)
-        _check_divides(self, "expert_tensor_parallel_size", "ffn_hidden_size")
+        for name in ("num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size"):
+            check_count(name, getattr(self, name), most=LARGEST_SIZE)
+        check_count("shared_ffn_hidden_size", self.shared_ffn_hidden_size, least=0, most=LARGEST_SIZE)
+        check_choice("dispatcher", self.dispatcher, DISPATCHERS)
+        pairs = (("expert_parallel_size", "num_experts"), ("expert_tensor_parallel_size", "ffn_hidden_size"))
+        for divisor, name in pairs:
+            parts, count = getattr(self, divisor), getattr(self, name)
+            if count % parts:
+                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Give sizes that ranks can share.")
         if not 1 <= self.imbalance < math.inf:
             raise ConfigError(
                 f"imbalance {self.imbalance} is not from 1 up and finite, and no mean is above the most. "
@@ -148,11 +152,7 @@ class ExpertsShape:
         return self.num_experts // self.expert_parallel_size
 
     def count_rows(self, tokens: int) -> int:
-        """Return the rows of a rank's experts, one for each token and expert, before padding.
-
-        Args:
-            tokens: Tokens of each rank before routing.
-        """
+        """Return the rows of a rank's experts, one for each token and expert, before padding."""
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
         # Whatever the routing, a token sends at most one row to each expert of a rank: k rows if one rank has all experts.
         most = tokens * sources * min(self.topk, self.local_experts)
@@ -232,26 +232,3 @@ def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_la
         raise ConfigError(
             f"tensor_parallel_size {tensor_parallel_size} without has_sequence_parallel: {reason}. Give --sequence-parallel."
         )
-
-
-_Shape = RouterShape | ExpertsShape
-
-
-def _check_sizes(shape: _Shape, *names: str, least: int = 1) -> None:
-    for name in names:
-        check_count(name, getattr(shape, name), least=least, most=LARGEST_SIZE)
-
-
-def _check_choice(shape: _Shape, name: str, choices: tuple[str | int | None, ...]) -> None:
-    value = getattr(shape, name)
-    if value not in choices:
-        raise ConfigError(f"{name} {value!r} is not known. Give one of: {', '.join(map(repr, choices))}.")
-
-
-def _check_divides(shape: _Shape, divisor: str, *names: str) -> None:
-    for name in names:
-        if getattr(shape, name) % getattr(shape, divisor):
-            raise ConfigError(
-                f"{divisor} {getattr(shape, divisor)} does not divide {name} {getattr(shape, name)}. "
-                "Give sizes that ranks and heads can share."
-            )

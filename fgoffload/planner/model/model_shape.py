@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
@@ -133,8 +133,7 @@ class ModelShape:
         for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         for name in ("ffn_hidden_size", "kv_channels", "learned_positions"):
-            if getattr(self, name) != 0:
-                check_count(name, getattr(self, name), most=LARGEST_SIZE)
+            check_count(name, getattr(self, name), least=0, most=LARGEST_SIZE)
         if self.mtp_num_layers != 0:
             check_num_layers(self.mtp_num_layers, name="mtp_num_layers")
         self._check_choices()
@@ -169,11 +168,7 @@ class ModelShape:
         return "moe" if self.has_experts(number) else "dense"
 
     def has_experts(self, number: int) -> bool:
-        """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
+        """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does."""
         self._check_number(number)
         if self.experts is None:
             return False
@@ -193,14 +188,9 @@ class ModelShape:
             )
 
     def _check_choices(self) -> None:
-        choices: tuple[tuple[str, tuple[object, ...]], ...] = (
-            ("normalization", ("RMSNorm", "LayerNorm")),
-            ("fp8_recipe", (None, *FP8_RECIPES)),
-            ("activation_dtype_bytes", (2, 4)),
-        )
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not known. Give one of: {', '.join(map(repr, known))}.")
+        check_choice("normalization", self.normalization, ("RMSNorm", "LayerNorm"))
+        check_choice("fp8_recipe", self.fp8_recipe, (None, *FP8_RECIPES))
+        check_choice("activation_dtype_bytes", self.activation_dtype_bytes, (2, 4))
         if not 0 <= self.rotary_percent <= 1:
             raise ConfigError(f"rotary_percent {self.rotary_percent} is no part of a head. Give a number from 0 to 1.")
 
@@ -248,11 +238,7 @@ class ModelShape:
 
 
 def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
-    """Refuse an invalid number of layers, or one too large to make a list of.
-
-    Raises:
-        ConfigError: With the number and the limit.
-    """
+    """Refuse an invalid number of layers, or one too large to make a list of."""
     check_count(name, num_layers, most=MOST_LAYERS)
 
 
@@ -276,9 +262,6 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
     Args:
         pattern: N for experts in layers 0, N, 2N and so on, or 1 and 0 for each layer.
         num_layers: Decoder layers.
-
-    Raises:
-        ConfigError: The pattern is none, or not for so many layers.
     """
     if isinstance(pattern, int):
         check_count("moe_layer_freq", pattern)
@@ -292,9 +275,6 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
     Args:
         pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
         num_layers: Decoder layers.
-
-    Raises:
-        ConfigError: The pattern is none, or not for so many layers.
     """
     if isinstance(pattern, int):
         check_count("window_attn_skip_freq", pattern)
@@ -309,9 +289,6 @@ def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_
         vocab_size: Of the tokenizer.
         divisible_by: As in `--make-vocab-size-divisible-by`, whose default in Megatron-LM this is.
         tensor_parallel_size: Ranks that share the rows.
-
-    Raises:
-        ConfigError: A number is below 1.
     """
     for name, count in (
         ("vocab_size", vocab_size),

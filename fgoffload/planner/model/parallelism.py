@@ -136,11 +136,7 @@ class Parallelism:
         return self.world_size // experts
 
     def check_model(self, model: "ModelShape") -> None:
-        """Refuse a model that the ranks cannot share.
-
-        Raises:
-            ConfigError: With both sizes and the fix.
-        """
+        """Refuse a model that the ranks cannot share."""
         tensor, context = self.tensor_parallel_size, self.context_parallel_size
         check_shared_layers(
             model,
@@ -207,17 +203,7 @@ class Parallelism:
 def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
-    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that.
-
-    Args:
-        model: The model.
-        tensor_parallel_size: Ranks that share each layer.
-        expert_parallel_size: Ranks that share the experts of a layer.
-        expert_tensor_parallel_size: Ranks that share each expert.
-
-    Raises:
-        ConfigError: With both sizes and the fix.
-    """
+    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that."""
     _check_shared_attention(model, tensor_parallel_size)
     if model.ffn_hidden_size % tensor_parallel_size:
         raise ConfigError(
@@ -275,11 +261,7 @@ class StageChunk:
 
 
 def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank.
-
-    Raises:
-        ConfigError: The layers cannot be split over stages, or the ranks cannot share a layer.
-    """
+    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank."""
     parallelism.check_model(model)
     ranks, chunks = parallelism.pipeline_parallel_size, parallelism.chunks
     counts = _count_layers(model, parallelism)

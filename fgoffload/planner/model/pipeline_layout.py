@@ -20,14 +20,7 @@ _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[E
 
 
 def parse_layout(layout: str) -> tuple[str, ...]:
-    """Return the letters of each virtual stage, in the order of forward.
-
-    Args:
-        layout: Value of the flag.
-
-    Raises:
-        ConfigError: The layout has a syntax error; the message has its position.
-    """
+    """Return the letters of each virtual stage, in the order of forward."""
     text = _repeat(layout.replace(",", ""), layout)
     return tuple(text.split("|"))
 

@@ -12,9 +12,6 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
     """Return layer `number` of `model` as a rank under `parallelism` runs it.
 
     For a layer of multi-token prediction, this is its transformer layer, with `has_mtp_projection`.
-
-    Raises:
-        ConfigError: There is no such layer, ranks cannot share it, or its saved bytes are not known.
     """
     has_experts = model.has_experts(number)
     parallelism.check_model(model)

@@ -76,10 +76,6 @@ def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic,
 
     With sequence parallelism the input is gathered, again in backward, and its gradient is reduce-scattered. Without it all
     ranks have the input, and all-reduce its gradient.
-
-    Args:
-        shape: Shape of the layer.
-        channels: Channels per token of the input.
     """
     ring = _list_ring_pass(shape, channels)
     return ring if shape.has_sequence_parallel else (), 2 * ring
@@ -90,10 +86,6 @@ def list_output_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic
 
     With sequence parallelism the output is reduce-scattered, and its gradient is gathered. Without it the output is
     all-reduced, and all ranks have its gradient.
-
-    Args:
-        shape: Shape of the layer.
-        channels: Channels per token of the output.
     """
     ring = _list_ring_pass(shape, channels)
     return (ring, ring) if shape.has_sequence_parallel else (2 * ring, ())

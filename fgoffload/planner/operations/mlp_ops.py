@@ -77,13 +77,7 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
-    """Return the operations of an activation, forward and backward.
-
-    Args:
-        shape: Shape of the layer.
-        inner_bytes: Bytes of the activation's output.
-        probability_bytes: Bytes per element of the probabilities that it multiplies by; 0 without probabilities.
-    """
+    """Return the operations of an activation, forward and backward."""
     if shape.is_gated and not shape.has_fused_activation:
         return _make_unfused_works(inner_bytes, probability_bytes)
     # One kernel reads one or two tensors and writes one. Backward reads them and a gradient, and writes their gradients.

@@ -59,13 +59,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return the eager `rank` as it runs with `graphs`.
-
-    Args:
-        rank: A rank of a profile.
-        graphs: Captured modules.
-        has_shared_overlap: Whether shared experts run beside the exchange of tokens.
-    """
+    """Return the eager `rank` as it runs with `graphs`."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace

@@ -147,9 +147,6 @@ def make_rank(
         saved_bytes: Bytes that those segments save for a microbatch.
         step_end_s: Seconds after the last backward, as of an optimizer.
         host_budget_bytes: Host bytes of the process; None for no limit.
-
-    Raises:
-        ConfigError: The number of microbatches is not what it must be.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))

@@ -139,9 +139,6 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
 
     Returns:
         A forward and a backward of every microbatch through every chunk.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
     """
     warmup = count_warmup_passes(pipeline, rank=rank)
     table = _list_table(pipeline)

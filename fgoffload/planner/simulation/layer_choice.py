@@ -152,16 +152,9 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Return `layer` under `actions`. Equal arguments give the same object.
+    """Return `layer` under `actions`, or refuse actions that do not suit it. Equal arguments give the same object.
 
-    Args:
-        layer: A kind of layer.
-        actions: Actions of a plan by tag or unit; the rest is kept.
-        min_offloaded_numel: Elements. Smaller tensors stay on the device.
-        staying_tags: Tags of tensors that are referenced outside of the layer: offloading them would free nothing.
-
-    Raises:
-        PlanError: The actions do not suit the layer: with the tags or units, and the fix.
+    Tensors with `staying_tags` are referenced outside of the layer: offloading them would free nothing.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))

@@ -87,15 +87,7 @@ class EventList:
 
 
 class LayerCompiler:
-    """One layer of a chunk, under a plan.
-
-    Args:
-        numbered: The layer.
-        chunk: The number of its chunk.
-        resolved: The layer under the plan.
-        rules: Settings of the rank.
-        has_held_input: See [Note: What the model references].
-    """
+    """One layer of a chunk, under a plan."""
 
     def __init__(
         self,

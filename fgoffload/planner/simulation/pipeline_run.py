@@ -37,13 +37,7 @@ class Rounds(NamedTuple):
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
-    """Return the rounds that need no simulation.
-
-    Args:
-        passes_by_rank: Passes of each rank.
-        chunks: Of each rank.
-        are_all_simulated: Whether every round is simulated.
-    """
+    """Return the rounds that need no simulation."""
     # With several chunks a group of microbatches runs through the first one before the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
@@ -173,17 +167,9 @@ class RankPasses:
 def run_pipeline(
     runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, p2p_s: float, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks: a pass begins when its input from the neighbour has arrived.
+    """Simulate all ranks: a pass begins when its input from the neighbour has arrived, `p2p_s` after the end of its pass.
 
-    Args:
-        runs: The ranks. Chunk c of rank r is virtual stage c * p + r of p ranks.
-        passes_by_rank: Passes of each rank, in order.
-        chunks: Of each rank.
-        p2p_s: Seconds from the end of a pass to the start of the pass that needs its output.
-        rounds: The extrapolated rounds.
-
-    Raises:
-        ConfigError: The passes deadlock.
+    Chunk c of rank r is virtual stage c * p + r of p ranks.
     """
     ends_s: dict[tuple[bool, int, int], float] = {}
     count = len(runs) * chunks

@@ -43,14 +43,7 @@ NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
 
 
 class RankClock:
-    """Compute, the link and the memory of a rank in the middle of a step.
-
-    Args:
-        rank: The rank.
-        chunks: Its compiled chunks.
-        timeline: Receives every span and memory sample; None notes nothing.
-        notes_peaks: Whether to note the peak device bytes of each segment.
-    """
+    """Compute, the link and the memory of a rank in the middle of a step."""
 
     def __init__(
         self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False

@@ -133,11 +133,7 @@ class RankRun(RankClock):
         return bool(self._chunks[chunk].groups)
 
     def finish(self, left_out: Sequence[float] | None) -> RankResult:
-        """Wait for copies in flight, and return the result of the step.
-
-        Args:
-            left_out: Counters of the extrapolated rounds, in the order of `list_numbers`.
-        """
+        """Wait for copies in flight, and return the result of the step."""
         self._link.advance(math.inf)
         while self._in_flight:
             self._release_oldest()

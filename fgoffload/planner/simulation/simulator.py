@@ -58,9 +58,6 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         rank: The rank.
         plan: Plan for all ranks; layers of other ranks are ignored.
         detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
     """
     return _simulate([rank], _group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes, p2p_s=0.0)[0]
 

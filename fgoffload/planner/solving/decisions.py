@@ -70,13 +70,6 @@ def price_decisions(
     """Yield the cost of each group of decisions, or None if the rest of the plan requires them.
 
     It is the cost on the rank that needs them most, simulated alone: neighbours wait for the slowest rank.
-
-    Args:
-        ranks: Ranks of the plan, with their host budgets.
-        plan: The whole plan.
-        result: Its prediction.
-        groups: Groups of decisions to leave out, none of which is to keep.
-        budget_bytes: Budget of each device.
     """
     planned: dict[int, RankResult] = {}
     for decisions in groups:

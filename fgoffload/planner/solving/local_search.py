@@ -50,12 +50,7 @@ _Thing = TypeVar("_Thing")
 
 
 class LocalSearch:
-    """Walks over the states of one rank.
-
-    Args:
-        search: Simulates states, and knows those from which walks start.
-        budget_bytes: Budget of the device.
-    """
+    """Walks over the states of one rank."""
 
     def __init__(self, search: RankSearch, budget_bytes: int) -> None:
         self._search = search

@@ -48,9 +48,7 @@ class Candidate:
 class PipelineSearch:
     """Searches the best plan of all ranks, and remembers results from budget to budget.
 
-    Args:
-        ranks: The pipeline, by number.
-        layer_passes: Most forwards and backwards of single layers that walks simulate for a budget, over all ranks.
+    Walks simulate at most `layer_passes` forwards and backwards of single layers for a budget, over all ranks.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:

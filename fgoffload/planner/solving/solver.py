@@ -82,10 +82,6 @@ def solve_leaving_free(
         budget_bytes: Device bytes of each rank, static memory included.
         free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
         layer_passes: As in `solve`.
-
-    Raises:
-        ConfigError: As `solve`.
-        BudgetError: As `solve`, with the smallest budget that leaves as much free.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
     try:
@@ -104,10 +100,6 @@ def sweep(
         ranks: The pipeline, by number.
         budgets_bytes: Device bytes of each rank, from `find_least_budget` on.
         host_budget_bytes: As in `solve`.
-
-    Raises:
-        ConfigError: As `solve`.
-        BudgetError: As `solve`, for the smallest budget without a plan.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -120,11 +112,7 @@ def sweep(
 
 
 def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | None = None) -> int:
-    """Return the smallest budget with a plan, in bytes, however slow that plan is.
-
-    Raises:
-        ConfigError: As `solve`.
-    """
+    """Return the smallest budget with a plan, in bytes, however slow that plan is."""
     return _find_least(_prepare(ranks, 0, host_budget_bytes)).result.peak_bytes
 
 
@@ -142,12 +130,7 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
 
 
 def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
-    """Return the device bytes that a plan may use of a budget.
-
-    Args:
-        budget_bytes: Budget of a device.
-        free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
-    """
+    """Return the device bytes that a plan may use of a budget."""
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
 
 

@@ -47,10 +47,6 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrate
     """Return `chunks` with forward passes and extra seconds such that a microbatch takes `microbatch_s`.
 
     Forward keeps at least the device's time, so a microbatch can still take longer.
-
-    Args:
-        chunks: All chunks of a rank that waits for no other.
-        microbatch_s: Seconds of one microbatch through all of them, forward and backward.
     """
     layers = [layer.model for chunk in chunks for layer in chunk.layers]
     edges = [segment for chunk in chunks for segment in (*chunk.first, *chunk.last)]

@@ -47,13 +47,7 @@ class ComparedStep:
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":
-        """Return the measured steps under `plan`.
-
-        Args:
-            plan: Plan for all ranks.
-            step_s: Seconds of a step under the plan.
-            keeping_step_s: Seconds of a baseline step.
-        """
+        """Return the measured steps under `plan`."""
         return cls(
             sites=tuple(SiteAction(site=site, action=plan.actions[site]) for site in sorted(plan.actions)),
             loss_window_bytes=plan.loss_window_bytes,

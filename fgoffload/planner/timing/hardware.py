@@ -134,11 +134,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> "Hardware":
-        """Return the hardware in the file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be read or has no hardware.
-        """
+        """Return the hardware in the file at `path`."""
         source = f"hardware file {path}"
         return cls.from_json(read_text_file(path, name=source, fix="Give the path of a JSON file."), source=source)
 

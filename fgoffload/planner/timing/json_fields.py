@@ -43,16 +43,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Build a `kind` from `value`.
-
-    Args:
-        kind: A dataclass.
-        value: Output of `to_json_value`. Fields with a default may be missing.
-        source: Origin of `value`, for errors.
-
-    Raises:
-        ConfigError: A field is missing, unknown or of a wrong type; names its place.
-    """
+    """Build a `kind` from `value`."""
     try:
         return _read_object(kind, value, "")
     except ConfigError as error:
@@ -60,11 +51,7 @@ def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
 
 
 def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
-    """Return the fields of a `kind` in the object `value`, without a check of their types.
-
-    Raises:
-        ConfigError: A field is missing or unknown, or `value` is no object.
-    """
+    """Return the fields of a `kind` in the object `value`, without a check of their types."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}

@@ -34,9 +34,6 @@ def make_link_model(hardware: Hardware) -> LinkModel:
 
     Measured rates count in full, nominal rates in part. If the rate of both directions at once was not measured, it is a part
     of the slower direction's rate.
-
-    Raises:
-        ConfigError: A rate of the link is not known.
     """
     link = hardware.link
     d2h = _get_rate(hardware, "d2h_bytes_per_s") * (1.0 if link.is_measured else D2H_SHARE)

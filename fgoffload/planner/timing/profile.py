@@ -99,11 +99,7 @@ class Profile:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
-        """Return pipeline rank `rank`.
-
-        Raises:
-            ConfigError: The profile has no such rank.
-        """
+        """Return pipeline rank `rank`."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -141,22 +137,14 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Return the profile in the file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be read or is no profile.
-        """
+        """Return the profile in the file at `path`."""
         source = f"profile {path}"
         return cls.from_json(
             read_text_file(path, name=source, fix="Give a file that `fgoffload profile --json` wrote."), source=source
         )
 
     def save(self, path: Path) -> None:
-        """Write the profile to a file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Write the profile to a file at `path`."""
         try:
             write_file(path, self.to_json())
         except OSError as error:
@@ -184,9 +172,6 @@ def make_rank_model(
         microbatches: Microbatches of a step; None takes those of the measured one.
         host_budget_bytes: Host budget of this rank; None for no limit.
         tolerance: Part by which times and bytes of layers of one kind may differ. With 0 only equal layers are one kind.
-
-    Raises:
-        ConfigError: The profile has no such rank, or the schedule cannot have so many microbatches.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
@@ -221,10 +206,6 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     just waited for the routing launches the experts late, later still while hooks note every saved tensor, and that only
     lengthens a segment. On an H200 six equal layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors are those
     of the layer with the most bytes, since a plan must fit it.
-
-    Args:
-        layers: Layers, each its own kind.
-        tolerance: As a part: 0.1 for 10%.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
