@@ -22,7 +22,7 @@ from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_ch
 from fgoffload.planner.model.parameters import RankParameters, count_rank_parameters
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.operations.ops import Execution, Pattern, Traffic
-from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import (
     ChunkModel,
     HostPace,
@@ -104,7 +104,7 @@ def build_ranks(
                 link=link,
                 policy=assumptions.policy,
                 min_offloaded_numel=assumptions.min_offloaded_numel,
-                step_end_s=_count_update_s(static, hardware, assumptions)
+                step_end_s=_count_update_s(static, layers.clock)
                 + _count_exchange_s(count_rank_parameters(model, parallelism, rank), models, layers),
                 host_pace=HostPace.STEP_AHEAD if is_captured else find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
@@ -134,8 +134,8 @@ class _LayerModels:
     def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
         self.model = model
         self.parallelism = parallelism
-        self.hardware = hardware
         self.assumptions = assumptions
+        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency, network=assumptions.network)
         self._models: dict[tuple[LayerShape, Execution], LayerModel] = {}
 
     def get_shape(self, number: int) -> LayerShape:
@@ -144,34 +144,28 @@ class _LayerModels:
 
     def get_model(self, number: int) -> LayerModel:
         """Return the model of layer `number`."""
-        shape = self.get_shape(number)
+        shape, has_window, kind = self.get_shape(number), self.model.has_window(number), self.model.get_kind(number)
         execution = dataclasses.replace(
             self.assumptions.execution,
             context_parallel_size=self.parallelism.context_parallel_size,
             has_expert_overlap=self.parallelism.has_expert_overlap,
-            window_tokens=self.model.window_tokens if self.model.has_window(number) else None,
+            window_tokens=self.model.window_tokens if has_window else None,
         )
-        found = self._models.get((shape, execution))
-        if found is None:
-            found = self._models[shape, execution] = make_layer_model(
+        if (shape, execution) not in self._models:
+            self._models[shape, execution] = make_layer_model(
                 shape,
-                self.hardware,
-                kind=self._name_kind(number),
-                efficiency=self.assumptions.efficiency,
-                network=self.assumptions.network,
+                self.clock.hardware,
+                kind=f"{kind}, window" if has_window else kind,
+                efficiency=self.clock.efficiency,
+                network=self.clock.network,
                 execution=execution,
                 graphs=self.assumptions.graphs,
             )
-        return found
-
-    def _name_kind(self, number: int) -> str:
-        kind = self.model.get_kind(number)
-        return f"{kind}, window" if self.model.has_window(number) else kind
+        return self._models[shape, execution]
 
 
 def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
-    model, parallelism, hardware = layers.model, layers.parallelism, layers.hardware
-    efficiency, network = layers.assumptions.efficiency, layers.assumptions.network
+    model, parallelism = layers.model, layers.parallelism
     edge = EdgeShape(
         tokens=model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size,
         hidden_size=model.hidden_size,
@@ -183,69 +177,49 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
     # Storages that all layers share count once.
     own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
     own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
-    output = count_output_bytes(model, parallelism) if chunk.has_output else None
-    first = make_first_segments(edge, hardware, efficiency=efficiency, network=network) if chunk.has_embedding else ()
-    last = (
-        ()
-        if output is None
-        else make_last_segments(
-            edge,
-            hardware,
-            efficiency=efficiency,
-            network=network,
-            execution=layers.assumptions.execution,
-            # Tensors that the loss saves live from its forward to its backward, which follows at once.
-            extra=ExtraBytes(
-                forward=output.saved_bytes + output.forward_extra_bytes,
-                backward=output.saved_bytes + output.backward_extra_bytes,
-            ),
+    last: tuple[Segment, ...] = ()
+    if chunk.has_output:
+        output = count_output_bytes(model, parallelism)
+        # Tensors that the loss saves live from its forward to its backward, which follows at once.
+        extra = ExtraBytes(
+            forward=output.saved_bytes + output.forward_extra_bytes, backward=output.saved_bytes + output.backward_extra_bytes
         )
-    )
+        last = make_last_segments(edge, layers.clock, execution=layers.assumptions.execution, extra=extra)
     return ChunkModel(
         layers=tuple(NumberedLayer(number=number, model=layers.get_model(number)) for number in chunk.layers),
-        first=first,
+        first=make_first_segments(edge, layers.clock) if chunk.has_embedding else (),
         last=last,
         saved_bytes=own_bytes,
     )
 
 
-def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assumptions) -> float:
+def _count_update_s(static: StaticMemory, clock: Clock) -> float:
     """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights."""
-    if not static.optimizer_bytes or hardware.device_memory_bytes_per_s is None:
+    if not static.optimizer_bytes:
         return 0.0
-    touched_bytes = static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)
-    return touched_bytes / Clock(hardware=hardware, efficiency=assumptions.efficiency).memory_bytes_per_s
+    return (static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)) / clock.memory_bytes_per_s
 
 
-def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: "_LayerModels") -> float:
+def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: _LayerModels) -> float:
     """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
 
     `--overlap-grad-reduce` and `--overlap-param-gather` hide them beside the last backward and the first forward of a rank;
     only the rest counts.
     """
-    sizes, assumptions = layers.parallelism, layers.assumptions
-    dense = sizes.data_parallel_size * sizes.context_parallel_size
-    clock = Clock(hardware=layers.hardware, efficiency=assumptions.efficiency, network=assumptions.network)
+    sizes = layers.parallelism
     segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
+    span = sizes.world_size // sizes.pipeline_parallel_size
+    dense = (parameters.dense_count, sizes.data_parallel_size * sizes.context_parallel_size)
+    groups = (dense, (parameters.expert_count, sizes.expert_data_parallel_size))
 
     def time_ring(item_bytes: int) -> float:
+        rings = [(item_bytes * count * (ranks - 1) / ranks, ranks) for count, ranks in groups if ranks > 1]
         return sum(
-            clock.time_traffic(
-                Traffic(
-                    pattern=Pattern.RING,
-                    sent_bytes=item_bytes * count * (ranks - 1) / ranks,
-                    ranks=ranks,
-                    span=sizes.world_size // sizes.pipeline_parallel_size,
-                )
-            )
-            for count, ranks in (
-                (parameters.dense_count, dense),
-                (parameters.expert_count, sizes.expert_data_parallel_size),
-            )
-            if ranks > 1
+            layers.clock.time_traffic(Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=span))
+            for sent_bytes, ranks in rings
         )
 
-    reduced_s = time_ring(assumptions.state.gradient_bytes) - sum(one.backward_s for one in segments)
+    reduced_s = time_ring(layers.assumptions.state.gradient_bytes) - sum(one.backward_s for one in segments)
     gathered_s = time_ring(layers.model.activation_dtype_bytes) - sum(one.forward_s for one in segments)
     return max(0.0, reduced_s) + max(0.0, gathered_s)
 

@@ -105,19 +105,19 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
     summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
-            name="mlp_fc1",
-            forward=PassWork(works=first.list_forward(), traffic=gather),
-            backward=PassWork(works=first.list_backward(execution), beside=beside),
+            "mlp_fc1",
+            PassWork(first.list_forward(), traffic=gather),
+            PassWork(first.list_backward(execution), beside=beside),
         ),
         SegmentWork(
-            name="mlp_act",
-            forward=PassWork(works=(activation,)),
-            backward=PassWork(works=(activation_backward,)),
+            "mlp_act",
+            PassWork((activation,)),
+            PassWork((activation_backward,)),
         ),
         SegmentWork(
-            name="mlp_fc2",
-            forward=PassWork(works=(*second.list_forward(), *add), traffic=summed),
-            backward=PassWork(works=(*add_backward, *second.list_backward(execution)), traffic=gather_back),
+            "mlp_fc2",
+            PassWork((*second.list_forward(), *add), traffic=summed),
+            PassWork((*add_backward, *second.list_backward(execution)), traffic=gather_back),
         ),
     )
 
@@ -140,10 +140,10 @@ def _make_shared_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     gather, beside = list_input_traffic(shape, shape.hidden_size)
     summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return SegmentWork(
-        name="shared_expert",
-        forward=PassWork(works=(*first.list_forward(), activation, *second.list_forward()), traffic=(*gather, *summed)),
-        backward=PassWork(
-            works=(*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
+        "shared_expert",
+        PassWork((*first.list_forward(), activation, *second.list_forward()), traffic=(*gather, *summed)),
+        PassWork(
+            (*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
             traffic=gather_back,
             beside=beside,
         ),
@@ -159,7 +159,7 @@ def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
     product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
     # Backward reads the input, writes its gradient, and adds that to the gradients of the input's other users.
     backward = Work(limit=Limit.MATMUL, flop=2 * flop, moved_bytes=input_bytes + 4 * hidden, kernels=3)
-    return SegmentWork(name="router", forward=PassWork(works=(product, tables)), backward=PassWork(works=(tables, backward)))
+    return SegmentWork("router", PassWork((product, tables)), PassWork((tables, backward)))
 
 
 def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
@@ -170,13 +170,9 @@ def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork
     exchange = _list_exchange(sizes, experts, calls=2)
     forward = (*_list_count_exchange(experts), *exchange)
     return SegmentWork(
-        name="dispatch",
-        forward=PassWork(
-            works=(make_moves(moved, kernels=kernels), *sort), traffic=forward, host_launches=_DISPATCHER_LAUNCHES
-        ),
-        backward=PassWork(
-            works=(*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange, host_launches=_DISPATCHER_LAUNCHES
-        ),
+        "dispatch",
+        PassWork((make_moves(moved, kernels=kernels), *sort), traffic=forward, host_launches=_DISPATCHER_LAUNCHES),
+        PassWork((*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange, host_launches=_DISPATCHER_LAUNCHES),
     )
 
 
@@ -192,19 +188,19 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     bias, bias_backward = _list_output_bias(shape, experts, rows)
     return (
         SegmentWork(
-            name="expert_fc1",
-            forward=PassWork(works=first.list_forward()),
-            backward=PassWork(works=first.list_backward(execution)),
+            "expert_fc1",
+            PassWork(first.list_forward()),
+            PassWork(first.list_backward(execution)),
         ),
         SegmentWork(
-            name="moe_act",
-            forward=PassWork(works=(activation,)),
-            backward=PassWork(works=(activation_backward,)),
+            "moe_act",
+            PassWork((activation,)),
+            PassWork((activation_backward,)),
         ),
         SegmentWork(
-            name="expert_fc2",
-            forward=PassWork(works=(*second.list_forward(), *bias)),
-            backward=PassWork(works=(*bias_backward, *second.list_backward(execution))),
+            "expert_fc2",
+            PassWork((*second.list_forward(), *bias)),
+            PassWork((*bias_backward, *second.list_backward(execution))),
         ),
     )
 
@@ -228,9 +224,9 @@ def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
     add, add_backward = make_residual_works(shape, execution)
     shared = (make_moves(3 * sizes.hidden),) if experts.shared_ffn_hidden_size else ()
     return SegmentWork(
-        name="moe_combine",
-        forward=PassWork(works=(*sort, make_moves(moved, kernels=kernels), *shared, *add), traffic=exchange),
-        backward=PassWork(works=(*add_backward, make_moves(moved_back, kernels=kernels), *sort), traffic=exchange),
+        "moe_combine",
+        PassWork((*sort, make_moves(moved, kernels=kernels), *shared, *add), traffic=exchange),
+        PassWork((*add_backward, make_moves(moved_back, kernels=kernels), *sort), traffic=exchange),
     )
 
 

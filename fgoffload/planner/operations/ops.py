@@ -80,7 +80,7 @@ class Traffic:
         return most * (1 - (1 - 1 / most) ** self.copies)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PassWork:
     """Operations of a segment in one direction."""
 
@@ -96,7 +96,7 @@ class PassWork:
         return sum(work.kernels for work in self.works) + calls + self.host_launches
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentWork:
     """Operations of a segment in forward and backward."""
 
@@ -181,3 +181,12 @@ class Linear:
 def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
     """Return memory-bound kernels."""
     return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)
+
+
+def list_ring_pass(gathered_bytes: int, ranks: int) -> tuple[Traffic, ...]:
+    """Return an all-gather or a reduce-scatter of a tensor. An all-reduce is one of each. Empty with one rank."""
+    if ranks == 1:
+        return ()
+    # A ring sends each rank's part ranks - 1 times.
+    sent_bytes = gathered_bytes // ranks * (ranks - 1)
+    return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)

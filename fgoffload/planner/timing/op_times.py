@@ -273,15 +273,13 @@ def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWor
     # The projection's output, sharded by channels, is gathered and scattered by tokens.
     gather = (*list_input_traffic(shape, 2 * shape.hidden_size)[0], *list_output_traffic(shape, shape.hidden_size)[0])
     first = SegmentWork(
-        name="mtp_projection",
-        forward=PassWork(works=(norms, sides, *linear.list_forward()), traffic=gather),
-        backward=PassWork(
-            works=(*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather
-        ),
+        "mtp_projection",
+        PassWork((norms, sides, *linear.list_forward()), traffic=gather),
+        PassWork((*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather),
     )
     last = SegmentWork(
-        name="mtp_norm",
-        forward=PassWork(works=(make_moves(2 * sizes.hidden),)),
-        backward=PassWork(works=(make_moves(3 * sizes.hidden, kernels=2),)),
+        "mtp_norm",
+        PassWork((make_moves(2 * sizes.hidden),)),
+        PassWork((make_moves(3 * sizes.hidden, kernels=2),)),
     )
     return first, last
