@@ -23,13 +23,7 @@ from fgoffload.planner.model.parameters import RankParameters, count_rank_parame
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.operations.ops import Execution, Pattern, Traffic
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
-from fgoffload.planner.ranks.rank_model import (
-    ChunkModel,
-    HostPace,
-    NumberedLayer,
-    RankModel,
-    find_host_pace,
-)
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network

@@ -34,11 +34,7 @@ _AROUND = ("mtp_projection", "mtp_norm")
 
 
 def make_units(
-    shape: LayerShape,
-    segments: Sequence[Segment],
-    tensors: Sequence[SavedTensor],
-    *,
-    copy_bytes_per_s: float = math.inf,
+    shape: LayerShape, segments: Sequence[Segment], tensors: Sequence[SavedTensor], *, copy_bytes_per_s: float = math.inf
 ) -> tuple[UnitModel, ...]:
     """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`."""
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
@@ -169,12 +165,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
 
     def make(segments: tuple[str, ...], until: str, made: str, *kept: str) -> UnitModel:
         inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
-        return UnitModel(
-            name=segments[0],
-            segments=segments,
-            drops=(*inside, *_pick(tensors, made)),
-            before=until,
-        )
+        return UnitModel(name=segments[0], segments=segments, drops=(*inside, *_pick(tensors, made)), before=until)
 
     # The input stays. Without a fused norm it is the tensor that the linear saves.
     if shape.latent is None:

@@ -199,12 +199,7 @@ def _make_linear(name: str, count: int, split: Split = Split.TENSOR) -> Paramete
 
 
 def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool = False) -> Parameter:
-    return Parameter(
-        name=name,
-        count=experts.num_experts * each,
-        split=Split.EXPERT,
-        is_linear=is_linear,
-    )
+    return Parameter(name=name, count=experts.num_experts * each, split=Split.EXPERT, is_linear=is_linear)
 
 
 def _count_gates(model: ModelShape) -> int:

@@ -51,15 +51,9 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
     """Return the segment of a linear with the norm before it fused in."""
     return SegmentWork(
         linear.name,
+        PassWork((*norm.forward.works, *linear.forward.works), traffic=linear.forward.traffic, beside=linear.forward.beside),
         PassWork(
-            (*norm.forward.works, *linear.forward.works),
-            traffic=linear.forward.traffic,
-            beside=linear.forward.beside,
-        ),
-        PassWork(
-            (*linear.backward.works, *norm.backward.works),
-            traffic=linear.backward.traffic,
-            beside=linear.backward.beside,
+            (*linear.backward.works, *norm.backward.works), traffic=linear.backward.traffic, beside=linear.backward.beside
         ),
     )
 
@@ -107,13 +101,7 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
             PassWork((*linear.list_forward(), *norms, *rope), traffic=gather),
             # Backward concatenates the gradients of query, key and value.
             PassWork(
-                (
-                    *rope,
-                    *norms_backward,
-                    make_moves(2 * sizes.query_key_value),
-                    *linear.list_backward(execution),
-                ),
-                beside=beside,
+                (*rope, *norms_backward, make_moves(2 * sizes.query_key_value), *linear.list_backward(execution)), beside=beside
             ),
         ),
     )
@@ -153,10 +141,7 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     return SegmentWork(
         "qkv_linear",
         PassWork((*norms, *(work for linear in linears for work in linear.list_forward()), *rope), traffic=gather),
-        PassWork(
-            (*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms),
-            beside=beside,
-        ),
+        PassWork((*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms), beside=beside),
     )
 
 
@@ -189,11 +174,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     )
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
     # In backward, the gradients of keys and values travel around the ring too.
-    return SegmentWork(
-        "core_attn",
-        PassWork((forward,), beside=ring),
-        PassWork((backward,), beside=2 * ring),
-    )
+    return SegmentWork("core_attn", PassWork((forward,), beside=ring), PassWork((backward,), beside=2 * ring))
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:

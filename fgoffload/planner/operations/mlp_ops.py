@@ -13,17 +13,7 @@ from fgoffload.planner.operations.attention_ops import (
     make_residual_works,
 )
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, make_mlp_linears
-from fgoffload.planner.operations.ops import (
-    FP32,
-    Execution,
-    Limit,
-    PassWork,
-    Pattern,
-    SegmentWork,
-    Traffic,
-    Work,
-    make_moves,
-)
+from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 
 _ROUTER_TABLES = 6
 """Tensors of [tokens, experts] in fp32 that the router reads or writes in one direction: logits, scores, choice, map,
@@ -105,15 +95,9 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
     summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
-            "mlp_fc1",
-            PassWork(first.list_forward(), traffic=gather),
-            PassWork(first.list_backward(execution), beside=beside),
+            "mlp_fc1", PassWork(first.list_forward(), traffic=gather), PassWork(first.list_backward(execution), beside=beside)
         ),
-        SegmentWork(
-            "mlp_act",
-            PassWork((activation,)),
-            PassWork((activation_backward,)),
-        ),
+        SegmentWork("mlp_act", PassWork((activation,)), PassWork((activation_backward,))),
         SegmentWork(
             "mlp_fc2",
             PassWork((*second.list_forward(), *add), traffic=summed),
@@ -187,16 +171,8 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     )
     bias, bias_backward = _list_output_bias(shape, experts, rows)
     return (
-        SegmentWork(
-            "expert_fc1",
-            PassWork(first.list_forward()),
-            PassWork(first.list_backward(execution)),
-        ),
-        SegmentWork(
-            "moe_act",
-            PassWork((activation,)),
-            PassWork((activation_backward,)),
-        ),
+        SegmentWork("expert_fc1", PassWork(first.list_forward()), PassWork(first.list_backward(execution))),
+        SegmentWork("moe_act", PassWork((activation,)), PassWork((activation_backward,))),
         SegmentWork(
             "expert_fc2",
             PassWork((*second.list_forward(), *bias)),

@@ -21,11 +21,7 @@ def _copy_outputs(layer: LayerModel) -> LayerModel:
     # Returns one object to all callers: simulations cache their results per layer, and compare layers by identity first.
     units = tuple(
         dataclasses.replace(
-            unit,
-            extra_s=unit.extra_s + unit.copy_s,
-            extra_bytes=unit.extra_bytes + unit.copy_bytes,
-            copy_s=0.0,
-            copy_bytes=0,
+            unit, extra_s=unit.extra_s + unit.copy_s, extra_bytes=unit.extra_bytes + unit.copy_bytes, copy_s=0.0, copy_bytes=0
         )
         for unit in layer.units
     )

@@ -291,11 +291,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 
 
 def _list_takes(
-    one: PlacedTensor,
-    offloaded: Sequence[str],
-    covered: Set[str],
-    again: Sequence[tuple[Rerun, Set[str]]],
-    places: _Places,
+    one: PlacedTensor, offloaded: Sequence[str], covered: Set[str], again: Sequence[tuple[Rerun, Set[str]]], places: _Places
 ) -> tuple[Take, ...]:
     """Return the places that need `one`: segments of its tags except `covered` ones, and recomputes in `again` that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]

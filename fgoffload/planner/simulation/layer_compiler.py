@@ -90,13 +90,7 @@ class LayerCompiler:
     """One layer of a chunk, under a plan."""
 
     def __init__(
-        self,
-        numbered: NumberedLayer,
-        chunk: int,
-        resolved: ResolvedLayer,
-        rules: LayerRules,
-        *,
-        has_held_input: bool,
+        self, numbered: NumberedLayer, chunk: int, resolved: ResolvedLayer, rules: LayerRules, *, has_held_input: bool
     ) -> None:
         self._resolved = resolved
         self._layer = numbered.model

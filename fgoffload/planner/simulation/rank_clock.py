@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
-from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind, Mover
 from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
-from fgoffload.planner.simulation.simulation_result import (
-    MemorySample,
-    RankResult,
-    RankTimeline,
-    SegmentKey,
-    StreamName,
-    TagTraffic,
-    Waits,
-)
+from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, TagTraffic, Waits
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
 _TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]
@@ -45,9 +37,7 @@ NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
 class RankClock:
     """Compute, the link and the memory of a rank in the middle of a step."""
 
-    def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
-    ) -> None:
+    def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         self.clock_s = 0.0  # time of compute
         self._rank = rank
         self._chunks = chunks
@@ -68,7 +58,6 @@ class RankClock:
         """Whether the engine's view depends on `_host_s`."""
         self._host_s = 0.0
         """Time of compute at which the host is, at most `clock_s`; not updated if nothing needs it."""
-        self._peaks: dict[SegmentKey, int] | None = {} if notes_peaks else None
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
         """Return the traffic of `mover`."""
@@ -105,7 +94,6 @@ class RankClock:
             recompute_s=recompute_s,
             tags=tuple(one for one in tags if one.d2h_bytes or one.kept_bytes),
             timeline=self._timeline,
-            peaks=self._peaks,
             **sums,
         )
 
@@ -127,9 +115,6 @@ class RankClock:
         """Run compute, and note its span and its bytes."""
         _, net_bytes, rise_bytes, label, _ = compute
         start_s, highest_bytes = self.clock_s, self._device_bytes + rise_bytes
-        if self._peaks is not None and self._pass is not None:
-            key = (self._pass.kind is PassKind.FORWARD, self._pass.chunk, label)
-            self._peaks[key] = max(self._peaks.get(key, 0), highest_bytes)
         self._note_memory(highest_bytes if rise_bytes > net_bytes else self._device_bytes)
         self.compute(compute, _)
         if self._timeline is not None:

@@ -75,10 +75,8 @@ class InFlight(NamedTuple):
 class RankRun(RankClock):
     """A rank in the middle of a step, which offloads by the transfer schedule. Arguments are those of `RankClock`."""
 
-    def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
-    ) -> None:
-        super().__init__(rank, chunks, timeline=timeline, notes_peaks=notes_peaks)
+    def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
+        super().__init__(rank, chunks, timeline=timeline)
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
         self._traffic = [[self._get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
@@ -94,7 +92,7 @@ class RankRun(RankClock):
         # Unbound functions: bound ones would make a reference cycle of a rank and its events.
         acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
-        if timeline is not None or notes_peaks:
+        if timeline is not None:
             acts[EventKind.COMPUTE] = RankRun.compute_and_note
         # A pass runs hundreds of times: the function of each event is looked up once.
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]

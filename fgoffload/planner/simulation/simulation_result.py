@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from fgoffload.plan import Action
@@ -12,7 +11,6 @@ class Detail(enum.Enum):
     """Level of detail of a simulation."""
 
     TOTALS = "totals"  # totals of the step
-    PEAKS = "peaks"  # also peak device bytes of each segment
     TIMELINE = "timeline"  # also spans of each stream, and memory over time
 
 
@@ -93,10 +91,6 @@ class RankTimeline:
             self.spans.append(Span(stream, label, start_s, end_s, size_bytes))
 
 
-SegmentKey = tuple[bool, int, str]
-"""A segment: whether it is in forward, its chunk, and its label: `layers.12.expert_fc1`."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
     """A simulated step of one rank."""
@@ -121,8 +115,6 @@ class RankResult:
     h2d_s: float  # seconds of copies to the device
     tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
     timeline: RankTimeline | None = None
-    peaks: Mapping[SegmentKey, int] | None = None
-    """With `Detail.PEAKS`: peak device bytes of each segment; adjacent ones count as one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,18 +63,13 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
 
 
 def _simulate(
-    ranks: Sequence[RankModel],
-    actions: Actions,
-    details: Sequence[Detail],
-    *,
-    loss_window_bytes: int | None,
-    p2p_s: float,
+    ranks: Sequence[RankModel], actions: Actions, details: Sequence[Detail], *, loss_window_bytes: int | None, p2p_s: float
 ) -> tuple[RankResult, ...]:
     runs = []
     for rank, detail in zip(ranks, details, strict=True):
         timeline = RankTimeline() if detail is Detail.TIMELINE else None
         chunks = compile_rank(rank, actions, loss_window_bytes=loss_window_bytes, merges=timeline is None)
-        runs.append(RankRun(rank, chunks, timeline=timeline, notes_peaks=detail is Detail.PEAKS))
+        runs.append(RankRun(rank, chunks, timeline=timeline))
     passes, count = [rank.passes for rank in ranks], len(ranks[0].chunks)
     rounds = find_rounds(passes, count, are_all_simulated=Detail.TIMELINE in details)
     return run_pipeline(runs, passes, chunks=count, p2p_s=p2p_s, rounds=rounds)

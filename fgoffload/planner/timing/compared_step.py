@@ -35,10 +35,7 @@ class ComparedStep:
     @property
     def plan(self) -> OffloadPlan:
         """Return the plan, for all ranks."""
-        return OffloadPlan(
-            actions={row.site: row.action for row in self.sites},
-            loss_window_bytes=self.loss_window_bytes,
-        )
+        return OffloadPlan(actions={row.site: row.action for row in self.sites}, loss_window_bytes=self.loss_window_bytes)
 
     @property
     def added_s(self) -> float:

@@ -3,16 +3,7 @@
 import dataclasses
 
 from fgoffload.planner.memory.temporaries import ExtraBytes
-from fgoffload.planner.operations.ops import (
-    BF16,
-    FP32,
-    Execution,
-    Linear,
-    PassWork,
-    SegmentWork,
-    list_ring_pass,
-    make_moves,
-)
+from fgoffload.planner.operations.ops import BF16, FP32, Execution, Linear, PassWork, SegmentWork, list_ring_pass, make_moves
 from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.timing.op_times import DEFAULT_EXECUTION, Clock
 

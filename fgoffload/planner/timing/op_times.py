@@ -143,11 +143,7 @@ class Clock:
         return self._get_rate("device_memory_bytes_per_s") * part
 
     def time_segments(
-        self,
-        works: Sequence[SegmentWork],
-        extras: Mapping[str, ExtraBytes],
-        *,
-        launches: Sequence[Sequence[int]] | None = None,
+        self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes], *, launches: Sequence[Sequence[int]] | None = None
     ) -> tuple[Segment, ...]:
         """Return the segments with their times; each pass takes at least the host's launch time."""
         passes = [work.forward for work in works], [work.backward for work in works]
@@ -278,8 +274,6 @@ def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWor
         PassWork((*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather),
     )
     last = SegmentWork(
-        "mtp_norm",
-        PassWork((make_moves(2 * sizes.hidden),)),
-        PassWork((make_moves(3 * sizes.hidden, kernels=2),)),
+        "mtp_norm", PassWork((make_moves(2 * sizes.hidden),)), PassWork((make_moves(3 * sizes.hidden, kernels=2),))
     )
     return first, last

@@ -18,13 +18,7 @@ from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import (
-    ChunkModel,
-    HostPace,
-    NumberedLayer,
-    RankModel,
-    find_host_pace,
-)
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
@@ -158,7 +152,6 @@ def make_rank_model(
     policy: TransferPolicy | None = None,
     microbatches: int | None = None,
     host_budget_bytes: int | None = None,
-    tolerance: float = DEFAULT_TOLERANCE,
 ) -> RankModel:
     """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
@@ -171,13 +164,12 @@ def make_rank_model(
         policy: Window and prefetch; None takes the defaults.
         microbatches: Microbatches of a step; None takes those of the measured one.
         host_budget_bytes: Host budget of this rank; None for no limit.
-        tolerance: Part by which times and bytes of layers of one kind may differ. With 0 only equal layers are one kind.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
     if microbatches is not None:
         pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
-    kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=tolerance)
+    kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=DEFAULT_TOLERANCE)
     chunks = [chunk.replace_models(lambda model: kinds[model.kind]) for chunk in measured.chunks]
     late_s = 0.0
     if profile.plain_step_s is not None and measured.pipeline.stages == 1:
