@@ -1,15 +1,6 @@
 """Sizes of one transformer layer on a rank, which determine the bytes that it saves for backward.
 
-Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent:
-
-    attention = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "qk_channels": 128, "v_channels": 128}
-    dense = LayerShape(micro_batch_size=1, seq_length=4096, ffn_hidden_size=14336, **attention)
-    mixture = LayerShape(
-        micro_batch_size=1,
-        seq_length=4096,
-        experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336),
-        **attention,
-    )
+Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent.
 """
 
 import dataclasses

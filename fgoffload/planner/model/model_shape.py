@@ -162,30 +162,21 @@ class ModelShape:
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
         """Return the kind of layer `number`."""
-        self._check_number(number)
         if number >= self.num_layers:
             return "mtp"
         return "moe" if self.has_experts(number) else "dense"
 
     def has_experts(self, number: int) -> bool:
         """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does."""
-        self._check_number(number)
         if self.experts is None:
             return False
         return self.moe_layers is None or self.moe_layers[min(number, self.num_layers - 1)]
 
     def has_window(self, number: int) -> bool:
         """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens."""
-        self._check_number(number)
         if self.window_tokens is None or number >= self.num_layers:
             return False
         return self.window_layers is None or self.window_layers[number]
-
-    def _check_number(self, number: int) -> None:
-        if number not in self.numbers:
-            raise ConfigError(
-                f"layer {number!r} is not one of the {len(self.numbers)} of {self.name}. Give 0 to {len(self.numbers) - 1}."
-            )
 
     def _check_choices(self) -> None:
         check_choice("normalization", self.normalization, ("RMSNorm", "LayerNorm"))

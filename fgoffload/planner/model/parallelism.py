@@ -330,19 +330,12 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     if first is not None or last is not None:
         given = " and ".join(f"{name} {getattr(parallelism, name)}" for name in _ENDS if getattr(parallelism, name) is not None)
-        layers, others = f"num_layers {model.num_layers} of {model.name}", f"the {between} other stage{'s' * (between > 1)}"
         if between < 0:
             return f"{given} are of two stages, and pipeline_parallel_size is {ranks}. Give 2 or more, or one of the two."
-        if left < 0:
-            fix = f"Give {model.num_layers - between} or less"
-            return (
-                f"{given} {'are together' if ' and ' in given else 'is'} above {layers}. {fix}, one layer for each other stage."
-            )
-        if not between:
-            return f"{given} leave out {left} of {layers}, and there is no other stage. Give all of the layers."
-        if not left:
-            return f"{given} leave nothing of {layers} to {others}. Give {model.num_layers - between} or less."
-        return f"{given} leave {left} of {layers} to {others}, which cannot share them. Leave a multiple of {between}."
+        return (
+            f"{given} leave {left if left > 0 else 'nothing'} of num_layers {model.num_layers} of {model.name} to the "
+            f"{between} other stages. Leave {f'a multiple of {between}, one layer or more for each' if between else 'none'}."
+        )
     return (
         f"num_layers {model.num_layers} of {model.name} (with embedding and loss where they count: {left}) are not a multiple "
         f"of pipeline_parallel_size {ranks}. Give a size that divides them, --decoder-first-pipeline-num-layers and "

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
@@ -56,10 +55,7 @@ def count_parameters(model: ModelShape) -> int:
 
 def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
     """Return the parameter counts of each rank of a pipeline stage."""
-    chunks = list_chunks(model, parallelism)
-    if rank not in range(len(chunks)):
-        raise ConfigError(f"pipeline rank {rank!r} is not one of {len(chunks)}. Give 0 to {len(chunks) - 1}.")
-    parameters = [parameter for chunk in chunks[rank] for parameter in _list_chunk(model, chunk)]
+    parameters = [parameter for chunk in list_chunks(model, parallelism)[rank] for parameter in _list_chunk(model, chunk)]
     parts = [(parameter, _count_part(parameter, parallelism)) for parameter in parameters]
     return RankParameters(
         dense_count=sum(count for parameter, count in parts if parameter.split is not Split.EXPERT),
@@ -111,11 +107,6 @@ def _count_part(parameter: Parameter, parallelism: Parallelism) -> int:
         Split.TENSOR: parallelism.tensor_parallel_size,
         Split.EXPERT: parallelism.expert_parallel_size * parallelism.expert_tensor_parallel_size,
     }[parameter.split]
-    if parameter.count % parts:
-        raise ConfigError(
-            f"{parameter.name}: {parameter.count} numbers cannot be shared by {parts} ranks. Give parallel sizes that divide "
-            "that number."
-        )
     return parameter.count // parts
 
 

@@ -28,7 +28,12 @@ def parse_layout(layout: str) -> tuple[str, ...]:
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
     """Refuse a layout that does not match the model, or that Megatron cannot build."""
     stages = parse_layout(layout)
-    _check_counts(layout, "".join(stages), num_layers, mtp_num_layers)
+    counts = (("E", "embedding", 1), ("t", "num_layers", num_layers), ("m", "mtp_num_layers", mtp_num_layers), ("L", "loss", 1))
+    for letter, what, count in counts:
+        if (found := "".join(stages).count(letter)) != count:
+            raise ConfigError(
+                f"pipeline_layout {layout!r} has {found} x {letter}, and {what} is {count}. Give {count} x {letter}."
+            )
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
         raise ConfigError(
             f"pipeline_layout {layout!r} does not begin with the embedding E and end with the loss L. Give one like 'Et|tL'."
@@ -60,20 +65,6 @@ def _repeat(text: str, layout: str) -> str:
             )
         position = match.end()
     return "".join(pieces)
-
-
-def _check_counts(layout: str, letters: str, num_layers: int, mtp_num_layers: int) -> None:
-    for letter, what, count in (
-        ("E", "embedding", 1),
-        ("t", "num_layers", num_layers),
-        ("m", "mtp_num_layers", mtp_num_layers),
-        ("L", "loss", 1),
-    ):
-        if letters.count(letter) != count:
-            raise ConfigError(
-                f"pipeline_layout {layout!r} has {letters.count(letter)} x {letter}, and {what} is {count}. "
-                f"Give {count} x {letter}."
-            )
 
 
 def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_size: int) -> None:

@@ -137,11 +137,7 @@ class LayerModel:
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
         """Return the tags that save a tensor that can be offloaded."""
-        return frozenset(tag for tensor in self.tensors if self.may_leave(tensor) for tag in tensor.tags)
-
-    def may_leave(self, tensor: SavedTensor) -> bool:
-        """Return whether `tensor` can be offloaded."""
-        return not tensor.stays
+        return frozenset(tag for tensor in self.tensors if not tensor.stays for tag in tensor.tags)
 
     def is_staged(self, tensor: SavedTensor) -> bool:
         """Return whether `tensor` is offloaded through a staging slot, from inside a CUDA graph."""

@@ -128,10 +128,6 @@ def make_rank(
     static_bytes: int,
     microbatches: int = 1,
     policy: TransferPolicy | None = None,
-    first: Sequence[Segment] = (),
-    last: Sequence[Segment] = (),
-    saved_bytes: int = 0,
-    step_end_s: float = 0.0,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
     """Return one process that runs forward and backward of `layers` for each microbatch of a step.
@@ -142,10 +138,6 @@ def make_rank(
         static_bytes: Device bytes outside of activations.
         microbatches: Microbatches of a step.
         policy: Window and prefetch; None takes the defaults.
-        first: Segments before the layers, as an embedding.
-        last: Segments after the layers, as a loss.
-        saved_bytes: Bytes that those segments save for a microbatch.
-        step_end_s: Seconds after the last backward, as of an optimizer.
         host_budget_bytes: Host bytes of the process; None for no limit.
     """
     models = {layer: layer.make_model() for layer in layers}
@@ -153,11 +145,10 @@ def make_rank(
     return RankModel(
         rank=0,
         static_bytes=static_bytes,
-        chunks=(ChunkModel(layers=numbered, first=tuple(first), last=tuple(last), saved_bytes=saved_bytes),),
+        chunks=(ChunkModel(layers=numbered),),
         passes=list_passes(Pipeline(microbatches=microbatches), rank=0),
         link=link,
         policy=policy or TransferPolicy(),
-        step_end_s=step_end_s,
         host_budget_bytes=host_budget_bytes,
         host_pace=HostPace.STEP_AHEAD,
         turning_chunk=0,

@@ -160,7 +160,6 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
 
     Source: `get_pp_rank_microbatches` of Megatron-Core.
     """
-    _check_rank(pipeline, rank)
     behind = pipeline.stages - rank - 1
     if pipeline.chunks > 1:
         behind = 2 * behind + (pipeline.chunks - 1) * pipeline.microbatches_of_group
@@ -173,7 +172,6 @@ def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
     It is the last chunk of the model. Under expert overlap another microbatch's forward runs beside that backward; if the last
     group of microbatches is smaller than the others, some interleaved passes come in between.
     """
-    _check_rank(pipeline, rank)
     return pipeline.chunks - 1 if rank == pipeline.stages - 1 and not pipeline.has_expert_overlap else None
 
 
@@ -204,10 +202,3 @@ def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
     starts = range(0, pipeline.microbatches, size)
     groups = [range(start, min(start + size, pipeline.microbatches)) for start in starts]
     return [(chunk, microbatch) for group in groups for chunk in range(pipeline.chunks) for microbatch in group]
-
-
-def _check_rank(pipeline: Pipeline, rank: object) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < pipeline.stages:
-        raise ConfigError(
-            f"rank {rank!r} is not one of the {pipeline.stages} stages. Give a whole number from 0 to {pipeline.stages - 1}."
-        )

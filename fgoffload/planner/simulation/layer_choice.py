@@ -184,7 +184,7 @@ def _resolve(
         if one.tensor.is_same_in_all_layers:
             continue
         one = one._replace(takes=takes[one.tensor.name])
-        is_able = layer.may_leave(one.tensor) and not one.tensor.is_below(min_offloaded_numel)
+        is_able = not one.tensor.stays and not one.tensor.is_below(min_offloaded_numel)
         if not owners or not is_able or staying_tags.intersection(one.tensor.tags):
             kept.append(one)
         else:

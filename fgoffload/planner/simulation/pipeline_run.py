@@ -102,7 +102,7 @@ class RankPasses:
         self._later_s = self._waited_s = 0.0
         """Seconds of the extrapolated rounds, which the clock of `run` lacks, and the waits in them."""
 
-    def run_on(self, p2p_s: float) -> None:
+    def run_on(self) -> None:
         """Run passes until all are done or the next one must wait."""
         run, ends_s, first, length = self._run, self._ends_s, self._first, self._rounds.passes
         last = first + self._rounds.left_out * length
@@ -121,7 +121,7 @@ class RankPasses:
                 self._later_s += waits_s + self._busy_s[(self.over - first) % length - length]
             else:
                 self._simulate(one, ready_s)
-            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s + p2p_s
+            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s
             self.over += 1
 
     def _simulate(self, one: Pass, ready_s: float) -> None:
@@ -165,9 +165,9 @@ class RankPasses:
 
 
 def run_pipeline(
-    runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, p2p_s: float, rounds: Rounds
+    runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks: a pass begins when its input from the neighbour has arrived, `p2p_s` after the end of its pass.
+    """Simulate all ranks: a pass begins when the neighbour's pass that makes its input has ended.
 
     Chunk c of rank r is virtual stage c * p + r of p ranks.
     """
@@ -181,7 +181,7 @@ def run_pipeline(
     # Visits ranks first to last, as forwards run, then last to first, as backwards run, until no rank advances.
     while before < (before := sum(rank.over for rank in ranks)):
         for rank in (*ranks, *reversed(ranks)):
-            rank.run_on(p2p_s)
+            rank.run_on()
     for number, rank in enumerate(ranks):
         if rank.over < len(rank.passes):
             raise ConfigError(

@@ -21,7 +21,7 @@ from fgoffload.planner.solving.megatron_flags import (
     SelectiveRecompute,
     choose_usual_modules,
 )
-from fgoffload.planner.solving.peak_times import shorten
+from fgoffload.planner.solving.states import shorten
 from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 

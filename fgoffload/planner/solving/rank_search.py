@@ -11,9 +11,8 @@ from typing import NamedTuple
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving.peak_times import shorten
 from fgoffload.planner.solving.price_steps import list_price_steps
-from fgoffload.planner.solving.states import State, list_slots, make_key, make_plan
+from fgoffload.planner.solving.states import State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
 _COPY_PRICES = (0.03, 0.2, 0.4, 0.8)

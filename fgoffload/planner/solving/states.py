@@ -1,14 +1,21 @@
-"""Treatments of a rank's layers, and the plan they form."""
+"""Treatments of a rank's layers, the plan they form, and the shortest step that shows its peak."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.ranks.schedule import PassKind
-from fgoffload.planner.solving.peak_times import list_in_flight
+from fgoffload.planner.ranks.schedule import Pass, PassKind
 from fgoffload.planner.solving.treatments import Treatment, measure_treatment
+
+
+@functools.lru_cache(maxsize=64)
+def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches in flight between two passes, by chunk."""
+    return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
 class LayerSlot(NamedTuple):
@@ -63,3 +70,33 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
         measure_treatment(slot.layer, chosen.get((slot.chunk, slot.number), {}), min_offloaded_numel=numel)
         for slot in list_slots(rank)
     )
+
+
+def shorten(rank: RankModel) -> RankModel:
+    """Return `rank` with the fewest microbatches that have all its peak times, at least two more than are ever in flight.
+
+    A plan has the same effect on such a step as on the whole one, whose other microbatches repeat the same.
+    """
+    chunks = len(rank.chunks)
+    places = _list_places(rank.passes, chunks)
+    most = max((count for _, in_flight, _ in places for count in in_flight), default=0)
+    for microbatches in range(most + 2, 2 * most + 2):
+        passes = tuple(one for one in rank.passes if one.microbatch < microbatches)
+        if _list_places(passes, chunks) == places:
+            return dataclasses.replace(rank, passes=passes)
+    return rank
+
+
+def _list_places(passes: Sequence[Pass], chunks: int) -> set[Any]:
+    return {
+        ((before.kind, before.chunk), in_flight, after and (after.kind, after.chunk))
+        for before, in_flight, after in _list_gaps(passes, chunks)
+    }
+
+
+def _list_gaps(passes: Sequence[Pass], chunks: int) -> Iterator[tuple[Pass, tuple[int, ...], Pass | None]]:
+    """Yield each pass with how many microbatches are in flight behind it, by chunk, and the pass that follows."""
+    current = [0] * chunks
+    for one, following in zip(passes, (*passes[1:], None), strict=True):
+        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+        yield one, tuple(current), following

@@ -1,23 +1,5 @@
 """Times of a layer's segments: from a shape and a device to the model that simulator and solver use.
 
-    >>> from fgoffload.planner.timing.hardware import get_hardware
-    >>> from fgoffload.planner.model.layer_shape import LayerShape
-    >>> shape = LayerShape(
-    ...     micro_batch_size=1,
-    ...     seq_length=4096,
-    ...     hidden_size=4096,
-    ...     num_attention_heads=32,
-    ...     num_query_groups=8,
-    ...     qk_channels=128,
-    ...     v_channels=128,
-    ...     ffn_hidden_size=14336,
-    ... )
-    >>> layer = make_layer_model(shape, get_hardware("h100"), kind="dense")
-    >>> [segment.name for segment in layer.segments]
-    ['qkv_linear', 'core_attn', 'attn_proj', 'mlp_fc1', 'mlp_act', 'mlp_fc2']
-    >>> round(layer.forward_s * 1e3)
-    3
-
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
 plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead.
 """
