@@ -43,13 +43,11 @@ from fgoffload.planner.training_facts import list_facts
 class PlanReport:
     """A plan with its prediction and the baselines."""
 
-    ranks: tuple[RankModel, ...]
-    """The planned ranks, with the given host budget."""
+    ranks: tuple[RankModel, ...]  # the planned ranks, with the given host budget
     baselines: Mapping[str, StepResult]
     """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget. Tensors
     beyond the host budget stay on the GPU, as in the engine."""
-    solution: Solution
-    """The plan."""
+    solution: Solution  # the plan
 
 
 def plan(

@@ -82,12 +82,8 @@ def find_group_s(slowdown: float) -> float:
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
     """Return the slowdown of compute beside copies, as a fraction, at which simulated `steps` take the measured time.
 
-    Args:
-        ranks: The pipeline as it was measured, by number.
-        steps: Compared steps of it. Steps that move too little are left out.
-
-    Returns:
-        At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`, which is the result if no step tells more.
+    Steps that move too little are left out. The result is at most `MOST_SLOWDOWN`, and at least the slowdown of the link of
+    `ranks`, which is the result if no step tells more.
     """
     keeping_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
     return _find_slowdown(ranks, [(step.plan, keeping_s + step.added_s) for step in steps])

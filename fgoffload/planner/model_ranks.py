@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fgoffload.captured_tags import FULL_ITERATION, NO_CAPTURE, Graphs
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
 from fgoffload.planner.memory.static_memory import (
     ADAM,
     DEFAULT_RESERVE_BYTES,
@@ -15,7 +16,6 @@ from fgoffload.planner.memory.static_memory import (
     list_static_memory,
 )
 from fgoffload.planner.memory.temporaries import ExtraBytes
-from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
@@ -40,24 +40,17 @@ logger = logging.getLogger(__name__)
 class Assumptions:
     """Assumptions of a prediction, beside model, ranks and device."""
 
-    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-    """Efficiency of kernels against the device's peaks."""
-    network: Network = dataclasses.field(default_factory=Network)
-    """Measured rates between ranks; None takes the hardware's."""
-    state: ParameterState = ADAM
-    """Bytes of gradients and optimizer for each parameter."""
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """Device bytes outside of the allocator: CUDA context, NCCL, fragmentation."""
-    dispatch_buffer_bytes: int = 0
-    """Device bytes of a token dispatcher's own buffers."""
-    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
-    """Window and prefetch of the engine."""
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # efficiency of kernels against the device's peaks
+    network: Network = dataclasses.field(default_factory=Network)  # measured rates between ranks; None takes the hardware's
+    state: ParameterState = ADAM  # bytes of gradients and optimizer for each parameter
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
+    dispatch_buffer_bytes: int = 0  # device bytes of a token dispatcher's own buffers
+    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution of layers. Context parallel size and attention window of each layer come from the model."""
-    graphs: Graphs = NO_CAPTURE
-    """Modules that CUDA graphs capture."""
+    graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture
 
 
 def build_ranks(

@@ -10,7 +10,7 @@ tags that save it, and bytes of several tags are summed over these tensors:
 
     count_bytes(shape, ("core_attn", "attn_proj")) == count_bytes(shape, ("core_attn",))
 
-`untagged_bytes.list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
+`list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
 `tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists numbers from the code of both, not measured.
@@ -36,7 +36,7 @@ def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of a layer, in forward order.
 
     The tag `layer_input` is for a layer that is recomputed as a whole. It then saves the tensors listed here, and no other tag
-    saves anything. `untagged_bytes.list_untagged_tensors` has the tensors that no tag ever saves.
+    saves anything. `list_untagged_tensors` has the tensors that no tag ever saves.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
@@ -71,8 +71,12 @@ def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, in
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
 
 
-def _make(name: str, tags: tuple[str, ...], size_bytes: int, element_bytes: int = BF16) -> SavedTensor:
-    return SavedTensor(name=name, tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
+def _make(
+    name: str, tags: tuple[str, ...], size_bytes: int, element_bytes: int = BF16, *, is_same_in_all_layers: bool = False
+) -> SavedTensor:
+    return SavedTensor(
+        name=name, tags=tags, size_bytes=size_bytes, is_same_in_all_layers=is_same_in_all_layers, element_bytes=element_bytes
+    )
 
 
 def _make_input(name: str, tag: str, recipe: Fp8Recipe | None, size_bytes: int) -> SavedTensor:
@@ -86,13 +90,8 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
     yield _make("layer input", ("layer_input", norm), LayerSizes(shape).hidden)
     if shape.rotary_channels and shape.latent is None:
         # Each layer gets the whole tensor, [s, 1, 1, rotary_channels] in fp32, so a checkpoint of the layer saves it.
-        yield SavedTensor(
-            name="rotary embedding",
-            tags=("layer_input",),
-            size_bytes=FP32 * shape.seq_length * shape.rotary_channels,
-            is_same_in_all_layers=True,
-            element_bytes=FP32,
-        )
+        size_bytes = FP32 * shape.seq_length * shape.rotary_channels
+        yield _make("rotary embedding", ("layer_input",), size_bytes, FP32, is_same_in_all_layers=True)
 
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -154,10 +153,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
         # 4n/t: a bf16 parameter. Attention gets and saves it in fp32, [1, n / t, 1, 1].
         yield _make("attention sinks", _CORE, FP32 * shape.num_attention_heads // shape.tensor_parallel_size, FP32)
     # Start of each sequence and end of the last one, [b + 1]: the same tensor for query and key, and for all layers.
-    size_bytes = INT32 * (shape.micro_batch_size + 1)
-    yield SavedTensor(
-        name="sequence lengths", tags=_CORE, size_bytes=size_bytes, is_same_in_all_layers=True, element_bytes=INT32
-    )
+    yield _make("sequence lengths", _CORE, INT32 * (shape.micro_batch_size + 1), INT32, is_same_in_all_layers=True)
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
@@ -323,3 +319,70 @@ def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
     """Return the bytes that a row-parallel linear saves of its input: 2sb channels/t in bf16."""
     rows = LayerSizes(shape).rows
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)
+
+
+def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
+    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the device.
+
+    A layer that is recomputed as a whole saves only those of multi-token prediction.
+
+    Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
+    the functions of the former on the CPU. Not measured on a GPU.
+    """
+    projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
+    found = (*projection, *_list_untagged_rotary(shape), *_list_dropout(shape))
+    if shape.experts is None:
+        return found
+    return (*found, *_list_untagged_dispatch(shape, shape.experts), *_list_biases(shape, shape.experts))
+
+
+def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
+    # Norms of the next tokens' embeddings and of the hidden states, and one after the layer: inputs 2sbh/t, and statistics.
+    for name in ("embedding", "hidden states", "layer's output"):
+        size_bytes = LayerSizes(shape).hidden + count_norm_statistics(shape)
+        yield _make(f"{name} before the norm of multi-token prediction", (), size_bytes)
+    # 4sbh/t: the concatenated outputs of the first two norms.
+    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
+    yield _make("input of the projection of multi-token prediction", (), size_bytes)
+
+
+def _list_untagged_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
+    if not shape.rotary_channels or shape.latent is not None:
+        return
+    numbers = shape.seq_length * shape.rotary_channels
+    if shape.has_fused_rotary:
+        # 4s drot: the kernel keeps the model's own embedding, in fp32.
+        yield _make("rotary embedding", (), FP32 * numbers, is_same_in_all_layers=True)
+        return
+    # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
+    yield _make("rotary cosine and sine", (), 4 * BF16 * numbers)
+
+
+def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
+    if shape.has_hidden_dropout:
+        # sbh/t bytes after attention, and as many after the MLP.
+        yield _make("masks of dropout", (), 2 * shape.tokens * shape.hidden_size)
+
+
+def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield the tensors that the permutation saves beside those of `moe_combine`."""
+    if not experts.has_fused_permutation:
+        # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
+        yield _make("sorted places of the permutation", (), INT64 * shape.tokens * experts.num_experts)
+    elif experts.local_experts > 1:
+        # 4sbke/t: as in the unpermutation.
+        yield _make("order of arrival by expert", (), INT32 * experts.count_rows(shape.tokens))
+
+
+def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield the tensors saved for the biases of the experts' second linears, each times the probabilities of its rows.
+
+    The product saves those probabilities, and `moe_act` does too: offloading them with that tag frees nothing. If the tag stays
+    they are counted twice, a number a row.
+
+    Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
+    """
+    if shape.has_linear_bias:
+        # 2sbke/t, or 4sbke/t with a router in fp32.
+        rows, _ = count_expert_rows(shape, experts)
+        yield _make("probabilities beside biases of experts", (), experts.router.dtype_bytes * rows)

@@ -72,11 +72,7 @@ _NEEDED_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vo
 
 
 def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
-    """Return the model that the file at `path` describes.
-
-    Args:
-        path: A `config.json`, or its folder.
-        seq_length: Tokens of a sequence in training.
+    """Return the model that a `config.json`, or the one in the folder `path`, describes, trained on sequences of `seq_length`.
 
     Raises:
         ConfigError: The file cannot be read, lacks a field, or has an unknown kind of model.

@@ -55,16 +55,14 @@ class LatentShape:
 class RouterShape:
     """Routing of tokens to experts. The defaults are Megatron's: softmax over the scores of the chosen experts."""
 
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """As in `--moe-router-score-function`."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"  # as in `--moe-router-score-function`
     has_pre_softmax: bool = False
     """With `--moe-router-pre-softmax`, for softmax only: over the scores of all experts, before the choice."""
     has_expert_bias: bool = False
     """With `--moe-router-enable-expert-bias`, for sigmoid only: the choice of experts includes a bias."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Load-balancing loss, over the microbatch or over each sequence. None if its coefficient is 0."""
-    dtype_bytes: int = 2
-    """Bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations."""
+    dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations
 
     def __post_init__(self) -> None:
         """Refuse combinations that Megatron's router does not support."""
@@ -87,32 +85,24 @@ class RouterShape:
 class ExpertsShape:
     """A mixture of experts behind the all-to-all dispatcher."""
 
-    num_experts: int
-    """Experts of the layer, over all ranks."""
-    topk: int
-    """Experts per token."""
-    ffn_hidden_size: int
-    """Channels of an expert after its activation."""
-    shared_ffn_hidden_size: int = 0
-    """Channels of all shared experts together; 0 without any."""
+    num_experts: int  # experts of the layer, over all ranks
+    topk: int  # experts per token
+    ffn_hidden_size: int  # channels of an expert after its activation
+    shared_ffn_hidden_size: int = 0  # channels of all shared experts together; 0 without any
     has_shared_overlap: bool = False
     """With `--moe-shared-expert-overlap`: the shared experts gather their own input, and keep it gathered."""
-    expert_parallel_size: int = 1
-    """Expert-parallel ranks."""
-    expert_tensor_parallel_size: int = 1
-    """Ranks that share each expert; they gather each other's tokens."""
+    expert_parallel_size: int = 1  # expert-parallel ranks
+    expert_tensor_parallel_size: int = 1  # ranks that share each expert; they gather each other's tokens
     imbalance: float = 1.0
     """Rows of the fullest expert-parallel rank over the mean of all: 1 for balanced routing, for which the formulas are exact.
     Plans take `DEFAULT_IMBALANCE`. It has no effect if one rank has all experts."""
-    has_fused_permutation: bool = False
-    """With `--moe-permute-fusion`."""
+    has_fused_permutation: bool = False  # with `--moe-permute-fusion`
     dispatcher: Dispatcher = "alltoall"
     """Token dispatcher. All except `alltoall` send a token once to each target node, not once for each expert."""
     limited_groups: tuple[int, int] | None = None
     """Limit on the groups of a token's experts: `--moe-router-group-topk` of `--moe-router-num-groups`. None without a
     limit."""
-    router: RouterShape = dataclasses.field(default_factory=RouterShape)
-    """Routing of tokens to experts."""
+    router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes."""

@@ -41,40 +41,30 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 class Parallelism:
     """The ranks of a training, and the microbatches of a step."""
 
-    tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
-    pipeline_parallel_size: int = 1
-    """Pipeline ranks."""
+    tensor_parallel_size: int = 1  # ranks that share each layer
+    pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
     """Model chunks of each pipeline rank. None takes them from `pipeline_layout`, or 1 without one; `chunks` has the result."""
-    context_parallel_size: int = 1
-    """Ranks that share each sequence."""
-    expert_parallel_size: int = 1
-    """Ranks that share the experts of a layer."""
+    context_parallel_size: int = 1  # ranks that share each sequence
+    expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
     """Ranks that share each expert. Readers of Megatron's flags set its default here, which is the tensor parallel size."""
-    data_parallel_size: int = 1
-    """Copies of the model. Experts may be spread over them."""
-    micro_batch_size: int = 1
-    """Sequences of a microbatch."""
-    microbatches: int = 1
-    """Microbatches of a step on each data-parallel rank."""
+    data_parallel_size: int = 1  # copies of the model. Experts may be spread over them.
+    micro_batch_size: int = 1  # sequences of a microbatch
+    microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
     """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of pipeline ranks."""
     has_sequence_parallel: bool = True
     """Whether tensor-parallel ranks shard the sequence: `--sequence-parallel`. No effect if the tensor parallel size is 1."""
     has_distributed_optimizer: bool = True
     """Whether data-parallel ranks shard the optimizer's state: `--use-distributed-optimizer`."""
-    has_expert_overlap: bool = False
-    """Whether `--overlap-moe-expert-parallel-comm` is set."""
+    has_expert_overlap: bool = False  # whether `--overlap-moe-expert-parallel-comm` is set
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of pipeline rank 0, over all its chunks: `--decoder-first-pipeline-num-layers`. None splits like other ranks."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last pipeline rank: `--decoder-last-pipeline-num-layers`."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Whether the embedding counts as a layer in the split."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Whether the loss counts as a layer in the split."""
+    account_for_embedding_in_pipeline_split: bool = False  # whether the embedding counts as a layer in the split
+    account_for_loss_in_pipeline_split: bool = False  # whether the loss counts as a layer in the split
     pipeline_layout: str | None = None
     """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
@@ -205,32 +195,18 @@ def check_shared_layers(
 ) -> None:
     """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that."""
     _check_shared_attention(model, tensor_parallel_size)
-    if model.ffn_hidden_size % tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide ffn_hidden_size {model.ffn_hidden_size} of "
-            f"{model.name}. Give a size that does."
-        )
-    if model.experts is None:
-        if expert_parallel_size > 1:
-            raise ConfigError(
-                f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts."
-            )
-        return
-    if model.experts.num_experts % expert_parallel_size:
-        raise ConfigError(
-            f"expert_parallel_size {expert_parallel_size} does not divide num_experts {model.experts.num_experts} of "
-            f"{model.name}. Give a size that does."
-        )
-    if model.experts.shared_ffn_hidden_size % tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide shared_ffn_hidden_size "
-            f"{model.experts.shared_ffn_hidden_size} of {model.name}. Give a size that does."
-        )
-    if model.experts.ffn_hidden_size % expert_tensor_parallel_size:
-        raise ConfigError(
-            f"expert_tensor_parallel_size {expert_tensor_parallel_size} does not divide the "
-            f"{model.experts.ffn_hidden_size} channels of an expert of {model.name}. Give a size that does."
-        )
+    pairs = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size", model.ffn_hidden_size)]
+    if model.experts is not None:
+        pairs += [
+            ("expert_parallel_size", expert_parallel_size, "num_experts", model.experts.num_experts),
+            ("tensor_parallel_size", tensor_parallel_size, "shared_ffn_hidden_size", model.experts.shared_ffn_hidden_size),
+            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "ffn_hidden_size", model.experts.ffn_hidden_size),
+        ]
+    elif expert_parallel_size > 1:
+        raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts.")
+    for divisor, parts, name, count in pairs:
+        if count % parts:
+            raise ConfigError(f"{divisor} {parts} does not divide {name} {count} of {model.name}. Give a size that does.")
 
 
 def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:

@@ -4,6 +4,8 @@ The segments are `attn_norm` (if the norm is a module), `qkv_linear`, `core_attn
 `qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
 """
 
+import dataclasses
+
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
 from fgoffload.planner.operations.layer_sizes import LayerSizes, count_normed_bytes, make_linear
 from fgoffload.planner.operations.ops import (
@@ -49,13 +51,9 @@ def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
     """Return the segment of a linear with the norm before it fused in."""
-    return SegmentWork(
-        linear.name,
-        PassWork((*norm.forward.works, *linear.forward.works), traffic=linear.forward.traffic, beside=linear.forward.beside),
-        PassWork(
-            (*linear.backward.works, *norm.backward.works), traffic=linear.backward.traffic, beside=linear.backward.beside
-        ),
-    )
+    forward = dataclasses.replace(linear.forward, works=(*norm.forward.works, *linear.forward.works))
+    backward = dataclasses.replace(linear.backward, works=(*linear.backward.works, *norm.backward.works))
+    return SegmentWork(linear.name, forward, backward)
 
 
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:

@@ -47,7 +47,7 @@ class SavedTensor:
     """One storage that one or several tags of a layer save."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save it, in forward order; none in `untagged_bytes.list_untagged_tensors`
+    tags: tuple[str, ...]  # tags that save it, in forward order; none in `saved_bytes.list_untagged_tensors`
     size_bytes: int  # bytes on this rank for one microbatch
     is_same_in_all_layers: bool = False  # whether all layers save the same storage, which is offloaded once a microbatch
     element_bytes: int = 2  # bytes of an element, for the minimum size in elements: 2 in bf16

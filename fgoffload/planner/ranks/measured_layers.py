@@ -130,15 +130,9 @@ def make_rank(
     policy: TransferPolicy | None = None,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
-    """Return one process that runs forward and backward of `layers` for each microbatch of a step.
+    """Return one process that runs forward and backward of `layers`, in order, for each microbatch of a step.
 
-    Args:
-        layers: Layers in forward order.
-        link: Link between the device and its host.
-        static_bytes: Device bytes outside of activations.
-        microbatches: Microbatches of a step.
-        policy: Window and prefetch; None takes the defaults.
-        host_budget_bytes: Host bytes of the process; None for no limit.
+    `static_bytes` are those outside of activations. None takes the default policy, and no limit of host memory.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))

@@ -129,16 +129,10 @@ class Pipeline:
 
 
 def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
-    """Return the passes of pipeline rank `rank` in a step, in order.
+    """Return the forwards and backwards of pipeline rank `rank` in a step, in order: of every microbatch through every chunk.
 
-    Under expert overlap Megatron runs a forward and a backward of two microbatches at once: the forward is listed first.
-
-    Args:
-        pipeline: One stage; with several stages 1F1B; with several chunks interleaved.
-        rank: Pipeline rank from 0, the first stage.
-
-    Returns:
-        A forward and a backward of every microbatch through every chunk.
+    With several stages it is 1F1B; with several chunks the interleaved schedule. Under expert overlap Megatron runs a forward
+    and a backward of two microbatches at once: the forward is listed first.
     """
     warmup = count_warmup_passes(pipeline, rank=rank)
     table = _list_table(pipeline)
@@ -176,13 +170,10 @@ def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
 
 
 def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
-    """Return the most microbatches in flight at any time of a step.
+    """Return the most microbatches in flight at any time of a step: in one chunk, or in all together.
 
-    A microbatch counts once in each chunk, from its forward to the end of its backward there.
-
-    Args:
-        passes: Passes of a rank, in order.
-        chunk: Count in this chunk alone. None counts all chunks together, which may peak at different times.
+    A microbatch counts once in each chunk, from its forward to the end of its backward there. Chunks may peak at different
+    times.
     """
     most = current = 0
     for one in passes:

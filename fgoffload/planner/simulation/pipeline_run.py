@@ -70,13 +70,8 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 class RankPasses:
     """The passes of one rank, whose next one may wait for another rank.
 
-    Args:
-        run: Simulates them.
-        passes: Passes in order.
-        ends_s: Arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch.
-        stages: Virtual stage of each chunk, and the number of stages.
-        place: Number of passes before the extrapolated rounds.
-        rounds: The extrapolated rounds.
+    `ends_s` has the arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch. `stages` has
+    the virtual stage of each chunk, and the number of stages; `place` is the number of passes before the extrapolated rounds.
     """
 
     def __init__(

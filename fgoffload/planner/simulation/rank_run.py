@@ -99,13 +99,9 @@ class RankRun(RankClock):
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
     def run_pass(self, one: Pass, microbatch: int, ready_s: float, following: tuple[int, int] | None) -> None:
-        """Run a pass.
+        """Run pass `one` of the step, for a `microbatch` by its number among the simulated ones, from `ready_s` on.
 
-        Args:
-            one: The pass, by its name in the step.
-            microbatch: Number among the simulated microbatches.
-            ready_s: Time at which its input is there.
-            following: Chunk and microbatch of the next backward, or None if several forwards come before.
+        `following` is chunk and microbatch of the next backward, or None if several forwards come before.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)

@@ -86,10 +86,8 @@ class PipelineSearch:
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
         """Return the best plan found: within the budget or, if none fits, with the fewest bytes above it.
 
-        Args:
-            budget_bytes: Budget of each device; 0 asks for the least peak.
-            nearest: Nearest of Megatron's own flags, another start of the search.
-            known: A plan for a smaller budget. The result is never slower.
+        A budget of 0 asks for the least peak. The search starts from `nearest`, Megatron's nearest flags, too. The plan is never
+        slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]

@@ -5,14 +5,13 @@ rest of the plan, so there are sweeps at several prices of an offloaded byte. Wa
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving.price_steps import list_price_steps
-from fgoffload.planner.solving.states import State, list_slots, make_key, make_plan, shorten
+from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
 _COPY_PRICES = (0.03, 0.2, 0.4, 0.8)
@@ -28,12 +27,7 @@ class Verdict(NamedTuple):
 
 
 class RankSearch:
-    """The search for the best plan of one rank.
-
-    Args:
-        rank: The rank.
-        loss_window_bytes: Most bytes in flight to the host when a loss begins; None leaves it to the policy.
-    """
+    """The search for the best plan of one rank. Without `loss_window_bytes` the policy limits the bytes in flight at a loss."""
 
     def __init__(self, rank: RankModel, *, loss_window_bytes: int | None) -> None:
         self.rank = shorten(rank)
@@ -109,9 +103,7 @@ class RankSearch:
         """Simulate sweeps: for each price the first state within the budget, and those that bisection meets before it."""
         for price in _COPY_PRICES:
             s_per_byte = price / self.rank.link.d2h_bytes_per_s
-            steps = list_price_steps(
-                self.slots, self.treatments, s_per_moved_byte=s_per_byte, s_per_group=self.rank.late_group_s
-            )
+            steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, s_per_group=self.rank.late_group_s)
 
             def fits(count: int, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
                 chosen = dict(steps[:count])
@@ -120,3 +112,41 @@ class RankSearch:
 
             if fits(len(steps)):
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)
+
+
+def _list_steps(
+    slots: Sequence[LayerSlot],
+    treatments: Mapping[LayerModel, Sequence[Treatment]],
+    *,
+    s_per_moved_byte: float,
+    s_per_group: float,
+) -> list[tuple[int, Treatment]]:
+    """Return places of layers and their next treatments, in the order in which a rising price of device memory takes them.
+
+    At the prices of an offloaded byte and group, each kind of layer has a treatment with the least time for each number of kept
+    bytes. These form a convex curve from keeping everything to keeping least, and each of its steps frees bytes at a price.
+    Steps are taken cheapest first, in early layers before late ones: those have the most time before backward needs them.
+    """
+
+    def cost(one: Treatment) -> float:
+        return one.recompute_s + one.groups * s_per_group + one.moved_bytes * s_per_moved_byte
+
+    curves = {layer: _list_curve(rows, cost) for layer, rows in treatments.items()}
+    found = []
+    for place, slot in enumerate(slots):
+        weight = slot.microbatches / max(slot.in_flight, 1)
+        # Rounded, so that equal prices of different chunks stay in the order of layers.
+        found += [(round(price * weight * 1e12, 3), place, treatment) for price, treatment in curves[slot.layer]]
+    return [(place, treatment) for _, place, treatment in sorted(found, key=lambda step: step[:2])]
+
+
+def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
+    """Return treatments in the order of their kept bytes, each with the price of a byte at the end of its part of the curve."""
+    current, curve = rows[0], []
+    while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
+        prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
+        price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
+        # The cheaper ones before it are dearer by the byte, and come first: the last changed layer may need no more.
+        before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
+        curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
+    return curve

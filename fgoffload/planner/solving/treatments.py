@@ -100,22 +100,6 @@ def _list_needed(name: str, action: Action) -> dict[str, Action]:
     return dict.fromkeys(list_needs(name), needed) if action.offloads else {}
 
 
-def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Return the places of the rows that no other row dominates: at most as large in all columns. Of equal rows the first."""
-    import numpy as np
-
-    table = np.array(costs, dtype=float)
-    efficient: list[int] = []
-    found = np.empty_like(table)
-    # In this order every row that dominates another one comes first.
-    for place in np.lexsort(table.T[::-1]):
-        row, count = table[place], len(efficient)
-        if not (found[:count] <= row).all(axis=1).any():
-            found[count] = row
-            efficient.append(int(place))
-    return sorted(efficient)
-
-
 def list_names(layer: LayerModel) -> list[str]:
     """Return the tags and units of a layer that a plan may name, tags first, in the order of the registry."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags if tag in layer.offloadable_tags or layer.find_unit(tag)}
@@ -133,6 +117,8 @@ def list_needs(name: str) -> tuple[str, ...]:
 
 def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: float) -> list[Treatment]:
     """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
+    import numpy as np
+
     resolution_bytes, resolution_s = max(layer.saved_bytes // _PARTS, 1), max(layer.forward_s / _PARTS, 1e-9)
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
@@ -142,8 +128,15 @@ def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: floa
             round(one.moved_bytes / resolution_bytes),
         )
         costs.setdefault(cost, one)
-    rows = list(costs)
-    return [costs[rows[place]] for place in find_efficient(rows)]
+    # In this order every row that beats another one comes first.
+    rows = np.array(sorted(costs))
+    efficient, count = np.empty_like(rows), 0
+    for row in rows:
+        if not (efficient[:count] <= row).all(axis=1).any():
+            efficient[count] = row
+            count += 1
+    best = set(map(tuple, efficient[:count].tolist()))
+    return [one for cost, one in costs.items() if cost in best]
 
 
 def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:

@@ -125,10 +125,8 @@ class Network:
 
     nvlink_bytes_per_s: float | None = None
     """Bytes a second from a rank to ranks of its domain. H800, with less NVLink than H100, has 160 GB/s."""
-    network_bytes_per_s: float | None = None
-    """Bytes a second from a rank to ranks of other domains."""
-    nvlink_ranks: int | None = None
-    """Ranks of a domain, which are connected by NVLink."""
+    network_bytes_per_s: float | None = None  # bytes a second from a rank to ranks of other domains
+    nvlink_ranks: int | None = None  # ranks of a domain, which are connected by NVLink
 
     def __post_init__(self) -> None:
         """Refuse impossible rates."""

@@ -28,12 +28,9 @@ from fgoffload.units import parse_bytes
 class Link:
     """Link between the memories of one device and its host, for large copies. Rates are decimal: 50 GB/s is 50e9."""
 
-    d2h_bytes_per_s: float | None = None
-    """Bytes a second to the host alone."""
-    h2d_bytes_per_s: float | None = None
-    """Bytes a second to the device alone."""
-    duplex_bytes_per_s: float | None = None
-    """Bytes a second of each direction while both run."""
+    d2h_bytes_per_s: float | None = None  # bytes a second to the host alone
+    h2d_bytes_per_s: float | None = None  # bytes a second to the device alone
+    duplex_bytes_per_s: float | None = None  # bytes a second of each direction while both run
     is_measured: bool = False
     """Whether copies were measured at these rates. Else they are the maker's, which copies do not reach: of an H100's 64 GB/s
     they reached 47 to 55."""
@@ -56,43 +53,33 @@ class Link:
 class Hardware:
     """One device, its link to the host, and its node."""
 
-    name: str
-    """Name in tables."""
+    name: str  # name in tables
     device_memory_bytes: int
     """Device memory as its maker names it, in binary units: "80 GB" is 80 GiB. The driver's share is not subtracted: torch
     sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64."""
-    device_memory_bytes_per_s: float | None = None
-    """Bandwidth of that memory, bytes a second."""
+    device_memory_bytes_per_s: float | None = None  # bandwidth of that memory, bytes a second
     memory_efficiency: float | None = None
     """Measured part of that bandwidth that the kernels of a step reach, above 0 and at most 1. None takes
     `Efficiency.memory`."""
-    compute_efficiency: float = 1.0
-    """Efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)."""
+    compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)
     bf16_flop_per_s: float | None = None
     """Dense floating-point operations a second in bf16; fp16 has the same rate on all devices of the table."""
-    fp8_flop_per_s: float | None = None
-    """Dense operations a second in fp8; None also on devices without fp8."""
-    tf32_flop_per_s: float | None = None
-    """Dense operations a second of fp32 matrix products in tf32."""
-    link: Link = dataclasses.field(default_factory=Link)
-    """Link to the host."""
+    fp8_flop_per_s: float | None = None  # dense operations a second in fp8; None also on devices without fp8
+    tf32_flop_per_s: float | None = None  # dense operations a second of fp32 matrix products in tf32
+    link: Link = dataclasses.field(default_factory=Link)  # link to the host
     nvlink_bytes_per_s: float | None = None
     """Bytes a second from a device to all others of its domain together, one way: over NVLink, or AMD's Infinity Fabric. None
     if there is none or it is not public: then devices of a node send over PCIe, at the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes a second to one other device, if devices are wired in pairs without a switch: a group of n reaches n - 1 times
     this. None takes all of `nvlink_bytes_per_s`."""
-    nvlink_gpus: int | None = None
-    """Devices of a domain; None takes those of a node."""
+    nvlink_gpus: int | None = None  # devices of a domain; None takes those of a node
     network_bytes_per_s: float | None = None
     """Bytes a second of a device's share of its node's network cards, one way, in the maker's own system. None if
     servers differ: then 50 GB/s are taken, a card of 400 Gbit/s for each device."""
-    host_memory_bytes_per_node: int | None = None
-    """Host memory of a node of the maker's own system; None if servers differ."""
-    gpus_per_node: int
-    """Devices that share the host's memory."""
-    source: str
-    """Sources of the figures."""
+    host_memory_bytes_per_node: int | None = None  # host memory of a node of the maker's own system; None if servers differ
+    gpus_per_node: int  # devices that share the host's memory
+    source: str  # sources of the figures
 
     def __post_init__(self) -> None:
         """Refuse impossible figures."""

@@ -207,36 +207,36 @@ class Clock:
         return rate
 
 
-def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
-    ways = {
-        work.name: [sum(map(clock.time_traffic, side.traffic)) for side in (work.forward, work.backward)]
+def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tuple[float, float]]:
+    """Return the seconds of the token exchange by segment, forward and backward."""
+    return {
+        work.name: (sum(map(clock.time_traffic, work.forward.traffic)), sum(map(clock.time_traffic, work.backward.traffic)))
         for work in works
         if work.name in ("dispatch", "moe_combine")
     }
+
+
+def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
+    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
+    ways = _time_exchange(works, clock)
     exchange_s = sum(map(sum, ways.values()))
     compute_s = sum(one.forward_s + one.backward_s for one in segments) - exchange_s
     hidden = min(1.0, HIDING_PART * compute_s / exchange_s) if exchange_s else 0.0
     for name, (forward_s, backward_s) in ways.items():
-        one = next(segment for segment in segments if segment.name == name)
-        segments = _replace(
-            segments, name, forward_s=one.forward_s - hidden * forward_s, backward_s=one.backward_s - hidden * backward_s
-        )
+        segments = _shorten(segments, name, hidden * forward_s, hidden * backward_s)
     return tuple(segments)
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
     """Return `segments` without the part of the shared experts that the token exchange hides."""
-    on_way = [work for work in works if work.name in ("dispatch", "moe_combine")]
-    forward_s = sum(clock.time_traffic(one) for work in on_way for one in work.forward.traffic)
-    backward_s = sum(clock.time_traffic(one) for work in on_way for one in work.backward.traffic)
-    shared = next(segment for segment in segments if segment.name == "shared_expert")
-    return _replace(
-        segments,
-        "shared_expert",
-        forward_s=max(0.0, shared.forward_s - forward_s),
-        backward_s=max(0.0, shared.backward_s - backward_s),
-    )
+    forward_s, backward_s = map(sum, zip(*_time_exchange(works, clock).values(), strict=True))
+    return _shorten(segments, "shared_expert", forward_s, backward_s)
+
+
+def _shorten(segments: Sequence[Segment], name: str, forward_s: float, backward_s: float) -> tuple[Segment, ...]:
+    one = next(segment for segment in segments if segment.name == name)
+    left_s = max(0.0, one.forward_s - forward_s), max(0.0, one.backward_s - backward_s)
+    return _replace(segments, name, forward_s=left_s[0], backward_s=left_s[1])
 
 
 def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float) -> tuple[Segment, ...]:

@@ -109,11 +109,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Profile":
-        """Parse a profile.
-
-        Args:
-            text: Output of `to_json`.
-            source: Origin of `text`, for the error.
+        """Parse the output of `to_json`, from `source`.
 
         Raises:
             ConfigError: `text` is no profile of this format; names the place of the fault.
@@ -156,14 +152,8 @@ def make_rank_model(
     """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
     If the profile has the plain step and one stage, the simulated baseline takes as long. Several stages wait for each other,
-    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them.
-
-    Args:
-        profile: Profile with that rank.
-        rank: Pipeline rank, from 0.
-        policy: Window and prefetch; None takes the defaults.
-        microbatches: Microbatches of a step; None takes those of the measured one.
-        host_budget_bytes: Host budget of this rank; None for no limit.
+    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them. None takes the
+    default policy, the measured microbatches and no limit of host memory.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
