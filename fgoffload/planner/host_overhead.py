@@ -41,8 +41,7 @@ LEAST_EFFECT = 0.025
 """Smallest growth of a step from no slowdown to `MOST_SLOWDOWN`, as a part of the baseline, from which its slowdown is read.
 In a step that moves little, a percent of noise would read as a slowdown of a tenth and more."""
 
-_PRECISION = 1e-3
-"""Precision of a fitted slowdown. A plan's step changes by about 0.1% with it."""
+_PRECISION = 1e-3  # precision of a fitted slowdown. A plan's step changes by about 0.1% with it.
 
 
 class HostGuess(enum.Enum):
@@ -56,9 +55,8 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
     """Return `ranks` with another host."""
     if guess is HostGuess.LATE:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
-    links = (
-        dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
-    )
+    least = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
+    links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, least, strict=True)]
     return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
 
 

@@ -22,8 +22,7 @@ from fgoffload.planner.model.layer_shape import Fp8Recipe
 from fgoffload.planner.operations.ops import BF16, FP8, FP32
 
 _BLOCK_ROWS = 128
-_MXFP8_BLOCK_ROWS = 32
-"""Rows that share a scale."""
+_MXFP8_BLOCK_ROWS = 32  # rows that share a scale
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:

@@ -95,7 +95,7 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     has_norm = "mlp_norm" in half
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
-    inside = tuple(one.name for one in tensors if _is_within(one, segments) and one.name not in own)
+    inside = tuple(one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in own)
     # Megatron's checkpoint around an MLP that returns a bias hangs.
     if experts is not None or not shape.has_linear_bias:
         yield _make_checkpoint("mlp" if experts is None else "moe", segments, inside, extra_bytes=hidden)
@@ -103,10 +103,6 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
         yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
-
-
-def _is_within(tensor: SavedTensor, segments: tuple[str, ...]) -> bool:
-    return set(tensor.tags) <= set(segments)
 
 
 def _make_checkpoint(

@@ -38,8 +38,7 @@ groups. The rest is memory that the caching allocator reserves and cannot use.
 Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
 """
 
-_BOOL = 1
-"""Bytes of an element."""
+_BOOL = 1  # bytes of an element
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

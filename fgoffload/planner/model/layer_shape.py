@@ -200,16 +200,3 @@ class LayerShape:
     def shared_tokens(self) -> int:
         """sb/t of the microbatch: times the channels of all ranks, the elements of one rank of a tensor sharded by channels."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size
-
-
-def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_latent_attention: bool, has_mtp: bool) -> None:
-    """Refuse tensor parallelism without sequence parallelism where its bytes are unknown."""
-    unknown = {
-        "Megatron-Core trains no experts so": has_experts,
-        "what latent attention saves is not known then": has_latent_attention,
-        "what multi-token prediction saves is not known then": has_mtp,
-    }
-    for reason in (reason for reason, is_there in unknown.items() if is_there and tensor_parallel_size > 1):
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} without has_sequence_parallel: {reason}. Give --sequence-parallel."
-        )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
-from fgoffload.planner.model.layer_shape import check_whole_sequence
 from fgoffload.planner.model.pipeline_layout import check_layout, parse_layout
 from fgoffload.planner.ranks.schedule import Pipeline
 
@@ -134,13 +133,16 @@ class Parallelism:
             expert_parallel_size=self.expert_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
-        if not self.has_sequence_parallel:
-            check_whole_sequence(
-                tensor,
-                has_experts=model.experts is not None,
-                has_latent_attention=model.latent is not None,
-                has_mtp=model.mtp_num_layers > 0,
-            )
+        unknown = {
+            "Megatron-Core trains no experts so": model.experts is not None,
+            "what latent attention saves is not known then": model.latent is not None,
+            "what multi-token prediction saves is not known then": model.mtp_num_layers > 0,
+        }
+        for reason in (reason for reason, is_there in unknown.items() if is_there):
+            if tensor > 1 and not self.has_sequence_parallel:
+                raise ConfigError(
+                    f"tensor_parallel_size {tensor} without has_sequence_parallel: {reason}. Give --sequence-parallel."
+                )
         # Megatron gives each context-parallel rank two pieces of the sequence, one from each end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (
@@ -195,18 +197,19 @@ def check_shared_layers(
 ) -> None:
     """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that."""
     _check_shared_attention(model, tensor_parallel_size)
-    pairs = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size", model.ffn_hidden_size)]
+    rows = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size)]
     if model.experts is not None:
-        pairs += [
-            ("expert_parallel_size", expert_parallel_size, "num_experts", model.experts.num_experts),
-            ("tensor_parallel_size", tensor_parallel_size, "shared_ffn_hidden_size", model.experts.shared_ffn_hidden_size),
-            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "ffn_hidden_size", model.experts.ffn_hidden_size),
+        shared, channels = model.experts.shared_ffn_hidden_size, model.experts.ffn_hidden_size
+        rows += [
+            ("expert_parallel_size", expert_parallel_size, "num_experts {}", model.experts.num_experts),
+            ("tensor_parallel_size", tensor_parallel_size, "the {} channels of the shared experts", shared),
+            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "the {} channels of an expert", channels),
         ]
     elif expert_parallel_size > 1:
         raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts.")
-    for divisor, parts, name, count in pairs:
+    for divisor, parts, what, count in rows:
         if count % parts:
-            raise ConfigError(f"{divisor} {parts} does not divide {name} {count} of {model.name}. Give a size that does.")
+            raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Give a size that does.")
 
 
 def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:

@@ -21,8 +21,7 @@ probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3
-"""Kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured."""
+_FUSED_PERMUTE_KERNELS = 3  # kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
 """Host time of Megatron's Python around router, dispatcher and grouped linears, in one direction, as a number of launches.
@@ -36,8 +35,7 @@ probabilities in fp32, a sum, a concatenation and a copy to bf16, each a separat
 
 Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
-_OUTPUT_BIAS_KERNELS = (2, 5)
-"""Kernels of each expert, forward and backward."""
+_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels of each expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
 """Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of those are strided,

@@ -9,8 +9,7 @@ import enum
 FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
 """Bytes of an element."""
 
-_MAIN_GRADIENT_BYTES = 2 * FP32
-"""Bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written."""
+_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written
 
 _LATE_GRADIENT_BYTES = BF16 + 2 * FP32
 """Bytes per weight if a separate kernel adds its gradient: the gradient is read, and the sum is read and written."""

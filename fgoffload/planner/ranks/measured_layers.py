@@ -92,20 +92,13 @@ class MeasuredLayer:
                 for part in self.parts
             ),
             tensors=tensors,
-            units=(*([self._make_whole()] if self.input is not None else []), *self._list_units()),
+            units=(*([] if self.input is None else [self._make_whole(self.input)]), *self._list_units()),
         )
 
-    def _make_whole(self) -> UnitModel:
+    def _make_whole(self, kept: SavedTensor) -> UnitModel:
         names = tuple(part.name for part in self.parts)
-        keeps = () if self.input is None else (self.input,)
-        return UnitModel(
-            name=LAYER,
-            segments=names,
-            drops=tuple(tensor.name for tensor in self.tensors if tensor not in keeps),
-            keeps=keeps,
-            before=names[-1],
-            covers=names,
-        )
+        drops = tuple(tensor.name for tensor in self.tensors if tensor != kept)
+        return UnitModel(name=LAYER, segments=names, drops=drops, keeps=(kept,), before=names[-1], covers=names)
 
     def _list_units(self) -> list[UnitModel]:
         units = []

@@ -13,8 +13,7 @@ from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """Actions of a plan by chunk and layer number, then by tag or unit."""
 
-_ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
-"""Actions of a chunk's layers, in order."""
+_ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]  # actions of a chunk's layers, in order
 
 _KNOWN_CHUNKS = 128
 """Cached chunks: consecutive plans differ in a layer or two, and all ranks of a pipeline have no more chunks."""

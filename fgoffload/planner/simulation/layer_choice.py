@@ -213,8 +213,7 @@ class _Places:
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """First segment with a host wait over which groups are held."""
-        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
-        """Saved storages without recompute, by name."""
+        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
         """Return the segment called `name`, or the first one if there is none."""

@@ -32,11 +32,8 @@ from fgoffload.watched import Watched, find_watched
 
 Item = TypeVar("Item")
 
-_PROJECTION = "attn_proj"
-"""Last segment of the attention half of a layer."""
-
-_ROUTER = "router"
-"""Segment after which a token dispatcher gets the probabilities; layers without experts have none."""
+_PROJECTION = "attn_proj"  # last segment of the attention half of a layer
+_ROUTER = "router"  # segment after which a token dispatcher gets the probabilities; layers without experts have none
 
 
 class LayerRules(NamedTuple):

@@ -20,11 +20,8 @@ from fgoffload.planner.simulation.simulation_result import RankResult
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
 """Simulated rounds before extrapolation; the first one still shows the warm-up."""
 
-_LEAST_MICROBATCHES = 4
-"""Fewest microbatches of a round."""
-
-_FORWARD = PassKind.FORWARD
-"""Looking up a member of an enumeration takes Python as long as a call."""
+_LEAST_MICROBATCHES = 4  # fewest microbatches of a round
+_FORWARD = PassKind.FORWARD  # looking up a member of an enumeration takes Python as long as a call
 
 
 class Rounds(NamedTuple):

@@ -12,8 +12,7 @@ from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
 from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, TagTraffic, Waits
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
-_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]
-"""Traffic of a tag."""
+_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]  # traffic of a tag
 
 
 class Cause(enum.Enum):
@@ -56,8 +55,7 @@ class RankClock:
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
         """Whether the engine's view depends on `_host_s`."""
-        self._host_s = 0.0
-        """Time of compute at which the host is, at most `clock_s`; not updated if nothing needs it."""
+        self._host_s = 0.0  # time of compute at which the host is, at most `clock_s`; not updated if nothing needs it
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
         """Return the traffic of `mover`."""

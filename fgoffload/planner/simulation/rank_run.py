@@ -21,8 +21,7 @@ from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
 from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
-_ROUNDING_S = 1e-9
-"""Seconds; far less than any copy takes."""
+_ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
 """Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it, and so frees its bytes:

@@ -38,7 +38,7 @@ def simulate(
         PlanError: The plan does not suit a layer, or names a layer that no rank has.
     """
     _check_ranks(ranks)
-    actions = _group_by_layer(plan)
+    actions = group_by_layer(plan)
     _check_layers(ranks, actions)
     details = [detail if only is None or rank.rank == only else Detail.TOTALS for rank in ranks]
     return StepResult(ranks=_simulate(ranks, actions, details, loss_window_bytes=plan.loss_window_bytes))
@@ -52,7 +52,7 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         plan: Plan for all ranks; layers of other ranks are ignored.
         detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
     """
-    return _simulate([rank], _group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes)[0]
+    return _simulate([rank], group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes)[0]
 
 
 def _simulate(
@@ -68,7 +68,8 @@ def _simulate(
     return run_pipeline(runs, passes, chunks=count, rounds=rounds)
 
 
-def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
+def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
+    """Return the actions of a plan by chunk and layer, then by tag or unit."""
     actions: dict[tuple[int, int], dict[str, Action]] = collections.defaultdict(dict)
     for site, action in plan.actions.items():
         actions[site.chunk, site.layer][site.tag] = action

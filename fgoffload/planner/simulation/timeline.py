@@ -18,8 +18,7 @@ from fgoffload.planner.simulation.simulation_result import RankResult, Span, Ste
 
 _MICROSECONDS = 1e6
 
-_THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}
-"""Trace thread of each stream, from top to bottom."""
+_THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}  # trace thread of each stream, from top to bottom
 
 
 MOST_MICROBATCHES = 2

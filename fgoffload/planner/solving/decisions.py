@@ -20,8 +20,7 @@ from fgoffload.planner.solving.treatments import Actions, Treatment, list_needs,
 from fgoffload.tags import default_tags
 from fgoffload.units import format_bytes
 
-_SHOWN_S = 5e-5
-"""Half of the last digit of a table: steps that differ by less look equal there."""
+_SHOWN_S = 5e-5  # half of the last digit of a table: steps that differ by less look equal there
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,29 +18,14 @@ from fgoffload.planner.solving.rank_search import RankSearch, Verdict
 from fgoffload.planner.solving.states import State, make_key
 from fgoffload.planner.solving.treatments import list_neighbours
 
-_STEPS = 100
-"""Steps of one walk."""
-
-_DRAWN = 8
-"""Drawn changes for each simulated one."""
-
-_BLIND = 0.3
-"""Probability that a change is simulated whatever its estimate: estimates ignore copies that wait for each other."""
-
-_TWICE = 0.3
-"""Probability that two changes are combined."""
-
-_NEAR = 0.3
-"""Probability that a changed layer differs in one tag alone."""
-
-_STARTS = 6
-"""Number of best states that walks start from: from the best one alone they mostly return to it."""
-
-_WARMTH = 0.003
-"""Temperature at the start of a walk, as a part of the step; it falls to 0."""
-
-_IDLE_WALKS = 3
-"""Consecutive walks without a new state after which the search ends."""
+_STEPS = 100  # steps of one walk
+_DRAWN = 8  # drawn changes for each simulated one
+_BLIND = 0.3  # probability that a change is simulated whatever its estimate: estimates ignore copies that wait for each other
+_TWICE = 0.3  # probability that two changes are combined
+_NEAR = 0.3  # probability that a changed layer differs in one tag alone
+_STARTS = 6  # number of best states that walks start from: from the best one alone they mostly return to it
+_WARMTH = 0.003  # temperature at the start of a walk, as a part of the step; it falls to 0
+_IDLE_WALKS = 3  # consecutive walks without a new state after which the search ends
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
 """Prices of a byte above the budget, in seconds of all layers per bytes of all layers: recompute of whole layers costs 1, and

@@ -134,9 +134,10 @@ class MegatronFlags:
 
 FULL_RECOMPUTE = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
 
+MEGATRONS_OWN = ("full recompute", "selective recompute")  # baselines that run without this package
 
-MEGATRONS_OWN = ("full recompute", "selective recompute")
-"""Baselines that run without this package."""
+_EVERYTHING = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
+_ATTENTION = ("core_attn",)
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
@@ -151,7 +152,7 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
         "baseline": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
-        "offload everything": MegatronFlags(offload_modules=_list_everything()),
+        "offload everything": MegatronFlags(offload_modules=_EVERYTHING),
     }
 
 
@@ -163,15 +164,7 @@ def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
     sets = dict.fromkeys((cheap, *((name,) for name in cheap)))
-    everything = _list_everything()
-    return [MegatronFlags(offload_modules=everything, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
-
-
-def _list_everything() -> tuple[str, ...]:
-    return tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
-
-
-_ATTENTION = ("core_attn",)
+    return [MegatronFlags(offload_modules=_EVERYTHING, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
 
 
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:

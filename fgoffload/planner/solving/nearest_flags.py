@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
@@ -25,15 +26,13 @@ from fgoffload.planner.solving.states import shorten
 from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
-_MOST_BLOCKS = 4
-"""Tried numbers of layers for `--recompute-method block`."""
+_MOST_BLOCKS = 4  # tried numbers of layers for `--recompute-method block`
 
 _MOST_CHECKS = 4
 """Most settings simulated on all ranks: each that exceeds the budget there lowers the budget of the fullest rank."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NearestFlags:
+class NearestFlags(NamedTuple):
     """Flags within a budget, and their prediction."""
 
     flags: MegatronFlags  # the flags

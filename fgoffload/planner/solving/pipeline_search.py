@@ -23,8 +23,7 @@ from fgoffload.planner.solving.states import State, list_slots, make_plan, read_
 _MOST_CORRECTIONS = 4
 """Most retries with a smaller budget for ranks that peak higher in the pipeline than alone. One or two are usual."""
 
-_WALKED = 1.01
-"""Overhead over the baseline's step from which walks are worth it, as a factor."""
+_WALKED = 1.01  # overhead over the baseline's step from which walks are worth it, as a factor
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Fewest and most simulations of walks on one rank: fewer find nothing, more find little."""
@@ -59,8 +58,7 @@ class PipelineSearch:
         for place, rank in enumerate(self.ranks):
             layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
             alike.setdefault((layers, rank.turning_chunk), []).append(place)
-        self._searched: dict[int, list[int]] = {}
-        """Searched ranks with the same layers, by rank; both by place."""
+        self._searched: dict[int, list[int]] = {}  # searched ranks with the same layers, by rank; both by place
         for places in alike.values():
             chosen = sorted({places[0], places[-1]})
             self._searched.update({place: chosen for place in places})
@@ -86,8 +84,8 @@ class PipelineSearch:
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
         """Return the best plan found: within the budget or, if none fits, with the fewest bytes above it.
 
-        A budget of 0 asks for the least peak. The search starts from `nearest`, Megatron's nearest flags, too. The plan is never
-        slower than `known`, a plan for a smaller budget.
+        A budget of 0 asks for the least peak. The search starts from `nearest`, Megatron's nearest flags, too.
+        The plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
@@ -102,7 +100,7 @@ class PipelineSearch:
             best_s = min((has.result.step_s for has in found if has.result.peak_bytes <= budget_bytes), default=math.inf)
             if result.peak_bytes <= budget_bytes and result.step_s < best_s:
                 windows = [rank.loss_window_bytes for rank in result.ranks]
-                plan = dataclasses.replace(one.make_plan(self.ranks), loss_window_bytes=_widen(max(windows)))
+                plan = dataclasses.replace(one.make_plan(self.ranks), loss_window_bytes=round(max(windows) * _ROUTED_MORE))
                 found.append(Candidate(plan=plan, result=simulate(self.ranks, plan)))
         return min(found, key=lambda one: one.score(budget_bytes))
 
@@ -171,7 +169,3 @@ class PipelineSearch:
         if key not in self._searches:
             self._searches[key] = RankSearch(self.ranks[place], loss_window_bytes=loss_window_bytes)
         return self._searches[key]
-
-
-def _widen(window_bytes: int) -> int:
-    return round(window_bytes * _ROUTED_MORE)

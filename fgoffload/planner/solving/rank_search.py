@@ -14,8 +14,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)
-"""Prices of sweeps: parts of the time of a copy to the host that count as time of the step."""
+_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # prices of sweeps: parts of the time of a copy to the host that count as time of the step
 
 
 class Verdict(NamedTuple):
@@ -40,8 +39,7 @@ class RankSearch:
         }
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)
         """Number of forwards and backwards of single layers in a simulation."""
-        self._swept: set[int] = set()
-        """Budgets of earlier sweeps."""
+        self._swept: set[int] = set()  # budgets of earlier sweeps
 
     @property
     def kept(self) -> Verdict:

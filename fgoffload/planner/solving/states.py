@@ -9,6 +9,7 @@ from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.simulator import group_by_layer
 from fgoffload.planner.solving.treatments import Treatment, measure_treatment
 
 
@@ -62,10 +63,7 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_windo
 
 def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
     """Return the treatments that `plan` gives the layers of a rank."""
-    chosen: dict[tuple[int, int], dict[str, Action]] = {}
-    for site, action in plan.actions.items():
-        chosen.setdefault((site.chunk, site.layer), {})[site.tag] = action
-    numel = rank.min_offloaded_numel
+    chosen, numel = group_by_layer(plan), rank.min_offloaded_numel
     return tuple(
         measure_treatment(slot.layer, chosen.get((slot.chunk, slot.number), {}), min_offloaded_numel=numel)
         for slot in list_slots(rank)

@@ -19,8 +19,7 @@ from fgoffload.tags import default_tags
 Actions = tuple[tuple[str, Action], ...]
 """Actions of one layer by tag or unit, sorted by name, without `keep`."""
 
-_PARTS = 20
-"""Resolution of treatments, as a part of a layer's bytes and of its forward."""
+_PARTS = 20  # resolution of treatments, as a part of a layer's bytes and of its forward
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,8 +115,7 @@ class Efficiency:
 
 _FROM_ZERO = ("rerun_extra", "grouped_rows", "kernel_start_s", "host_s_per_launch", "collective_start_s")
 """Fields that may be 0, and above 1."""
-_RATES = ("strided_bytes_per_s",)
-"""Fields in bytes a second."""
+_RATES = ("strided_bytes_per_s",)  # fields in bytes a second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,8 +183,7 @@ _RATES = (
     "network_bytes_per_s",
 )
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
-_SHORTEST_PART = 3
-"""Characters from which a part of a name identifies a device."""
+_SHORTEST_PART = 3  # characters from which a part of a name identifies a device
 
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")

@@ -1,7 +1,6 @@
 """Measured link between a device and its host: copy rates by size, and how much copies slow a matrix product."""
 
 import dataclasses
-import statistics
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_device_rate
@@ -48,19 +47,13 @@ class LinkProfile:
         A copy of n bytes takes latency + n / rate. Latency is negligible for large copies, and most of the time of small ones.
         """
         largest, smallest = self.copies[-1], self.copies[0]
-        size_bytes = smallest.size_bytes
-        latency_s = statistics.fmean(
-            size_bytes / small - size_bytes / large
-            for small, large in (
-                (smallest.d2h_bytes_per_s, largest.d2h_bytes_per_s),
-                (smallest.h2d_bytes_per_s, largest.h2d_bytes_per_s),
-            )
-        )
+        d2h_s = smallest.size_bytes / smallest.d2h_bytes_per_s - smallest.size_bytes / largest.d2h_bytes_per_s
+        h2d_s = smallest.size_bytes / smallest.h2d_bytes_per_s - smallest.size_bytes / largest.h2d_bytes_per_s
         return LinkModel(
             d2h_bytes_per_s=largest.d2h_bytes_per_s,
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
-            copy_latency_s=max(0.0, latency_s),
+            copy_latency_s=max(0.0, (d2h_s + h2d_s) / 2),
             # The measured matrix product fills the device for long, unlike the kernels of a step.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )
