@@ -33,12 +33,13 @@ class RankSearch:
         self.slots = list_slots(self.rank)
         self.known: dict[object, tuple[State, Verdict]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
+        # With few layers each changes in small steps, so that a plan uses its budget.
+        parts, numel = max(20, 80 // max(len(self.slots), 1)), rank.min_offloaded_numel
         self.treatments: Mapping[LayerModel, Sequence[Treatment]] = {
-            slot.layer: list_treatments(slot.layer, min_offloaded_numel=rank.min_offloaded_numel, group_s=rank.late_group_s)
-            for slot in self.slots
+            layer: list_treatments(layer, min_offloaded_numel=numel, group_s=rank.late_group_s, parts=parts)
+            for layer in dict.fromkeys(slot.layer for slot in self.slots)
         }
-        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)
-        """Number of forwards and backwards of single layers in a simulation."""
+        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # of a simulation
         self._swept: set[int] = set()  # budgets of earlier sweeps
 
     @property

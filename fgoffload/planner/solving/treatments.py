@@ -19,8 +19,6 @@ from fgoffload.tags import default_tags
 Actions = tuple[tuple[str, Action], ...]
 """Actions of one layer by tag or unit, sorted by name, without `keep`."""
 
-_PARTS = 20  # resolution of treatments, as a part of a layer's bytes and of its forward
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
@@ -69,14 +67,19 @@ def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_o
 
 
 @functools.lru_cache(maxsize=128)
-def list_treatments(layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0) -> tuple[Treatment, ...]:
-    """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything."""
+def list_treatments(
+    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, parts: int = 20
+) -> tuple[Treatment, ...]:
+    """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
+
+    Costs that differ by less than one of `parts` of the layer's bytes or forward count as equal.
+    """
     found, added = [KEEP], [KEEP]
     while added:
         grown = [
             other for one in added for other in list_neighbours(layer, one.actions, min_offloaded_numel=min_offloaded_numel)
         ]
-        efficient = _drop_beaten(layer, [*found, *grown], group_s=group_s)
+        efficient = _drop_beaten(layer, [*found, *grown], group_s=group_s, parts=parts)
         known = {one.actions for one in found}
         found, added = efficient, [one for one in efficient if one.actions not in known]
     return (KEEP, *(one for one in found if one.actions))
@@ -114,11 +117,11 @@ def list_needs(name: str) -> tuple[str, ...]:
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
-def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: float) -> list[Treatment]:
+def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
     """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
     import numpy as np
 
-    resolution_bytes, resolution_s = max(layer.saved_bytes // _PARTS, 1), max(layer.forward_s / _PARTS, 1e-9)
+    resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
         cost = (
