@@ -1,6 +1,7 @@
 """Checks of numbers that users give, for the shapes and the hardware of the planner."""
 
 import math
+from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
 
@@ -14,17 +15,7 @@ compute. Outside, times leave the range of numbers."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
-    """Refuse a value that is not a whole number within its limits.
-
-    Args:
-        name: The field, as the user wrote it.
-        count: The given value.
-        least: Smallest allowed value.
-        most: Largest allowed value; None for no limit.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is not a whole number within its limits."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise ConfigError(f"{name} {count!r} is no whole number. Give an int.")
     if count < least:
@@ -34,16 +25,7 @@ def check_count(name: str, count: object, *, least: int = 1, most: int | None = 
 
 
 def check_part(name: str, part: object, *, example: object) -> None:
-    """Refuse a value that is not a number above 0 and at most 1.
-
-    Args:
-        name: The field, as the user wrote it.
-        part: The given value.
-        example: An allowed value, for the error.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is not a number above 0 and at most 1."""
     if isinstance(part, bool) or not isinstance(part, (int, float)):
         raise ConfigError(f"{name} {part!r} is no number. Give one like {example}.")
     if not 0 < part <= 1:
@@ -51,15 +33,7 @@ def check_part(name: str, part: object, *, example: object) -> None:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse a value that is neither None nor a finite number above 0.
-
-    Args:
-        name: The field, as the user wrote it.
-        rate: The given value, in its unit a second.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Refuse a value that is neither None nor a finite number above 0."""
     if rate is None:
         return
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
@@ -71,14 +45,16 @@ def check_rate(name: str, rate: object) -> None:
 
 
 def check_device_rate(name: str, rate: float | None) -> None:
-    """Check a rate from a file: as `check_rate`, and refuse rates that no device has.
-
-    Raises:
-        ConfigError: With the field, the value and the fix.
-    """
+    """Check a rate from a file: as `check_rate`, and refuse rates that no device has."""
     check_rate(name, rate)
     if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
         raise ConfigError(
             f"{name} {str(rate)[:20]} is not from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} a second, as rates of devices are. "
             "Give it as in 50e9, which is 50 GB/s."
         )
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a value that is none of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is not known. Give one of: {', '.join(map(repr, choices))}.")

@@ -43,13 +43,11 @@ from fgoffload.planner.training_facts import list_facts
 class PlanReport:
     """A plan with its prediction and the baselines."""
 
-    ranks: tuple[RankModel, ...]
-    """The planned ranks, with the given host budget."""
+    ranks: tuple[RankModel, ...]  # the planned ranks, with the given host budget
     baselines: Mapping[str, StepResult]
     """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget. Tensors
     beyond the host budget stay on the GPU, as in the engine."""
-    solution: Solution
-    """The plan."""
+    solution: Solution  # the plan
 
 
 def plan(
@@ -88,12 +86,7 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search.
-
-    Raises:
-        ConfigError: An argument is invalid.
-        PlanError: No plan was found that fits.
-    """
+    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search."""
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]

@@ -18,7 +18,7 @@ where eight were by bytes. A training that plans for itself may not fit baseline
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
@@ -41,8 +41,7 @@ LEAST_EFFECT = 0.025
 """Smallest growth of a step from no slowdown to `MOST_SLOWDOWN`, as a part of the baseline, from which its slowdown is read.
 In a step that moves little, a percent of noise would read as a slowdown of a tenth and more."""
 
-_PRECISION = 2e-3
-"""Precision of a fitted slowdown. A plan's step changes by about 0.1% with it."""
+_PRECISION = 1e-3  # precision of a fitted slowdown. A plan's step changes by about 0.1% with it.
 
 
 class HostGuess(enum.Enum):
@@ -53,17 +52,11 @@ class HostGuess(enum.Enum):
 
 
 def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
-    """Return `ranks` with another host.
-
-    Args:
-        ranks: The pipeline, by number.
-        guess: The host. If it is not launch-bound, copies slow it no more than the device.
-    """
+    """Return `ranks` with another host."""
     if guess is HostGuess.LATE:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
-    links = (
-        dataclasses.replace(rank.link, compute_slowdown=min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN)) for rank in ranks
-    )
+    least = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
+    links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, least, strict=True)]
     return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
 
 
@@ -87,48 +80,39 @@ def find_group_s(slowdown: float) -> float:
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
     """Return the slowdown of compute beside copies, as a fraction, at which simulated `steps` take the measured time.
 
-    Args:
-        ranks: The pipeline as it was measured, by number.
-        steps: Compared steps of it. Steps that move too little are left out.
-
-    Returns:
-        At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`, which is the result if no step tells more.
-
-    Raises:
-        PlanError: The plan of a step does not suit a layer.
+    Steps that move too little are left out. The result is at most `MOST_SLOWDOWN`, and at least the slowdown of the link of
+    `ranks`, which is the result if no step tells more.
     """
-    ranks = _cancel_at_loss(ranks)
-    keeping_s = simulate(ranks, NOTHING).step_s
-    telling = [step for step in steps if _is_telling(ranks, step.plan)]
-
-    def count_excess_s(slowdown: float) -> float:
-        """Return the simulated less the measured seconds of `telling`, in sum."""
-        slowed = slow_down(ranks, slowdown)
-        return sum(simulate(slowed, step.plan).step_s - keeping_s - step.added_s for step in telling)
-
-    return _find_slowdown(ranks, count_excess_s)
+    keeping_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
+    return _find_slowdown(ranks, [(step.plan, keeping_s + step.added_s) for step in steps])
 
 
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
-    """Return the slowdown of compute beside copies, as a fraction, if only steps under one plan were measured.
+    """Return the same if only steps under one plan were measured, of `step_s` each.
 
     Other delays of the step count as slowdown too. `fit_slowdown` leaves them out, and needs baseline steps.
-
-    Args:
-        ranks: The pipeline as it was measured, by number.
-        plan: The plan of the steps.
-        step_s: Seconds of a step.
-
-    Returns:
-        At most `MOST_SLOWDOWN`, and at least the slowdown of the link of `ranks`: the result if `plan` moves too little.
-
-    Raises:
-        PlanError: `plan` does not suit a layer.
     """
+    return _find_slowdown(ranks, [(plan, step_s)])
+
+
+def _find_slowdown(ranks: Sequence[RankModel], steps: Sequence[tuple[OffloadPlan, float]]) -> float:
+    """Return the slowdown at which all steps together take their seconds, from the least of `ranks` to `MOST_SLOWDOWN`."""
     ranks = _cancel_at_loss(ranks)
-    if not _is_telling(ranks, plan):
-        return _get_least(ranks)
-    return _find_slowdown(ranks, lambda slowdown: simulate(slow_down(ranks, slowdown), plan).step_s - step_s)
+    telling = [(plan, step_s) for plan, step_s in steps if _is_telling(ranks, plan)]
+    least, most = max(rank.link.compute_slowdown for rank in ranks), MOST_SLOWDOWN
+
+    def is_enough(slowdown: float) -> bool:
+        slowed = slow_down(ranks, slowdown)
+        return sum(simulate(slowed, plan).step_s - step_s for plan, step_s in telling) >= 0
+
+    if is_enough(least):  # also without steps
+        return least
+    if not is_enough(most):
+        return most
+    while most - least > _PRECISION:
+        middle = (least + most) / 2
+        least, most = (least, middle) if is_enough(middle) else (middle, most)
+    return (least + most) / 2
 
 
 def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
@@ -140,24 +124,3 @@ def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
     """Return `ranks` as they ran: unless a plan says otherwise, the offload of the last groups is cancelled at the loss."""
     return [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
-
-
-def _get_least(ranks: Sequence[RankModel]) -> float:
-    return max(rank.link.compute_slowdown for rank in ranks)
-
-
-def _find_slowdown(ranks: Sequence[RankModel], count_excess_s: Callable[[float], float]) -> float:
-    """Return the slowdown with no excess, between the least of `ranks` and `MOST_SLOWDOWN`.
-
-    Args:
-        ranks: Their links have the least slowdown.
-        count_excess_s: Returns simulated less measured seconds, which grow with the slowdown.
-    """
-    from scipy.optimize import brentq
-
-    least = _get_least(ranks)
-    if count_excess_s(least) >= 0:  # also without steps
-        return least
-    if count_excess_s(MOST_SLOWDOWN) <= 0:
-        return MOST_SLOWDOWN
-    return float(brentq(count_excess_s, least, MOST_SLOWDOWN, xtol=_PRECISION))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fgoffload.captured_tags import FULL_ITERATION, NO_CAPTURE, Graphs
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
+from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
 from fgoffload.planner.memory.static_memory import (
     ADAM,
     DEFAULT_RESERVE_BYTES,
@@ -15,21 +16,14 @@ from fgoffload.planner.memory.static_memory import (
     list_static_memory,
 )
 from fgoffload.planner.memory.temporaries import ExtraBytes
-from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
 from fgoffload.planner.model.layer_shape import LayerShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
 from fgoffload.planner.model.parameters import RankParameters, count_rank_parameters
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.planner.operations.ops import Execution, Pattern, Traffic
-from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.ranks.rank_model import (
-    ChunkModel,
-    HostPace,
-    NumberedLayer,
-    RankModel,
-    find_host_pace,
-)
+from fgoffload.planner.ranks.layer_model import LayerModel, Segment
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Efficiency, Network
@@ -46,24 +40,17 @@ logger = logging.getLogger(__name__)
 class Assumptions:
     """Assumptions of a prediction, beside model, ranks and device."""
 
-    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-    """Efficiency of kernels against the device's peaks."""
-    network: Network = dataclasses.field(default_factory=Network)
-    """Measured rates between ranks; None takes the hardware's."""
-    state: ParameterState = ADAM
-    """Bytes of gradients and optimizer for each parameter."""
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """Device bytes outside of the allocator: CUDA context, NCCL, fragmentation."""
-    dispatch_buffer_bytes: int = 0
-    """Device bytes of a token dispatcher's own buffers."""
-    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)
-    """Window and prefetch of the engine."""
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # efficiency of kernels against the device's peaks
+    network: Network = dataclasses.field(default_factory=Network)  # measured rates between ranks; None takes the hardware's
+    state: ParameterState = ADAM  # bytes of gradients and optimizer for each parameter
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
+    dispatch_buffer_bytes: int = 0  # device bytes of a token dispatcher's own buffers
+    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution of layers. Context parallel size and attention window of each layer come from the model."""
-    graphs: Graphs = NO_CAPTURE
-    """Modules that CUDA graphs capture."""
+    graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture
 
 
 def build_ranks(
@@ -104,7 +91,7 @@ def build_ranks(
                 link=link,
                 policy=assumptions.policy,
                 min_offloaded_numel=assumptions.min_offloaded_numel,
-                step_end_s=_count_update_s(static, hardware, assumptions)
+                step_end_s=_count_update_s(static, layers.clock)
                 + _count_exchange_s(count_rank_parameters(model, parallelism, rank), models, layers),
                 host_pace=HostPace.STEP_AHEAD if is_captured else find_host_pace(models, parallelism.pipeline),
                 turning_chunk=find_turning_chunk(parallelism.pipeline, rank=rank),
@@ -116,11 +103,7 @@ def build_ranks(
 def list_rank_memory(
     model: ModelShape, parallelism: Parallelism, rank: int, *, assumptions: Assumptions | None = None
 ) -> StaticMemory:
-    """Return the static memory of pipeline rank `rank` under `assumptions`.
-
-    Raises:
-        ConfigError: There is no such rank, or the ranks cannot share the model.
-    """
+    """Return the static memory of pipeline rank `rank` under `assumptions`."""
     assumptions = assumptions or Assumptions()
     return list_static_memory(
         model,
@@ -138,8 +121,8 @@ class _LayerModels:
     def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
         self.model = model
         self.parallelism = parallelism
-        self.hardware = hardware
         self.assumptions = assumptions
+        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency, network=assumptions.network)
         self._models: dict[tuple[LayerShape, Execution], LayerModel] = {}
 
     def get_shape(self, number: int) -> LayerShape:
@@ -148,34 +131,28 @@ class _LayerModels:
 
     def get_model(self, number: int) -> LayerModel:
         """Return the model of layer `number`."""
-        shape = self.get_shape(number)
+        shape, has_window, kind = self.get_shape(number), self.model.has_window(number), self.model.get_kind(number)
         execution = dataclasses.replace(
             self.assumptions.execution,
             context_parallel_size=self.parallelism.context_parallel_size,
             has_expert_overlap=self.parallelism.has_expert_overlap,
-            window_tokens=self.model.window_tokens if self.model.has_window(number) else None,
+            window_tokens=self.model.window_tokens if has_window else None,
         )
-        found = self._models.get((shape, execution))
-        if found is None:
-            found = self._models[shape, execution] = make_layer_model(
+        if (shape, execution) not in self._models:
+            self._models[shape, execution] = make_layer_model(
                 shape,
-                self.hardware,
-                kind=self._name_kind(number),
-                efficiency=self.assumptions.efficiency,
-                network=self.assumptions.network,
+                self.clock.hardware,
+                kind=f"{kind}, window" if has_window else kind,
+                efficiency=self.clock.efficiency,
+                network=self.clock.network,
                 execution=execution,
                 graphs=self.assumptions.graphs,
             )
-        return found
-
-    def _name_kind(self, number: int) -> str:
-        kind = self.model.get_kind(number)
-        return f"{kind}, window" if self.model.has_window(number) else kind
+        return self._models[shape, execution]
 
 
 def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
-    model, parallelism, hardware = layers.model, layers.parallelism, layers.hardware
-    efficiency, network = layers.assumptions.efficiency, layers.assumptions.network
+    model, parallelism = layers.model, layers.parallelism
     edge = EdgeShape(
         tokens=model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size,
         hidden_size=model.hidden_size,
@@ -187,69 +164,49 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
     # Storages that all layers share count once.
     own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
     own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
-    output = count_output_bytes(model, parallelism) if chunk.has_output else None
-    first = make_first_segments(edge, hardware, efficiency=efficiency, network=network) if chunk.has_embedding else ()
-    last = (
-        ()
-        if output is None
-        else make_last_segments(
-            edge,
-            hardware,
-            efficiency=efficiency,
-            network=network,
-            execution=layers.assumptions.execution,
-            # Tensors that the loss saves live from its forward to its backward, which follows at once.
-            extra=ExtraBytes(
-                forward=output.saved_bytes + output.forward_extra_bytes,
-                backward=output.saved_bytes + output.backward_extra_bytes,
-            ),
+    last: tuple[Segment, ...] = ()
+    if chunk.has_output:
+        output = count_output_bytes(model, parallelism)
+        # Tensors that the loss saves live from its forward to its backward, which follows at once.
+        extra = ExtraBytes(
+            forward=output.saved_bytes + output.forward_extra_bytes, backward=output.saved_bytes + output.backward_extra_bytes
         )
-    )
+        last = make_last_segments(edge, layers.clock, execution=layers.assumptions.execution, extra=extra)
     return ChunkModel(
         layers=tuple(NumberedLayer(number=number, model=layers.get_model(number)) for number in chunk.layers),
-        first=first,
+        first=make_first_segments(edge, layers.clock) if chunk.has_embedding else (),
         last=last,
         saved_bytes=own_bytes,
     )
 
 
-def _count_update_s(static: StaticMemory, hardware: Hardware, assumptions: Assumptions) -> float:
+def _count_update_s(static: StaticMemory, clock: Clock) -> float:
     """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights."""
-    if not static.optimizer_bytes or hardware.device_memory_bytes_per_s is None:
+    if not static.optimizer_bytes:
         return 0.0
-    touched_bytes = static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)
-    return touched_bytes / Clock(hardware=hardware, efficiency=assumptions.efficiency).memory_bytes_per_s
+    return (static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)) / clock.memory_bytes_per_s
 
 
-def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: "_LayerModels") -> float:
+def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: _LayerModels) -> float:
     """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
 
     `--overlap-grad-reduce` and `--overlap-param-gather` hide them beside the last backward and the first forward of a rank;
     only the rest counts.
     """
-    sizes, assumptions = layers.parallelism, layers.assumptions
-    dense = sizes.data_parallel_size * sizes.context_parallel_size
-    clock = Clock(hardware=layers.hardware, efficiency=assumptions.efficiency, network=assumptions.network)
+    sizes = layers.parallelism
     segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
+    span = sizes.world_size // sizes.pipeline_parallel_size
+    dense = (parameters.dense_count, sizes.data_parallel_size * sizes.context_parallel_size)
+    groups = (dense, (parameters.expert_count, sizes.expert_data_parallel_size))
 
     def time_ring(item_bytes: int) -> float:
+        rings = [(item_bytes * count * (ranks - 1) / ranks, ranks) for count, ranks in groups if ranks > 1]
         return sum(
-            clock.time_traffic(
-                Traffic(
-                    pattern=Pattern.RING,
-                    sent_bytes=item_bytes * count * (ranks - 1) / ranks,
-                    ranks=ranks,
-                    span=sizes.world_size // sizes.pipeline_parallel_size,
-                )
-            )
-            for count, ranks in (
-                (parameters.dense_count, dense),
-                (parameters.expert_count, sizes.expert_data_parallel_size),
-            )
-            if ranks > 1
+            layers.clock.time_traffic(Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=span))
+            for sent_bytes, ranks in rings
         )
 
-    reduced_s = time_ring(assumptions.state.gradient_bytes) - sum(one.backward_s for one in segments)
+    reduced_s = time_ring(layers.assumptions.state.gradient_bytes) - sum(one.backward_s for one in segments)
     gathered_s = time_ring(layers.model.activation_dtype_bytes) - sum(one.forward_s for one in segments)
     return max(0.0, reduced_s) + max(0.0, gathered_s)
 
@@ -266,11 +223,6 @@ def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hard
     stage if stages have many ranks, else several.
 
     Source: `initialize_model_parallel` of megatron-core 0.16.1, whose order is tp-cp-ep-dp-pp unless it is told another.
-
-    Args:
-        host_peaks_bytes: Peak host bytes of a rank, by pipeline stage.
-        hardware: Gives the devices of a node.
-        world_size: Number of ranks, equal on all stages.
     """
     of_stage = world_size // max(1, len(host_peaks_bytes))
     peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]

@@ -30,10 +30,6 @@ def make_rank_models(
         profile: Profile of a training.
         policy: Window and prefetch; None takes the defaults.
         microbatches: Microbatches of a step; None takes those of the measured one.
-
-    Raises:
-        ConfigError: The profile has the link alone, or the schedule cannot have so many microbatches.
-        PlanError: The plan of a compared step does not suit the layers of the profile.
     """
     pipeline = profile.get_rank(0).pipeline
     numbers = range(pipeline.stages)
@@ -47,12 +43,7 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Return the slowdown of compute beside copies, as a fraction, from a profile's compared steps; None without any.
-
-    Raises:
-        ConfigError: The profile has the link alone.
-        PlanError: The plan of a step does not suit the layers of the profile.
-    """
+    """Return the slowdown of compute beside copies, as a fraction, from a profile's compared steps; None without any."""
     # Compared steps use the default window and prefetch, whatever settings the plan uses.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 

@@ -13,10 +13,6 @@ def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | s
     """Return the facts that a plan is valid for, by the names of Megatron's config: see `OffloadPlan.made_for`.
 
     Config fields of parts that the model lacks have no effect, and are left out.
-
-    Args:
-        model: The planned model.
-        parallelism: Ranks of the model.
     """
     sizes = parallelism
     facts: dict[str, int | str] = {

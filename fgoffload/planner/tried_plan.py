@@ -10,10 +10,8 @@ from fgoffload.units import format_bytes, format_ms
 class Tried:
     """Measured peak and time of a few steps under a plan."""
 
-    peak_bytes: int
-    """Peak device bytes of any rank; 0 if they are not counted."""
-    step_s: float
-    """Median seconds of a step; infinite if the steps did not finish."""
+    peak_bytes: int  # peak device bytes of any rank; 0 if they are not counted
+    step_s: float  # median seconds of a step; infinite if the steps did not finish
 
     def score(self, budget_bytes: int) -> tuple[int, float]:
         """Return bytes above the budget, then seconds: a better plan has less."""
@@ -26,11 +24,5 @@ class Tried:
 
 
 def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
-    """Return the steps of two plans, for a log.
-
-    Args:
-        first: Steps of the first plan.
-        second: Steps of the second plan.
-        made: Origin of each plan, as `for a launch-bound step`.
-    """
+    """Return the steps of two plans, for a log."""
     return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"

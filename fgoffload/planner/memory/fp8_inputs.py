@@ -19,38 +19,27 @@ Source: Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinea
 """
 
 from fgoffload.planner.model.layer_shape import Fp8Recipe
-
-_BF16 = 2
-_FP8 = 1
-_FP32 = 4
-"""Bytes of an element."""
+from fgoffload.planner.operations.ops import BF16, FP8, FP32
 
 _BLOCK_ROWS = 128
-_MXFP8_BLOCK_ROWS = 32
-"""Rows that share a scale."""
+_MXFP8_BLOCK_ROWS = 32  # rows that share a scale
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:
-    """Return the bytes that a linear saves of an input `[rows, channels]` for its backward.
-
-    Args:
-        recipe: As in `--fp8-recipe`, or None for bf16.
-        rows: Tokens, or rows of one expert.
-        channels: Channels of each row.
-    """
+    """Return the bytes that a linear saves of an input `[rows, channels]` for its backward."""
     elements = rows * channels
     if recipe is None:
-        return _BF16 * elements
+        return BF16 * elements
     if recipe == "blockwise":
-        return _FP8 * elements + _FP32 * -(-rows // _BLOCK_ROWS) * channels
+        return FP8 * elements + FP32 * -(-rows // _BLOCK_ROWS) * channels
     if recipe == "mxfp8":
-        return _FP8 * elements + _round_up(rows // _MXFP8_BLOCK_ROWS, 4) * _round_up(channels, 128)
-    return _FP8 * elements + _FP32
+        return FP8 * elements + _round_up(rows // _MXFP8_BLOCK_ROWS, 4) * _round_up(channels, 128)
+    return FP8 * elements + FP32
 
 
 def get_input_element_bytes(recipe: Fp8Recipe | None) -> int:
     """Return the bytes per element of the input that a linear saves."""
-    return _BF16 if recipe is None else _FP8
+    return BF16 if recipe is None else FP8
 
 
 def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:

@@ -37,23 +37,9 @@ _AROUND = ("mtp_projection", "mtp_norm")
 
 
 def make_units(
-    shape: LayerShape,
-    segments: Sequence[Segment],
-    tensors: Sequence[SavedTensor],
-    *,
-    copy_bytes_per_s: float = math.inf,
+    shape: LayerShape, segments: Sequence[Segment], tensors: Sequence[SavedTensor], *, copy_bytes_per_s: float = math.inf
 ) -> tuple[UnitModel, ...]:
-    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`.
-
-    Args:
-        shape: Shape of the layer.
-        segments: Its segments, in forward order.
-        tensors: Its saved tensors.
-        copy_bytes_per_s: Bytes that a copy within the device reads and writes a second. By default it takes no time.
-
-    Raises:
-        InternalError: A tensor that a unit drops is not among `tensors`.
-    """
+    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`."""
     names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
     checkpoints = _list_checkpoints(shape, names, tensors)
     refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
@@ -114,7 +100,7 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     has_norm = "mlp_norm" in half
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
-    inside = tuple(one.name for one in tensors if _is_within(one, segments) and one.name not in own)
+    inside = tuple(one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in own)
     # Megatron's checkpoint around an MLP that returns a bias hangs.
     if experts is not None or not shape.has_linear_bias:
         yield _make_checkpoint("mlp" if experts is None else "moe", segments, inside, extra_bytes=hidden)
@@ -122,10 +108,6 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
         yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
-
-
-def _is_within(tensor: SavedTensor, segments: tuple[str, ...]) -> bool:
-    return set(tensor.tags) <= set(segments)
 
 
 def _make_checkpoint(
@@ -184,12 +166,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
 
     def make(segments: tuple[str, ...], until: str, made: str, *kept: str) -> UnitModel:
         inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
-        return UnitModel(
-            name=segments[0],
-            segments=segments,
-            drops=(*inside, *_pick(tensors, made)),
-            before=until,
-        )
+        return UnitModel(name=segments[0], segments=segments, drops=(*inside, *_pick(tensors, made)), before=until)
 
     # The input stays. Without a fused norm it is the tensor that the linear saves.
     if shape.latent is None:

@@ -10,7 +10,7 @@ tags that save it, and bytes of several tags are summed over these tensors:
 
     count_bytes(shape, ("core_attn", "attn_proj")) == count_bytes(shape, ("core_attn",))
 
-`untagged_bytes.list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
+`list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
 `tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists numbers from the code of both, not measured.
@@ -19,25 +19,24 @@ Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.1
 from collections.abc import Iterable, Iterator
 
 from fgoffload.planner.memory.fp8_inputs import count_input_bytes, get_input_element_bytes, pad_rows
-from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.model.layer_shape import ExpertsShape, Fp8Recipe, LatentShape, LayerShape, RouterShape
+from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
+from fgoffload.planner.operations.layer_sizes import LayerSizes
+from fgoffload.planner.operations.ops import BF16, FP32, INT32, INT64
 from fgoffload.planner.ranks.layer_model import SavedTensor
 from fgoffload.tags import default_tags
 
-_BF16 = 2
-_FP32 = 4
-_INT32 = 4
-_INT64 = 8
-"""Bytes of an element."""
-
-_RANDOM_STATE_BYTES = 2 * _INT64
+_RANDOM_STATE_BYTES = 2 * INT64
 """Seed and offset of the attention's dropout, which are saved without dropout too. Source: measured."""
+
+_CORE, _ROUTER, _SHARED = ("core_attn",), ("router",), ("shared_expert",)
 
 
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of a layer, in forward order.
 
     The tag `layer_input` is for a layer that is recomputed as a whole. It then saves the tensors listed here, and no other tag
-    saves anything. `untagged_bytes.list_untagged_tensors` has the tensors that no tag ever saves.
+    saves anything. `list_untagged_tensors` has the tensors that no tag ever saves.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
@@ -50,28 +49,19 @@ def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
         Bytes by tag, for tags that save anything in such a layer. They equal a step's `d2h_bytes` plus `shared_bytes` of the
         tag, divided by its number of groups.
     """
-    tensors = list_saved_tensors(shape)
-    found = {tag for tensor in tensors for tag in tensor.tags}
+    found = {tag for tensor in list_saved_tensors(shape) for tag in tensor.tags}
     return {tag: count_bytes(shape, (tag,)) for tag in default_tags().names if tag in found}
 
 
 def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
-    """Return the bytes that `tags` save together. Tensors that several of them save count once.
-
-    Raises:
-        ConfigError: A tag is not known.
-    """
+    """Return the bytes that `tags` save together. Tensors that several of them save count once."""
     names = {default_tags().get(tag).name for tag in tags}
     return sum(tensor.size_bytes for tensor in list_saved_tensors(shape) if names.intersection(tensor.tags))
 
 
-def count_norm_statistics(shape: LayerShape) -> int:
+def count_norm_statistics(shape: LayerShape, rows: int | None = None) -> int:
     """Return the bytes of a norm's statistics, 4sb/t: inverse deviation of each token, in fp32; LayerNorm saves means too."""
-    return _count_statistics(shape, shape.tokens)
-
-
-def _count_statistics(shape: LayerShape, rows: int) -> int:
-    return (2 if shape.normalization == "LayerNorm" else 1) * _FP32 * rows
+    return (2 if shape.normalization == "LayerNorm" else 1) * FP32 * (shape.tokens if rows is None else rows)
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
@@ -81,42 +71,39 @@ def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, in
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
 
 
+def _make(
+    name: str, tags: tuple[str, ...], size_bytes: int, element_bytes: int = BF16, *, is_same_in_all_layers: bool = False
+) -> SavedTensor:
+    return SavedTensor(
+        name=name, tags=tags, size_bytes=size_bytes, is_same_in_all_layers=is_same_in_all_layers, element_bytes=element_bytes
+    )
+
+
+def _make_input(name: str, tag: str, recipe: Fp8Recipe | None, size_bytes: int) -> SavedTensor:
+    """Return the input of a linear with `recipe`."""
+    return _make(name, (tag,), size_bytes, get_input_element_bytes(recipe))
+
+
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
     # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, it is a part of the linear.
-    norm = "qkv_linear" if _has_fused_attention_norm(shape) else "attn_norm"
-    yield SavedTensor(name="layer input", tags=("layer_input", norm), size_bytes=_BF16 * shape.tokens * shape.hidden_size)
+    norm = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm"
+    yield _make("layer input", ("layer_input", norm), LayerSizes(shape).hidden)
     if shape.rotary_channels and shape.latent is None:
         # Each layer gets the whole tensor, [s, 1, 1, rotary_channels] in fp32, so a checkpoint of the layer saves it.
-        size_bytes = _FP32 * shape.seq_length * shape.rotary_channels
-        yield SavedTensor(
-            name="rotary embedding",
-            tags=("layer_input",),
-            size_bytes=size_bytes,
-            is_same_in_all_layers=True,
-            element_bytes=_FP32,
-        )
+        size_bytes = FP32 * shape.seq_length * shape.rotary_channels
+        yield _make("rotary embedding", ("layer_input",), size_bytes, FP32, is_same_in_all_layers=True)
 
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
     """Yield the saved tensors of the norm before attention and of the projections to query, key and value."""
-    norm = "qkv_linear" if _has_fused_attention_norm(shape) else "attn_norm"
-    yield SavedTensor(
-        name="statistics of the norm before attention",
-        tags=(norm,),
-        size_bytes=count_norm_statistics(shape),
-        element_bytes=_FP32,
-    )
+    norm, hidden = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm", LayerSizes(shape).hidden
+    yield _make("statistics of the norm before attention", (norm,), count_norm_statistics(shape), FP32)
     # The norm's output, 2sbh/t. All linears after the norm save it once, or in fp8 one copy each. A norm fused into the
     # query's linear saves it in bf16.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     if shape.latent is not None and shape.fp8_recipe is not None:
-        size_bytes += _BF16 * shape.tokens * shape.hidden_size if shape.latent.has_whole_query_norm else size_bytes
-    yield SavedTensor(
-        name="output of the norm before attention",
-        tags=("qkv_linear",),
-        size_bytes=size_bytes,
-        element_bytes=get_input_element_bytes(shape.fp8_recipe),
-    )
+        size_bytes += hidden if shape.latent.has_whole_query_norm else size_bytes
+    yield _make_input("output of the norm before attention", "qkv_linear", shape.fp8_recipe, size_bytes)
     if shape.latent is not None:
         yield from _list_latent(shape, shape.latent)
     elif shape.has_qk_norm:
@@ -125,113 +112,78 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
     for name, heads in (("query", shape.num_attention_heads), ("key", shape.num_query_groups)):
+        rows = heads * shape.shared_tokens
         # 2sbn dqk/t and 2sbg dqk/t: inputs of the norms, which are copies of parts of the linear's output.
-        size_bytes = _BF16 * shape.shared_tokens * heads * shape.qk_channels
-        yield SavedTensor(name=f"{name} before its norm", tags=("qkv_linear",), size_bytes=size_bytes)
+        yield _make(f"{name} before its norm", ("qkv_linear",), BF16 * rows * shape.qk_channels)
         # Statistics of each head: 4sbn/t and 4sbg/t.
-        size_bytes = _count_statistics(shape, heads * shape.shared_tokens)
-        yield SavedTensor(
-            name=f"statistics of the {name}'s norm", tags=("qkv_linear",), size_bytes=size_bytes, element_bytes=_FP32
-        )
+        yield _make(f"statistics of the {name}'s norm", ("qkv_linear",), count_norm_statistics(shape, rows), FP32)
 
 
 def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor]:
-    tags, recipe = ("qkv_linear",), None if latent.has_qk_norm else shape.fp8_recipe
+    recipe = None if latent.has_qk_norm else shape.fp8_recipe
     for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
         if rank is not None:
             # 2sb rank/t: input of the up-projection, or of the norm that is fused into it.
-            size_bytes, element_bytes = (
-                count_input_bytes(recipe, rows=shape.tokens, channels=rank),
-                get_input_element_bytes(recipe),
-            )
-            yield SavedTensor(name=f"compressed {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
+            size_bytes = count_input_bytes(recipe, rows=shape.tokens, channels=rank)
+            yield _make_input(f"compressed {name}", "qkv_linear", recipe, size_bytes)
         if latent.has_qk_norm:
             # Output of the fused norm, which is the linear's input, and statistics of the norm.
             size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=rank or shape.hidden_size)
-            size_bytes, element_bytes = size_bytes + count_norm_statistics(shape), get_input_element_bytes(shape.fp8_recipe)
-            yield SavedTensor(name=f"normed input of the {name}", tags=tags, size_bytes=size_bytes, element_bytes=element_bytes)
+            size_bytes += count_norm_statistics(shape)
+            yield _make_input(f"normed input of the {name}", "qkv_linear", shape.fp8_recipe, size_bytes)
     # Cosine and sine, [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
     # attention has the whole sequence, so no size is divided by t.
-    size_bytes = 4 * _BF16 * shape.seq_length * latent.qk_pos_emb_head_dim
-    yield SavedTensor(name="rotary tables", tags=("qkv_linear",), size_bytes=size_bytes)
+    yield _make("rotary tables", ("qkv_linear",), 4 * BF16 * shape.seq_length * latent.qk_pos_emb_head_dim)
 
 
 def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
-    tags = ("core_attn",)
-    query = shape.num_attention_heads * shape.qk_channels
-    key_value = shape.num_query_groups * (shape.qk_channels + shape.v_channels)
+    sizes = LayerSizes(shape)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
-    yield SavedTensor(name="query, key and value", tags=tags, size_bytes=_BF16 * shape.shared_tokens * (query + key_value))
+    yield _make("query, key and value", _CORE, sizes.query_key_value)
     # 2sbn dv/t: the projection after attention saves it as its input. In fp8 it does too, except under delayed scaling.
-    size_bytes = _BF16 * shape.shared_tokens * shape.num_attention_heads * shape.v_channels
     is_shared = shape.fp8_recipe != "delayed"
-    yield SavedTensor(name="attention output", tags=("core_attn", "attn_proj") if is_shared else tags, size_bytes=size_bytes)
+    yield _make("attention output", (*_CORE, "attn_proj") if is_shared else _CORE, sizes.attention_output)
     if not is_shared:
         size_bytes = _count_row_parallel_input(shape, shape.num_attention_heads * shape.v_channels)
-        yield SavedTensor(
-            name="attention output in fp8",
-            tags=("attn_proj",),
-            size_bytes=size_bytes,
-            element_bytes=get_input_element_bytes(shape.fp8_recipe),
-        )
+        yield _make_input("attention output in fp8", "attn_proj", shape.fp8_recipe, size_bytes)
     # 4sbn/t: log-sum-exp of each row, [b, n / t, s, 1] in fp32.
-    size_bytes = _FP32 * shape.shared_tokens * shape.num_attention_heads
-    yield SavedTensor(name="log-sum-exp", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
-    yield SavedTensor(name="random state", tags=tags, size_bytes=_RANDOM_STATE_BYTES, element_bytes=_INT64)
+    yield _make("log-sum-exp", _CORE, FP32 * shape.shared_tokens * shape.num_attention_heads, FP32)
+    yield _make("random state", _CORE, _RANDOM_STATE_BYTES, INT64)
     if shape.has_attention_sinks:
         # 4n/t: a bf16 parameter. Attention gets and saves it in fp32, [1, n / t, 1, 1].
-        size_bytes = _FP32 * shape.num_attention_heads // shape.tensor_parallel_size
-        yield SavedTensor(name="attention sinks", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
+        yield _make("attention sinks", _CORE, FP32 * shape.num_attention_heads // shape.tensor_parallel_size, FP32)
     # Start of each sequence and end of the last one, [b + 1]: the same tensor for query and key, and for all layers.
-    size_bytes = _INT32 * (shape.micro_batch_size + 1)
-    yield SavedTensor(
-        name="sequence lengths", tags=tags, size_bytes=size_bytes, is_same_in_all_layers=True, element_bytes=_INT32
-    )
+    yield _make("sequence lengths", _CORE, INT32 * (shape.micro_batch_size + 1), INT32, is_same_in_all_layers=True)
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
-    norm = "mlp_fc1" if shape.has_fused_norms else "mlp_norm"
-    yield from _list_mlp_norm(shape, norm)
+    yield from _list_mlp_norm(shape, "mlp_fc1" if shape.has_fused_norms else "mlp_norm")
     # The norm's output 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
-    yield SavedTensor(
-        name="output of the norm before the MLP",
-        tags=("mlp_fc1",),
-        size_bytes=size_bytes,
-        element_bytes=get_input_element_bytes(shape.fp8_recipe),
-    )
-    rows, channels = shape.shared_tokens * shape.tensor_parallel_size, shape.ffn_hidden_size // shape.tensor_parallel_size
+    yield _make_input("output of the norm before the MLP", "mlp_fc1", shape.fp8_recipe, size_bytes)
+    rows, channels = LayerSizes(shape).rows, shape.ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t: gate and up, [s, b, 2f / t]; 2sbf/t without a gate.
-    size_bytes = _count_activation_input(shape, rows, channels)
-    yield SavedTensor(name="first linear's output", tags=("mlp_act",), size_bytes=size_bytes)
+    yield _make("first linear's output", ("mlp_act",), _count_activation_input(shape, rows, channels))
     for name in _list_factors(shape):
         # 2sbf/t.
-        yield SavedTensor(name=name, tags=("mlp_act",), size_bytes=_BF16 * rows * channels)
+        yield _make(name, ("mlp_act",), BF16 * rows * channels)
     # 2sbf/t.
     size_bytes = _count_row_parallel_input(shape, shape.ffn_hidden_size)
-    yield SavedTensor(
-        name="activation's output",
-        tags=("mlp_fc2",),
-        size_bytes=size_bytes,
-        element_bytes=get_input_element_bytes(shape.fp8_recipe),
-    )
+    yield _make_input("activation's output", "mlp_fc2", shape.fp8_recipe, size_bytes)
 
 
 def _list_mlp_norm(shape: LayerShape, tag: str) -> Iterator[SavedTensor]:
     # The residual after attention 2sbh/t.
-    yield SavedTensor(name="residual", tags=(tag,), size_bytes=_BF16 * shape.tokens * shape.hidden_size)
-    yield SavedTensor(
-        name="statistics of the norm before the MLP", tags=(tag,), size_bytes=count_norm_statistics(shape), element_bytes=_FP32
-    )
+    yield _make("residual", (tag,), LayerSizes(shape).hidden)
+    yield _make("statistics of the norm before the MLP", (tag,), count_norm_statistics(shape), FP32)
 
 
 def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     yield from _list_mlp_norm(shape, "mlp_norm")
-    size_bytes = _BF16 * shape.tokens * shape.hidden_size
     shares = experts.shared_ffn_hidden_size and not _has_own_input(shape, experts)
     # The norm's output, 2sbh/t. The router saves it; so do shared experts that neither gather nor quantize their input.
-    tags = ("shared_expert", "router") if shares else ("router",)
-    yield SavedTensor(name="output of the norm before the MLP", tags=tags, size_bytes=size_bytes)
+    tags = (*_SHARED, *_ROUTER) if shares else _ROUTER
+    yield _make("output of the norm before the MLP", tags, LayerSizes(shape).hidden)
     if experts.shared_ffn_hidden_size:
         yield from _list_shared_experts(shape, experts)
     yield from _list_router(shape, experts, experts.router)
@@ -250,126 +202,95 @@ def _gathers(shape: LayerShape, experts: ExpertsShape) -> bool:
 
 
 def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    tags = ("shared_expert",)
+    all_rows = LayerSizes(shape).rows
     if _has_own_input(shape, experts):
         # 2sbh if they gather, because they save the whole sequence. In fp8 they save their input unquantized, as the router
         # does, except under delayed scaling, which cannot.
         name, rows = "input of the shared experts in fp8", shape.tokens
         if _gathers(shape, experts):
-            name, rows = "gathered input of the shared experts", shape.tokens * shape.tensor_parallel_size
+            name, rows = "gathered input of the shared experts", all_rows
         recipe = shape.fp8_recipe if shape.fp8_recipe == "delayed" else None
-        size_bytes = count_input_bytes(recipe, rows=rows, channels=shape.hidden_size)
-        yield SavedTensor(name=name, tags=tags, size_bytes=size_bytes)
-    rows, channels = (
-        shape.shared_tokens * shape.tensor_parallel_size,
-        experts.shared_ffn_hidden_size // shape.tensor_parallel_size,
-    )
+        yield _make(name, _SHARED, count_input_bytes(recipe, rows=rows, channels=shape.hidden_size))
+    channels = experts.shared_ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t of gate and up; 2sbf/t for each factor of an unfused activation; 2sbf/t of the activation's output.
-    size_bytes = _count_activation_input(shape, rows, channels) + len(_list_factors(shape)) * _BF16 * rows * channels
+    size_bytes = _count_activation_input(shape, all_rows, channels) + len(_list_factors(shape)) * BF16 * all_rows * channels
     size_bytes += _count_row_parallel_input(shape, experts.shared_ffn_hidden_size)
-    yield SavedTensor(name="inside of the shared experts", tags=tags, size_bytes=size_bytes)
+    yield _make("inside of the shared experts", _SHARED, size_bytes)
 
 
 def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> Iterator[SavedTensor]:
-    tags, tokens, chosen = ("router",), shape.tokens, shape.tokens * experts.topk
     # 8sbk/t: indices of the chosen experts in int64, saved by the ops that choose them and scatter their probabilities.
-    yield SavedTensor(name="chosen experts", tags=tags, size_bytes=_INT64 * chosen, element_bytes=_INT64)
+    yield _make("chosen experts", _ROUTER, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
         # 8sb/t: index_put then scatters the probabilities. Its row numbers are [sb / t, 1] in int64.
-        yield SavedTensor(name="row numbers", tags=tags, size_bytes=_INT64 * tokens, element_bytes=_INT64)
-    yield SavedTensor(name="scores", tags=tags, size_bytes=_count_score_bytes(tokens, experts, router), element_bytes=_FP32)
+        yield _make("row numbers", _ROUTER, INT64 * shape.tokens, INT64)
+    yield _make("scores", _ROUTER, _count_score_bytes(shape.tokens, experts, router), FP32)
     if router.balancing != "none":
-        size_bytes = _count_balancing_bytes(shape, experts, router)
-        yield SavedTensor(name="balancing loss", tags=tags, size_bytes=size_bytes, element_bytes=_FP32)
+        yield _make("balancing loss", _ROUTER, _count_balancing_bytes(shape, experts, router), FP32)
 
 
 def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) -> int:
     if router.score_function == "softmax":
         # 4sbk/t: softmax saves its output, in fp32 for any router dtype. 4sbE/t if softmax precedes the choice.
-        return _FP32 * tokens * (experts.num_experts if router.has_pre_softmax else experts.topk)
+        return FP32 * tokens * (experts.num_experts if router.has_pre_softmax else experts.topk)
     # 4sbE/t: sigmoid saves its output of all experts. The chosen scores and their sum, which divides them, are saved too.
     chosen = experts.topk + 1 if experts.topk > 1 else 0
-    return _FP32 * tokens * (experts.num_experts + chosen)
+    return FP32 * tokens * (experts.num_experts + chosen)
 
 
 def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> int:
     # Token counts of each expert in int64, per sequence or per microbatch.
     counts = experts.num_experts * (shape.micro_batch_size if router.balancing == "seq_aux_loss" else 1)
-    size_bytes = _INT64 * counts
-    if router.score_function == "softmax":
-        # 4sbE/t: softmax over all experts. The loss is one number.
-        return size_bytes + _FP32 * shape.tokens * experts.num_experts + _FP32
-    # Sigmoid of all experts, their sum, which divides them, and the loss.
-    return size_bytes + _FP32 * (shape.tokens * (experts.num_experts + 1) + 1)
+    # 4sbE/t: softmax over all experts, or their sigmoid and its sum, which divides it. The loss is one number.
+    columns = experts.num_experts + (0 if router.score_function == "softmax" else 1)
+    return INT64 * counts + FP32 * (shape.tokens * columns + 1)
 
 
 def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the saved tensors of the experts, with sbke/t rows if routing is balanced over ranks."""
-    rows, each = count_expert_rows(shape, experts)
+    rows, _ = count_expert_rows(shape, experts)
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     # 2sbkhe/t: each rank that shares an expert has all of its rows.
-    size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=shape.hidden_size)
-    yield SavedTensor(
-        name="permuted tokens",
-        tags=("expert_fc1",),
-        size_bytes=size_bytes,
-        element_bytes=get_input_element_bytes(shape.fp8_recipe),
-    )
+    size_bytes = _count_expert_input(shape, experts, shape.hidden_size)
+    yield _make_input("permuted tokens", "expert_fc1", shape.fp8_recipe, size_bytes)
     # 4sbkf/t: gate and up.
-    size_bytes = _count_activation_input(shape, rows, channels)
-    yield SavedTensor(name="first linears' output", tags=("moe_act",), size_bytes=size_bytes)
+    yield _make("first linears' output", ("moe_act",), _count_activation_input(shape, rows, channels))
     for name in _list_factors(shape):
         # 2sbkf/t.
-        yield SavedTensor(name=name, tags=("moe_act",), size_bytes=_BF16 * rows * channels)
+        yield _make(name, ("moe_act",), BF16 * rows * channels)
     if not (shape.is_gated and shape.has_fused_activation):
         # 2sbkf/t: a separate op then multiplies with the probabilities, and saves its input. That is in bf16 even if the
         # probabilities are in fp32: autograd saves the original tensor, and copies between types save nothing.
-        yield SavedTensor(name="output of the bare activation", tags=("moe_act",), size_bytes=_BF16 * rows * channels)
+        yield _make("output of the bare activation", ("moe_act",), BF16 * rows * channels)
     # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
-    yield SavedTensor(
-        name="permuted probabilities",
-        tags=("moe_act",),
-        size_bytes=experts.router.dtype_bytes * rows,
-        element_bytes=experts.router.dtype_bytes,
-    )
+    item_bytes = experts.router.dtype_bytes
+    yield _make("permuted probabilities", ("moe_act",), item_bytes * rows, item_bytes)
     # 2sbkf/t.
-    size_bytes = _count_expert_input(shape, experts, rows=rows, each=each, channels=channels)
-    yield SavedTensor(
-        name="activation's output",
-        tags=("expert_fc2",),
-        size_bytes=size_bytes,
-        element_bytes=get_input_element_bytes(shape.fp8_recipe),
-    )
+    yield _make_input("activation's output", "expert_fc2", shape.fp8_recipe, _count_expert_input(shape, experts, channels))
 
 
-def _count_expert_input(shape: LayerShape, experts: ExpertsShape, *, rows: int, each: int, channels: int) -> int:
+def _count_expert_input(shape: LayerShape, experts: ExpertsShape, channels: int) -> int:
+    rows, each = count_expert_rows(shape, experts)
     if shape.fp8_recipe is None:
-        return count_input_bytes(None, rows=rows, channels=channels)
+        return BF16 * rows * channels
     # Each expert has its own scales.
     return experts.local_experts * count_input_bytes(shape.fp8_recipe, rows=each, channels=channels)
 
 
 def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    tags, permuted = ("moe_combine",), shape.tokens * experts.topk
+    tags = ("moe_combine",)
     if experts.has_fused_permutation:
         if experts.local_experts > 1:
             # 4sbke/t: order of the tokens if a rank has several experts, in int32.
-            size_bytes = _INT32 * experts.count_rows(shape.tokens)
-            yield SavedTensor(name="order by expert", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
+            yield _make("order by expert", tags, INT32 * experts.count_rows(shape.tokens), INT32)
         # 4sb(2E + 1)/t: destinations of each token, its experts, and their number, in int32.
-        size_bytes = _INT32 * shape.tokens * (2 * experts.num_experts + 1)
-        yield SavedTensor(name="row map", tags=tags, size_bytes=size_bytes, element_bytes=_INT32)
+        yield _make("row map", tags, INT32 * shape.tokens * (2 * experts.num_experts + 1), INT32)
         return
     # 8sbk/t: index of each permuted token, in int64. Its expansion over channels is a view of the same storage.
-    yield SavedTensor(name="places of the permuted tokens", tags=tags, size_bytes=_INT64 * permuted, element_bytes=_INT64)
+    yield _make("places of the permuted tokens", tags, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
         # 2sbkh/t: index_add is used then, and saves its source.
-        yield SavedTensor(name="experts' output", tags=tags, size_bytes=_BF16 * permuted * shape.hidden_size)
-
-
-def _has_fused_attention_norm(shape: LayerShape) -> bool:
-    # Latent attention has two linears after the norm, so the norm is a separate module.
-    return shape.has_fused_norms and shape.latent is None
+        yield _make("experts' output", tags, LayerSizes(shape).permuted)
 
 
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
@@ -379,8 +300,8 @@ def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
     so this whole range is kept or offloaded: everything except the up-projection of the last row, 2f/t.
     """
     if not shape.is_gated:
-        return _BF16 * rows * channels
-    return _BF16 * (2 * rows - (0 if shape.has_fused_activation else 1)) * channels
+        return BF16 * rows * channels
+    return BF16 * (2 * rows - (0 if shape.has_fused_activation else 1)) * channels
 
 
 def _list_factors(shape: LayerShape) -> tuple[str, ...]:
@@ -396,5 +317,72 @@ def _list_factors(shape: LayerShape) -> tuple[str, ...]:
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
     """Return the bytes that a row-parallel linear saves of its input: 2sb channels/t in bf16."""
-    rows = shape.shared_tokens * shape.tensor_parallel_size
+    rows = LayerSizes(shape).rows
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)
+
+
+def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
+    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the device.
+
+    A layer that is recomputed as a whole saves only those of multi-token prediction.
+
+    Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
+    the functions of the former on the CPU. Not measured on a GPU.
+    """
+    projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
+    found = (*projection, *_list_untagged_rotary(shape), *_list_dropout(shape))
+    if shape.experts is None:
+        return found
+    return (*found, *_list_untagged_dispatch(shape, shape.experts), *_list_biases(shape, shape.experts))
+
+
+def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
+    # Norms of the next tokens' embeddings and of the hidden states, and one after the layer: inputs 2sbh/t, and statistics.
+    for name in ("embedding", "hidden states", "layer's output"):
+        size_bytes = LayerSizes(shape).hidden + count_norm_statistics(shape)
+        yield _make(f"{name} before the norm of multi-token prediction", (), size_bytes)
+    # 4sbh/t: the concatenated outputs of the first two norms.
+    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=2 * shape.hidden_size)
+    yield _make("input of the projection of multi-token prediction", (), size_bytes)
+
+
+def _list_untagged_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
+    if not shape.rotary_channels or shape.latent is not None:
+        return
+    numbers = shape.seq_length * shape.rotary_channels
+    if shape.has_fused_rotary:
+        # 4s drot: the kernel keeps the model's own embedding, in fp32.
+        yield _make("rotary embedding", (), FP32 * numbers, is_same_in_all_layers=True)
+        return
+    # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
+    yield _make("rotary cosine and sine", (), 4 * BF16 * numbers)
+
+
+def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
+    if shape.has_hidden_dropout:
+        # sbh/t bytes after attention, and as many after the MLP.
+        yield _make("masks of dropout", (), 2 * shape.tokens * shape.hidden_size)
+
+
+def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield the tensors that the permutation saves beside those of `moe_combine`."""
+    if not experts.has_fused_permutation:
+        # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
+        yield _make("sorted places of the permutation", (), INT64 * shape.tokens * experts.num_experts)
+    elif experts.local_experts > 1:
+        # 4sbke/t: as in the unpermutation.
+        yield _make("order of arrival by expert", (), INT32 * experts.count_rows(shape.tokens))
+
+
+def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
+    """Yield the tensors saved for the biases of the experts' second linears, each times the probabilities of its rows.
+
+    The product saves those probabilities, and `moe_act` does too: offloading them with that tag frees nothing. If the tag stays
+    they are counted twice, a number a row.
+
+    Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
+    """
+    if shape.has_linear_bias:
+        # 2sbke/t, or 4sbke/t with a router in fp32.
+        rows, _ = count_expert_rows(shape, experts)
+        yield _make("probabilities beside biases of experts", (), experts.router.dtype_bytes * rows)

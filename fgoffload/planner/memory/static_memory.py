@@ -15,29 +15,12 @@ docs/reference/static_memory.md.
 import dataclasses
 
 from fgoffload.errors import ConfigError
+from fgoffload.planner.checks import check_count
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
-from fgoffload.planner.model.parameters import (
-    RankParameters,
-    count_active_parameters,
-    count_parameters,
-    count_rank_parameters,
-)
+from fgoffload.planner.model.parameters import RankParameters, count_rank_parameters
+from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
-
-__all__ = [
-    "ADAM",
-    "DEFAULT_RESERVE_BYTES",
-    "DEFAULT_WORKSPACE_BYTES",
-    "NO_OPTIMIZER",
-    "OutputBytes",
-    "ParameterState",
-    "StaticMemory",
-    "count_active_parameters",
-    "count_output_bytes",
-    "count_parameters",
-    "list_static_memory",
-]
 
 DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
 """Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.
@@ -55,47 +38,30 @@ groups. The rest is memory that the caching allocator reserves and cannot use.
 Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
 """
 
-_BF16 = 2
-_FP32 = 4
-_INT64 = 8
-_BOOL = 1
-"""Bytes of an element."""
-
-
-def _check_bytes(name: str, size_bytes: object) -> None:
-    if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
-        raise ConfigError(f"{name} {size_bytes!r} is no whole number. Give an int.")
-    if size_bytes < 0:
-        raise ConfigError(f"{name} {size_bytes} is below 0. Give 0 or more.")
+_BOOL = 1  # bytes of an element
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
     """Bytes per parameter element beside its weight."""
 
-    gradient_bytes: int = _FP32
-    """Bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`."""
-    main_parameter_bytes: int = _FP32
+    gradient_bytes: int = FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
+    main_parameter_bytes: int = FP32
     """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only what bf16 lacks of fp32."""
-    has_fp8_weights: bool = False
-    """Whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`."""
+    has_fp8_weights: bool = False  # whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`
     shards_gradients: bool = False
     """Whether data-parallel ranks shard gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
     shards_weights: bool = False
     """Whether they shard weights too: `optim_grads_params`, or FSDP2. Two layers have full weights and gradients at once."""
     offloaded_part: float = 0.0
     """Fraction of the optimizer on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
-    moment_bytes: int = 2 * _FP32
+    moment_bytes: int = 2 * FP32
     """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid byte counts and fractions.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse invalid byte counts and fractions."""
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
-            _check_bytes(name, getattr(self, name))
+            check_count(name, getattr(self, name), least=0)
         if not 0 <= self.offloaded_part <= 1:
             raise ConfigError(f"offloaded_part {self.offloaded_part} is no part. Give a number from 0 to 1.")
 
@@ -116,31 +82,21 @@ NO_OPTIMIZER = ParameterState(main_parameter_bytes=0, moment_bytes=0)
 class StaticMemory:
     """Device bytes of one rank that no plan changes."""
 
-    weight_bytes: int
-    """Bytes of weights in the type of the activations."""
+    weight_bytes: int  # bytes of weights in the type of the activations
     fp8_weight_bytes: int = 0
     """Bytes of fp8 copies of linear weights, row-wise and column-wise, which last over all microbatches of a step."""
-    gradient_bytes: int
-    """Bytes of the buffers that sum gradients."""
-    optimizer_bytes: int
-    """Bytes of main parameters and moments."""
+    gradient_bytes: int  # bytes of the buffers that sum gradients
+    optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
-    dispatch_buffer_bytes: int = 0
-    """Bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none."""
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
-    """Bytes of matrix products' workspaces."""
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES
-    """Memory for the CUDA context, NCCL and fragmentation."""
+    dispatch_buffer_bytes: int = 0  # bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES  # bytes of matrix products' workspaces
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 0.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse sizes below 0."""
         for field in dataclasses.fields(self):
-            _check_bytes(field.name, getattr(self, field.name))
+            check_count(field.name, getattr(self, field.name), least=0)
 
     @property
     def allocated_bytes(self) -> int:
@@ -157,12 +113,9 @@ class StaticMemory:
 class OutputBytes:
     """Memory of the last norm, the output layer and the loss for one microbatch."""
 
-    saved_bytes: int
-    """Bytes saved until their backward, which follows right after their forward."""
-    forward_extra_bytes: int
-    """Additional bytes during forward: the logits."""
-    backward_extra_bytes: int
-    """Additional bytes during backward: gradients of the logits and of hidden states."""
+    saved_bytes: int  # bytes saved until their backward, which follows right after their forward
+    forward_extra_bytes: int  # additional bytes during forward: the logits
+    backward_extra_bytes: int  # additional bytes during backward: gradients of the logits and of hidden states
 
 
 def list_static_memory(
@@ -175,20 +128,7 @@ def list_static_memory(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
-    """Return the memory that a rank's device holds throughout training.
-
-    Args:
-        model: The whole model.
-        parallelism: Split of the model over ranks.
-        rank: Pipeline rank, from 0.
-        state: Bytes per parameter element beside its weight.
-        dispatch_buffer_bytes: Bytes of a token dispatcher's own buffers.
-        workspace_bytes: Bytes of matrix products' workspaces.
-        reserve_bytes: Bytes outside the training's allocations.
-
-    Raises:
-        ConfigError: There is no such rank, the ranks cannot share the model, or a size is below 0.
-    """
+    """Return the memory that a rank's device holds throughout training."""
     parameters = count_rank_parameters(model, parallelism, rank)
     chunks = list_chunks(model, parallelism)[rank]
     has_output = any(chunk.has_output for chunk in chunks)
@@ -225,25 +165,22 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
     0.16.1; triton/cross_entropy.py of Transformer Engine 2.18; earlier versions overwrote the logits instead. Not measured on a
     GPU.
-
-    Raises:
-        ConfigError: The ranks cannot share the model.
     """
     parallelism.check_model(model)
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
     part = tokens // parallelism.tensor_parallel_size if parallelism.has_sequence_parallel else tokens
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
-    hidden = _BF16 * part * model.hidden_size
+    hidden = BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
     # Input and statistics of the last norm. Norms of multi-token prediction count in their layers.
-    norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * _FP32 * part
+    norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * FP32 * part
     # Input of the output layer; the softmax; index of each token's own logit, and whether another rank has it.
-    loss_bytes = hidden + _FP32 * logits + (_INT64 + _BOOL) * tokens
-    gradient_bytes = _BF16 * tokens * model.hidden_size
+    loss_bytes = hidden + FP32 * logits + (INT64 + _BOOL) * tokens
+    gradient_bytes = BF16 * tokens * model.hidden_size
     return OutputBytes(
         saved_bytes=norm_bytes + losses * loss_bytes,
-        forward_extra_bytes=_BF16 * logits,
-        backward_extra_bytes=_BF16 * logits + gradient_bytes,
+        forward_extra_bytes=BF16 * logits,
+        backward_extra_bytes=BF16 * logits + gradient_bytes,
     )
 
 
@@ -266,7 +203,7 @@ def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> in
         return 0
     count = parameters.linear_count
     # One fp32 scale per 128 x 128 weights, or one byte per 32 weights.
-    scales = {"blockwise": _FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
+    scales = {"blockwise": FP32 * count // (128 * 128), "mxfp8": count // 32}.get(model.fp8_recipe, 0)
     return 2 * (count + scales)
 
 
@@ -275,4 +212,4 @@ def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
     if parallelism.tensor_parallel_size == 1 or not parallelism.has_sequence_parallel:
         return 0
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size
-    return _BF16 * tokens * model.hidden_size
+    return BF16 * tokens * model.hidden_size

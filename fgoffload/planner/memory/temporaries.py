@@ -30,10 +30,8 @@ from fgoffload.planner.operations.ops import BF16, FP32, Execution
 class ExtraBytes:
     """Temporary bytes of one segment."""
 
-    forward: int = 0
-    """Bytes in forward."""
-    backward: int = 0
-    """Bytes in backward."""
+    forward: int = 0  # bytes in forward
+    backward: int = 0  # bytes in backward
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
@@ -62,8 +60,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
     # Fused attention sums the query's gradient in fp32, twice the bytes of the query, and keeps one number a row and head.
     rows = FP32 * shape.shared_tokens * shape.num_attention_heads
     found["core_attn"] = ExtraBytes(
-        forward=sizes.query_key_value + output + rows,
-        backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows,
+        forward=sizes.query_key_value + output + rows, backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows
     )
     found["attn_proj"] = ExtraBytes(forward=sizes.gathered + 2 * hidden, backward=hidden + sizes.gathered + output)
     return found
@@ -85,10 +82,7 @@ def _count_projections(shape: LayerShape, execution: Execution) -> ExtraBytes:
         forward=norm + hidden + together + max(sizes.gathered, turned),
         # First the three gradients are concatenated, then come the matrix products.
         backward=hidden
-        + max(
-            2 * together,
-            together + 2 * sizes.gathered + hidden + norm + linear.count_gradient_bytes(execution),
-        ),
+        + max(2 * together, together + 2 * sizes.gathered + hidden + norm + linear.count_gradient_bytes(execution)),
     )
 
 
@@ -120,8 +114,7 @@ def _count_dense(shape: LayerShape, execution: Execution) -> dict[str, ExtraByte
     found = {} if shape.has_fused_norms else {"mlp_norm": _count_norm(sizes)}
     return found | {
         "mlp_fc1": ExtraBytes(
-            forward=norm + hidden + gathered + wide,
-            backward=hidden + wide + 2 * gathered + hidden + norm + first,
+            forward=norm + hidden + gathered + wide, backward=hidden + wide + 2 * gathered + hidden + norm + first
         ),
         "mlp_act": ExtraBytes(forward=wide + inner + _count_factors(shape, inner), backward=hidden + wide + inner),
         "mlp_fc2": ExtraBytes(forward=inner + gathered + 2 * hidden, backward=hidden + gathered + inner + second),
@@ -159,8 +152,7 @@ def _count_router(sizes: LayerSizes, experts: ExpertsShape) -> dict[str, ExtraBy
         # Logits, scores and probabilities of all experts; in backward the gradients of two of them.
         "router": ExtraBytes(forward=hidden + copied + 3 * tables, backward=3 * hidden + copied + 2 * tables),
         "dispatch": ExtraBytes(
-            forward=sum(sizes.way_to_experts),
-            backward=hidden + _find_most((hidden, *sizes.way_to_experts)),
+            forward=sum(sizes.way_to_experts), backward=hidden + _find_most((hidden, *sizes.way_to_experts))
         ),
     }
 
@@ -194,11 +186,6 @@ def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) ->
     backward the output's gradient is in that type first, or is split by experts, and then concatenated again.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, run on the CPU with a count of what lives.
-
-    Args:
-        sizes: Sizes of the layer.
-        experts: Experts of the layer.
-        linear: Temporaries without biases.
     """
     if not sizes.shape.has_linear_bias:
         return linear

@@ -39,7 +39,7 @@ def make_experts(
 
 def make_router(document: Mapping[str, Any]) -> RouterShape:
     """Return a router with a softmax over all experts, or over the chosen ones, which equals normalizing by their sum."""
-    return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob", default=False))
+    return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob"))
 
 
 def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
@@ -88,6 +88,11 @@ def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | N
     return count
 
 
+def find_number(document: Mapping[str, Any], name: str) -> int:
+    """Return the number in the field `name`, or 0 if the field is missing or null."""
+    return find_count(document, name, least=0) or 0
+
+
 def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozenset[int]:
     """Return the layers in the list `name`, or no layers if it is missing or null."""
     numbers = document.get(name)
@@ -101,7 +106,7 @@ def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozen
     return frozenset(numbers)
 
 
-def find_flag(document: Mapping[str, Any], name: str, *, default: bool) -> bool:
+def find_flag(document: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     """Return the boolean in the field `name`, or `default` if the field is missing."""
     flag = document.get(name, default)
     if not isinstance(flag, bool):

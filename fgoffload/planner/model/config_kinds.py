@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from fgoffload.errors import ConfigError
@@ -10,6 +9,7 @@ from fgoffload.planner.model.config_fields import (
     find_count,
     find_flag,
     find_layers,
+    find_number,
     find_window_layers,
     get_count,
     make_experts,
@@ -24,10 +24,13 @@ _LINEAR_CHUNK_TOKENS = 64
 """Tokens before a query that linear attention processes at once. Source: chunk_gated_delta_rule of flash-linear-attention."""
 
 
+_BIASED_ROUTER = RouterShape(score_function="sigmoid", has_expert_bias=True)
+
+
 def _read_gemma3(document: Mapping[str, Any]) -> dict[str, Any]:
     layers, every = get_count(document, "num_hidden_layers"), get_count(document, "sliding_window_pattern")
     windows = find_window_layers(document) or [number % every != 0 for number in range(1, layers + 1)]
-    has_bias = find_flag(document, "attention_bias", default=False)
+    has_bias = find_flag(document, "attention_bias")
     return {"has_qk_norm": True, "has_qkv_bias": has_bias, **make_window(document, windows)}
 
 
@@ -42,7 +45,7 @@ def _read_llama4(document: Mapping[str, Any]) -> dict[str, Any]:
         "ffn_hidden_size": get_count(document, "intermediate_size_mlp"),
         # Norms of queries and keys have no weights here, and save the same tensors as other norms.
         "has_qk_norm": find_flag(document, "use_qk_norm", default=True),
-        "has_qkv_bias": find_flag(document, "attention_bias", default=False),
+        "has_qkv_bias": find_flag(document, "attention_bias"),
         "experts": make_experts(
             document, "num_local_experts", channels=channels, shared=channels, router=RouterShape(score_function="sigmoid")
         ),
@@ -69,40 +72,39 @@ def _read_qwen3_next(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_glm4_moe(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_read_deepseek_experts(document, RouterShape(score_function="sigmoid", has_expert_bias=True)),
-        "has_qk_norm": find_flag(document, "use_qk_norm", default=False),
-        "has_qkv_bias": find_flag(document, "attention_bias", default=False),
+        **_read_deepseek_experts(document, _BIASED_ROUTER),
+        "has_qk_norm": find_flag(document, "use_qk_norm"),
+        "has_qkv_bias": find_flag(document, "attention_bias"),
         "rotary_percent": 0.5,
-        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+        "mtp_num_layers": find_number(document, "num_nextn_predict_layers"),
     }
 
 
 def _read_minimax_m2(document: Mapping[str, Any]) -> dict[str, Any]:
-    channels, router = get_count(document, "intermediate_size"), RouterShape(score_function="sigmoid", has_expert_bias=True)
+    channels = get_count(document, "intermediate_size")
     rotary = get_count(document, "rotary_dim") / get_count(document, "head_dim")
     return {
         "has_qk_norm": True,
         "rotary_percent": rotary,
-        "experts": make_experts(document, "num_local_experts", channels=channels, router=router),
+        "experts": make_experts(document, "num_local_experts", channels=channels, router=_BIASED_ROUTER),
     }
 
 
 def _read_deepseek_v4(document: Mapping[str, Any]) -> dict[str, Any]:
     channels = get_count(document, "moe_intermediate_size")
-    shared = channels * (find_count(document, "n_shared_experts", least=0) or 0)
-    router = RouterShape(score_function="sigmoid", has_expert_bias=True)
+    shared = channels * find_number(document, "n_shared_experts")
     return {
         "ffn_hidden_size": 0,
         "has_qk_norm": True,
-        "experts": make_experts(document, "n_routed_experts", channels=channels, shared=shared, router=router),
-        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+        "experts": make_experts(document, "n_routed_experts", channels=channels, shared=shared, router=_BIASED_ROUTER),
+        "mtp_num_layers": find_number(document, "num_nextn_predict_layers"),
         "window_tokens": get_count(document, "sliding_window") + get_count(document, "index_topk"),
     }
 
 
 def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
     # Models with biases in attention alone are rare. Their biases count as those of query, key and value.
-    has_bias, has_mlp_bias = (find_flag(document, name, default=False) for name in ("attention_bias", "mlp_bias"))
+    has_bias, has_mlp_bias = (find_flag(document, name) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
         raise ConfigError(
             "mlp_bias True with attention_bias False: biases of MLPs alone are not known here. Give both or none."
@@ -115,7 +117,7 @@ def _read_qwen2(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3(document: Mapping[str, Any]) -> dict[str, Any]:
-    has_bias = find_flag(document, "attention_bias", default=False)
+    has_bias = find_flag(document, "attention_bias")
     return {"has_qk_norm": True, "has_qkv_bias": has_bias, **_find_upper_window(document)}
 
 
@@ -141,11 +143,10 @@ def _read_deepseek_v2(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_deepseek_v3(document: Mapping[str, Any]) -> dict[str, Any]:
-    router = RouterShape(score_function="sigmoid", has_expert_bias=True)
     return {
         **_read_latent(document),
-        **_read_deepseek_experts(document, router),
-        "mtp_num_layers": find_count(document, "num_nextn_predict_layers", least=0) or 0,
+        **_read_deepseek_experts(document, _BIASED_ROUTER),
+        "mtp_num_layers": find_number(document, "num_nextn_predict_layers"),
     }
 
 
@@ -167,8 +168,8 @@ def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> dict[str, Any]:
-    channels, shared = get_count(document, "moe_intermediate_size"), find_count(document, "n_shared_experts", least=0) or 0
-    first, step = find_count(document, "first_k_dense_replace", least=0) or 0, get_count(document, "moe_layer_freq")
+    channels, shared = get_count(document, "moe_intermediate_size"), find_number(document, "n_shared_experts")
+    first, step = find_number(document, "first_k_dense_replace"), get_count(document, "moe_layer_freq")
     layers = range(get_count(document, "num_hidden_layers"))
     if first > len(layers):
         raise ConfigError(
@@ -191,24 +192,22 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window of Qwen models, which layers from `max_window_layers` on have if the model uses windows."""
-    if not find_flag(document, "use_sliding_window", default=False):
+    if not find_flag(document, "use_sliding_window"):
         return {}
-    layers, first = get_count(document, "num_hidden_layers"), find_count(document, "max_window_layers", least=0) or 0
+    layers, first = get_count(document, "num_hidden_layers"), find_number(document, "max_window_layers")
     return make_window(document, find_window_layers(document) or [number >= first for number in range(layers)])
 
 
-NOT_MODELLED: Mapping[str, str] = MappingProxyType(
-    {
-        "gemma3": "the norms behind attention and MLP; a layer saves two hidden states more than predicted.",
-        "llama4": "chunked attention counts as a window of half a chunk; up to one chunk of tokens its time errs low.",
-        "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
-        "projections and the output gate; weights, saved bytes and times of attention err low.",
-        "deepseek_v32": "the sparse attention indexer; attention counts over all tokens, so its time errs high beyond "
-        "index_topk tokens, and the indexer's weights and bytes are left out, so memory errs low by a little.",
-        "deepseek_v4": "low ranks of query and output count as whole projections, so times of attention and weights err high; "
-        "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
-    }
-)
+NOT_MODELLED: Mapping[str, str] = {
+    "gemma3": "the norms behind attention and MLP; a layer saves two hidden states more than predicted.",
+    "llama4": "chunked attention counts as a window of half a chunk; up to one chunk of tokens its time errs low.",
+    "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
+    "projections and the output gate; weights, saved bytes and times of attention err low.",
+    "deepseek_v32": "the sparse attention indexer; attention counts over all tokens, so its time errs high beyond "
+    "index_topk tokens, and the indexer's weights and bytes are left out, so memory errs low by a little.",
+    "deepseek_v4": "low ranks of query and output count as whole projections, so times of attention and weights err high; "
+    "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
+}
 """Unmodelled parts of layers by `model_type`, with the direction of the error."""
 
 _ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None, "hidden_act": "silu"}
@@ -235,13 +234,14 @@ _QWEN_MOE: Mapping[str, Any] = {
     "norm_topk_prob": False,
 }
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama": {**_ANY, "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
-        "qwen2": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28},
-        "qwen3": {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128},
-        "qwen3_moe": _QWEN_MOE,
-        "qwen3_next": {
+KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping[str, Any]]] = {
+    "llama": (_read_llama, {**_ANY, "num_key_value_heads": None, "attention_bias": False, "mlp_bias": False}),
+    "qwen2": (_read_qwen2, {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28}),
+    "qwen3": (_read_qwen3, {**_QWEN, "num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128}),
+    "qwen3_moe": (_read_qwen3_moe, _QWEN_MOE),
+    "qwen3_next": (
+        _read_qwen3_next,
+        {
             **_QWEN_MOE,
             "head_dim": 256,
             "num_key_value_heads": 2,
@@ -249,12 +249,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "full_attention_interval": 4,
             "shared_expert_intermediate_size": 512,
         },
-        "mixtral": {**_ANY, "num_key_value_heads": 8, "sliding_window": None},
-        "deepseek_v2": {**_DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 0, "norm_topk_prob": False},
-        "deepseek_v3": _DEEPSEEK_V3,
-        "kimi_k2": _DEEPSEEK_V3,
-        "deepseek_v32": _DEEPSEEK_V3,
-        "deepseek_v4": {
+    ),
+    "mixtral": (_read_mixtral, {**_ANY, "num_key_value_heads": 8, "sliding_window": None}),
+    "deepseek_v2": (
+        _read_deepseek_v2,
+        {**_DEEPSEEK, "n_shared_experts": 2, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    ),
+    "deepseek_v3": (_read_deepseek_v3, _DEEPSEEK_V3),
+    "kimi_k2": (_read_deepseek_v3, _DEEPSEEK_V3),
+    "deepseek_v32": (_read_deepseek_v3, _DEEPSEEK_V3),
+    "deepseek_v4": (
+        _read_deepseek_v4,
+        {
             **_ANY,
             "intermediate_size": 1,  # the model has no dense MLP
             "num_key_value_heads": 1,
@@ -264,7 +270,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 128,
             "index_topk": 512,
         },
-        "glm4_moe": {
+    ),
+    "glm4_moe": (
+        _read_glm4_moe,
+        {
             **_ANY,
             "num_key_value_heads": 8,
             "attention_bias": False,
@@ -274,8 +283,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "moe_layer_freq": 1,
             "num_nextn_predict_layers": 1,
         },
-        "minimax_m2": {**_ANY, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64},
-        "llama4": {
+    ),
+    "minimax_m2": (_read_minimax_m2, {**_ANY, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64}),
+    "llama4": (
+        _read_llama4,
+        {
             **_ANY,
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -283,7 +295,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "interleave_moe_layer_step": 1,
             "num_experts_per_tok": 1,
         },
-        "gemma3": {
+    ),
+    "gemma3": (
+        _read_gemma3,
+        {
             **_ANY,
             "tie_word_embeddings": True,
             "hidden_activation": "gelu_pytorch_tanh",
@@ -294,31 +309,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
         },
-        "gpt_oss": {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
-    }
-)
-"""Defaults of missing fields, by `model_type`. None means the same as null in a file: `num_key_value_heads` is the number of
-heads, `head_dim` is `hidden_size` over heads, `sliding_window` and `q_lora_rank` are not used, and `layer_types` and
-`mlp_only_layers` have no effect."""
+    ),
+    "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
+}
+"""For each `model_type` the reader of fields that not all kinds of models have, and the defaults of missing fields.
 
-READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
-    {
-        "llama": _read_llama,
-        "qwen2": _read_qwen2,
-        "qwen3": _read_qwen3,
-        "qwen3_moe": _read_qwen3_moe,
-        "mixtral": _read_mixtral,
-        "deepseek_v2": _read_deepseek_v2,
-        "deepseek_v3": _read_deepseek_v3,
-        "kimi_k2": _read_deepseek_v3,  # same layers, and same names of their sizes
-        "deepseek_v32": _read_deepseek_v3,
-        "deepseek_v4": _read_deepseek_v4,
-        "glm4_moe": _read_glm4_moe,
-        "minimax_m2": _read_minimax_m2,
-        "qwen3_next": _read_qwen3_next,
-        "llama4": _read_llama4,
-        "gemma3": _read_gemma3,
-        "gpt_oss": _read_gpt_oss,
-    }
-)
-"""Readers by `model_type`, for fields that not all kinds of models have."""
+None means the same as null in a file: `num_key_value_heads` is the number of heads, `head_dim` is `hidden_size` over heads,
+`sliding_window` and `q_lora_rank` are not used, and `layer_types` and `mlp_only_layers` have no effect. `kimi_k2` has the same
+layers as `deepseek_v3`, and the same names of their sizes."""

@@ -1,15 +1,6 @@
 """Sizes of one transformer layer on a rank, which determine the bytes that it saves for backward.
 
-Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent:
-
-    attention = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "qk_channels": 128, "v_channels": 128}
-    dense = LayerShape(micro_batch_size=1, seq_length=4096, ffn_hidden_size=14336, **attention)
-    mixture = LayerShape(
-        micro_batch_size=1,
-        seq_length=4096,
-        experts=ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=14336),
-        **attention,
-    )
+Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent.
 """
 
 import dataclasses
@@ -17,7 +8,7 @@ import math
 from typing import Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """As in `--fp8-recipe`."""
@@ -44,21 +35,12 @@ Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-
 class LatentShape:
     """Low ranks of multi-latent attention."""
 
-    q_lora_rank: int | None
-    """Channels of the compressed query; None if the query is projected without compression."""
-    kv_lora_rank: int
-    """Channels of the compressed key and value."""
-    qk_pos_emb_head_dim: int
-    """Rotary channels of a query and key head."""
+    q_lora_rank: int | None  # channels of the compressed query; None if the query is projected without compression
+    kv_lora_rank: int  # channels of the compressed key and value
+    qk_pos_emb_head_dim: int  # rotary channels of a query and key head
     has_qk_norm: bool = False
     """With `--qk-layernorm`: norms of the compressed query and key-value, fused into their up-projections. An uncompressed
     query has a norm of the hidden states."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
-        _check_sizes(self, "kv_lora_rank", "qk_pos_emb_head_dim")
-        if self.q_lora_rank is not None:
-            _check_sizes(self, "q_lora_rank")
 
     @property
     def has_whole_query_norm(self) -> bool:
@@ -73,22 +55,20 @@ class LatentShape:
 class RouterShape:
     """Routing of tokens to experts. The defaults are Megatron's: softmax over the scores of the chosen experts."""
 
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """As in `--moe-router-score-function`."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"  # as in `--moe-router-score-function`
     has_pre_softmax: bool = False
     """With `--moe-router-pre-softmax`, for softmax only: over the scores of all experts, before the choice."""
     has_expert_bias: bool = False
     """With `--moe-router-enable-expert-bias`, for sigmoid only: the choice of experts includes a bias."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Load-balancing loss, over the microbatch or over each sequence. None if its coefficient is 0."""
-    dtype_bytes: int = 2
-    """Bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations."""
+    dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations
 
     def __post_init__(self) -> None:
         """Refuse combinations that Megatron's router does not support."""
-        _check_choice(self, "score_function", ("softmax", "sigmoid"))
-        _check_choice(self, "balancing", ("none", "aux_loss", "seq_aux_loss"))
-        _check_choice(self, "dtype_bytes", (2, 4))
+        check_choice("score_function", self.score_function, ("softmax", "sigmoid"))
+        check_choice("balancing", self.balancing, ("none", "aux_loss", "seq_aux_loss"))
+        check_choice("dtype_bytes", self.dtype_bytes, (2, 4))
         if self.has_expert_bias and self.score_function != "sigmoid":
             raise ConfigError(
                 f"has_expert_bias goes with score_function 'sigmoid' alone, and it is {self.score_function!r}. "
@@ -105,42 +85,37 @@ class RouterShape:
 class ExpertsShape:
     """A mixture of experts behind the all-to-all dispatcher."""
 
-    num_experts: int
-    """Experts of the layer, over all ranks."""
-    topk: int
-    """Experts per token."""
-    ffn_hidden_size: int
-    """Channels of an expert after its activation."""
-    shared_ffn_hidden_size: int = 0
-    """Channels of all shared experts together; 0 without any."""
+    num_experts: int  # experts of the layer, over all ranks
+    topk: int  # experts per token
+    ffn_hidden_size: int  # channels of an expert after its activation
+    shared_ffn_hidden_size: int = 0  # channels of all shared experts together; 0 without any
     has_shared_overlap: bool = False
     """With `--moe-shared-expert-overlap`: the shared experts gather their own input, and keep it gathered."""
-    expert_parallel_size: int = 1
-    """Expert-parallel ranks."""
-    expert_tensor_parallel_size: int = 1
-    """Ranks that share each expert; they gather each other's tokens."""
+    expert_parallel_size: int = 1  # expert-parallel ranks
+    expert_tensor_parallel_size: int = 1  # ranks that share each expert; they gather each other's tokens
     imbalance: float = 1.0
     """Rows of the fullest expert-parallel rank over the mean of all: 1 for balanced routing, for which the formulas are exact.
     Plans take `DEFAULT_IMBALANCE`. It has no effect if one rank has all experts."""
-    has_fused_permutation: bool = False
-    """With `--moe-permute-fusion`."""
-    has_grouped_linears: bool = True
-    """With `--moe-grouped-gemm`. Other experts have no unit of their own: only `moe` and `layer` recompute them."""
+    has_fused_permutation: bool = False  # with `--moe-permute-fusion`
+    has_grouped_linears: bool = True  # with `--moe-grouped-gemm`; other experts have no unit: only `moe` and `layer` do
     dispatcher: Dispatcher = "alltoall"
     """Token dispatcher. All except `alltoall` send a token once to each target node, not once for each expert."""
     limited_groups: tuple[int, int] | None = None
     """Limit on the groups of a token's experts: `--moe-router-group-topk` of `--moe-router-num-groups`. None without a
     limit."""
-    router: RouterShape = dataclasses.field(default_factory=RouterShape)
-    """Routing of tokens to experts."""
+    router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
 
     def __post_init__(self) -> None:
         """Refuse impossible sizes."""
-        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size")
-        _check_sizes(self, "shared_ffn_hidden_size", least=0)
-        _check_divides(self, "expert_parallel_size", "num_experts")
-        _check_choice(self, "dispatcher", DISPATCHERS)
-        _check_divides(self, "expert_tensor_parallel_size", "ffn_hidden_size")
+        for name in ("num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size"):
+            check_count(name, getattr(self, name), most=LARGEST_SIZE)
+        check_count("shared_ffn_hidden_size", self.shared_ffn_hidden_size, least=0, most=LARGEST_SIZE)
+        check_choice("dispatcher", self.dispatcher, DISPATCHERS)
+        pairs = (("expert_parallel_size", "num_experts"), ("expert_tensor_parallel_size", "ffn_hidden_size"))
+        for divisor, name in pairs:
+            parts, count = getattr(self, divisor), getattr(self, name)
+            if count % parts:
+                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Give sizes that ranks can share.")
         if not 1 <= self.imbalance < math.inf:
             raise ConfigError(
                 f"imbalance {self.imbalance} is not from 1 up and finite, and no mean is above the most. "
@@ -159,11 +134,7 @@ class ExpertsShape:
         return self.num_experts // self.expert_parallel_size
 
     def count_rows(self, tokens: int) -> int:
-        """Return the rows of a rank's experts, one for each token and expert, before padding.
-
-        Args:
-            tokens: Tokens of each rank before routing.
-        """
+        """Return the rows of a rank's experts, one for each token and expert, before padding."""
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
         # Whatever the routing, a token sends at most one row to each expert of a rank: k rows if one rank has all experts.
         most = tokens * sources * min(self.topk, self.local_experts)
@@ -173,39 +144,27 @@ class ExpertsShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer and microbatch."""
+    """One layer and microbatch, made by `make_layer_shape` of a model that the ranks can share."""
 
-    micro_batch_size: int
-    """Sequences of a microbatch."""
-    seq_length: int
-    """Tokens of a sequence on one context-parallel rank."""
-    hidden_size: int
-    """Hidden size."""
-    num_attention_heads: int
-    """Query heads over all tensor-parallel ranks."""
-    num_query_groups: int
-    """Key and value heads over all tensor-parallel ranks; as many as query heads in latent attention."""
+    micro_batch_size: int  # sequences of a microbatch
+    seq_length: int  # tokens of a sequence on one context-parallel rank
+    hidden_size: int  # hidden size
+    num_attention_heads: int  # query heads over all tensor-parallel ranks
+    num_query_groups: int  # key and value heads over all tensor-parallel ranks; as many as query heads in latent attention
     qk_channels: int
     """Channels of a query and key head: `kv_channels`, or `qk_head_dim` + `qk_pos_emb_head_dim` of latent attention."""
-    v_channels: int
-    """Channels of a value head: `kv_channels`, or `v_head_dim` of latent attention."""
-    ffn_hidden_size: int = 0
-    """Channels of a dense MLP after its activation; 0 in a layer with experts."""
-    experts: ExpertsShape | None = None
-    """Experts; None in a dense layer."""
-    latent: LatentShape | None = None
-    """Multi-latent attention; None for grouped queries."""
-    tensor_parallel_size: int = 1
-    """Tensor-parallel ranks."""
+    v_channels: int  # channels of a value head: `kv_channels`, or `v_head_dim` of latent attention
+    ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 in a layer with experts
+    experts: ExpertsShape | None = None  # experts; None in a dense layer
+    latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
+    tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
     """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
     rank."""
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """As in `--normalization`."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     has_fused_norms: bool = True
     """Whether norms are fused into the next linear, if there is only one: grouped-query attention and dense MLPs."""
-    rotary_channels: int = 0
-    """Channels of the model's rotary embedding; 0 without one. Latent attention makes its own."""
+    rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False
     """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
     embedding."""
@@ -221,64 +180,12 @@ class LayerShape:
     has_linear_bias: bool = False
     """Whether all linear layers have biases. Those of the experts' second linears are added by separate operators, which save
     and compute more; other linears save the same, and some units cannot be recomputed beside them."""
-    has_attention_sinks: bool = False
-    """With `--softmax-type learnable`: attention saves one more number per head."""
-    has_hidden_dropout: bool = False
-    """With `--hidden-dropout` above 0."""
+    has_attention_sinks: bool = False  # with `--softmax-type learnable`: attention saves one more number per head
+    has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0
     has_mtp_projection: bool = False
     """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
-    fp8_recipe: Fp8Recipe | None = None
-    """`--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16."""
-    is_deterministic: bool = False
-    """Whether torch uses deterministic algorithms, for which Megatron takes other operators."""
-
-    def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: A size is too small or cannot be shared among the ranks, or the layer is neither dense nor a mixture.
-        """
-        sizes = ("micro_batch_size", "seq_length", "hidden_size", "num_attention_heads", "num_query_groups")
-        _check_sizes(self, *sizes, "qk_channels", "v_channels", "tensor_parallel_size")
-        _check_sizes(self, "ffn_hidden_size", "rotary_channels", least=0)
-        _check_choice(self, "normalization", ("RMSNorm", "LayerNorm"))
-        _check_choice(self, "fp8_recipe", (None, *FP8_RECIPES))
-        _check_divides(self, "num_query_groups", "num_attention_heads")
-        _check_divides(self, "tensor_parallel_size", "seq_length", "num_query_groups", "ffn_hidden_size")
-        if (self.experts is None) == (self.ffn_hidden_size == 0):
-            raise ConfigError(
-                f"ffn_hidden_size {self.ffn_hidden_size} {'without' if self.experts is None else 'with'} experts: a layer is "
-                "dense or a mixture. Give ffn_hidden_size above 0, or experts."
-            )
-        self._check_latent()
-        if not self.has_sequence_parallel:
-            check_whole_sequence(
-                self.tensor_parallel_size,
-                has_experts=self.experts is not None,
-                has_latent_attention=self.latent is not None,
-                has_mtp=self.has_mtp_projection,
-            )
-        if self.experts is not None and self.experts.shared_ffn_hidden_size % self.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not divide shared_ffn_hidden_size "
-                f"{self.experts.shared_ffn_hidden_size}. Give sizes that ranks can share."
-            )
-
-    def _check_latent(self) -> None:
-        if self.latent is None:
-            return
-        if self.num_query_groups != self.num_attention_heads:
-            raise ConfigError(
-                f"num_query_groups {self.num_query_groups} differs from num_attention_heads {self.num_attention_heads}, and "
-                f"latent attention has no groups. Give num_query_groups {self.num_attention_heads}."
-            )
-        if self.has_qk_norm:
-            raise ConfigError("has_qk_norm is of attention in groups, and attention is latent. Give it in latent.")
-        if self.has_fused_rotary:
-            raise ConfigError(
-                "has_fused_rotary with latent attention: what its fused rotary embedding saves is not known here. "
-                "Give --no-rope-fusion."
-            )
+    fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
+    is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
 
     @property
     def splits_sequence(self) -> bool:
@@ -294,43 +201,3 @@ class LayerShape:
     def shared_tokens(self) -> int:
         """sb/t of the microbatch: times the channels of all ranks, the elements of one rank of a tensor sharded by channels."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size
-
-
-def check_whole_sequence(tensor_parallel_size: int, *, has_experts: bool, has_latent_attention: bool, has_mtp: bool) -> None:
-    """Refuse tensor parallelism without sequence parallelism where its bytes are unknown.
-
-    Raises:
-        ConfigError: With the fix.
-    """
-    unknown = {
-        "Megatron-Core trains no experts so": has_experts,
-        "what latent attention saves is not known then": has_latent_attention,
-        "what multi-token prediction saves is not known then": has_mtp,
-    }
-    for reason in (reason for reason, is_there in unknown.items() if is_there and tensor_parallel_size > 1):
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} without has_sequence_parallel: {reason}. Give --sequence-parallel."
-        )
-
-
-_Shape = LatentShape | RouterShape | ExpertsShape | LayerShape
-
-
-def _check_sizes(shape: _Shape, *names: str, least: int = 1) -> None:
-    for name in names:
-        check_count(name, getattr(shape, name), least=least, most=LARGEST_SIZE)
-
-
-def _check_choice(shape: _Shape, name: str, choices: tuple[str | int | None, ...]) -> None:
-    value = getattr(shape, name)
-    if value not in choices:
-        raise ConfigError(f"{name} {value!r} is not known. Give one of: {', '.join(map(repr, choices))}.")
-
-
-def _check_divides(shape: _Shape, divisor: str, *names: str) -> None:
-    for name in names:
-        if getattr(shape, name) % getattr(shape, divisor):
-            raise ConfigError(
-                f"{divisor} {getattr(shape, divisor)} does not divide {name} {getattr(shape, name)}. "
-                "Give sizes that ranks and heads can share."
-            )

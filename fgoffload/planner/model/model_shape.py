@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import LARGEST_SIZE, check_count
+from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
@@ -39,23 +39,14 @@ Transformer Engine 2.20.2, which else takes unfused attention."""
 class LatentAttention:
     """Multi-latent attention: queries, keys and values through low ranks."""
 
-    q_lora_rank: int | None
-    """Channels of the compressed query; None if the query is projected without compression."""
-    kv_lora_rank: int
-    """Channels of the compressed key and value."""
-    qk_head_dim: int
-    """Non-rotary channels of a query and key head."""
-    qk_pos_emb_head_dim: int
-    """Rotary channels of a query and key head."""
-    v_head_dim: int
-    """Channels of a value head."""
+    q_lora_rank: int | None  # channels of the compressed query; None if the query is projected without compression
+    kv_lora_rank: int  # channels of the compressed key and value
+    qk_head_dim: int  # non-rotary channels of a query and key head
+    qk_pos_emb_head_dim: int  # rotary channels of a query and key head
+    v_head_dim: int  # channels of a value head
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse sizes below 1."""
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         if self.q_lora_rank is not None:
@@ -66,47 +57,33 @@ class LatentAttention:
 class ModelShape:
     """A GPT model: embedding, layers, final norm and output layer, then layers of multi-token prediction."""
 
-    name: str
-    """Name in tables."""
-    num_layers: int
-    """Layers of the decoder, without those of multi-token prediction."""
-    hidden_size: int
-    """Channels of the hidden states."""
-    ffn_hidden_size: int = 0
-    """Channels of a dense MLP after its activation; 0 if all layers have experts."""
-    num_attention_heads: int
-    """Query heads."""
-    num_query_groups: int
-    """Key and value heads; as many as query heads in latent attention."""
+    name: str  # name in tables
+    num_layers: int  # layers of the decoder, without those of multi-token prediction
+    hidden_size: int  # channels of the hidden states
+    ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 if all layers have experts
+    num_attention_heads: int  # query heads
+    num_query_groups: int  # key and value heads; as many as query heads in latent attention
     kv_channels: int = 0
     """Channels of a query, key and value head; 0 in latent attention, which has its own. `qk_channels` and `v_channels` cover
     both."""
-    vocab_size: int
-    """Rows of the embedding, with Megatron's padding: see `pad_vocab_size`."""
-    seq_length: int
-    """Tokens of a sequence, over all context-parallel ranks."""
-    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
-    """As in `--normalization`."""
+    vocab_size: int  # rows of the embedding, with Megatron's padding: see `pad_vocab_size`
+    seq_length: int  # tokens of a sequence, over all context-parallel ranks
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     is_gated: bool = True
     """Whether the activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's
     output."""
-    has_fused_activation: bool = True
-    """Whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`."""
+    has_fused_activation: bool = True  # whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
     """Whether the gate is that of `--quick-geglu`, clamped or not. Its saved bytes are known for the fused kernel, as for any
     gate."""
     has_tied_embeddings: bool = False
     """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
-    has_linear_bias: bool = False
-    """Whether all linear layers have biases, the router included: without `--disable-bias-linear`."""
-    has_qkv_bias: bool = False
-    """Whether the projection to query, key and value has a bias, as with `--add-qkv-bias`."""
+    has_linear_bias: bool = False  # whether all linear layers have biases, the router included: without `--disable-bias-linear`
+    has_qkv_bias: bool = False  # whether the projection to query, key and value has a bias, as with `--add-qkv-bias`
     has_qk_norm: bool = False
     """With `--qk-layernorm`: norms of query and key heads, or of the compressed query and key-value in latent attention."""
-    has_attention_sinks: bool = False
-    """With `--softmax-type learnable`: each head has one learned number in its softmax."""
-    latent: LatentAttention | None = None
-    """Multi-latent attention; None for grouped queries."""
+    has_attention_sinks: bool = False  # with `--softmax-type learnable`: each head has one learned number in its softmax
+    latent: LatentAttention | None = None  # multi-latent attention; None for grouped queries
     rotary_percent: float = 1.0
     """Rotary part of a head; 0 without rotary embeddings. Latent attention gives it in channels instead."""
     has_fused_rotary: bool = True
@@ -118,31 +95,22 @@ class ModelShape:
     """Experts of a layer, with parallel sizes of 1: `Parallelism` has the split over ranks. None in a dense model."""
     moe_layers: tuple[bool, ...] | None = None
     """Whether each layer of the decoder has experts: see `list_moe_layers`. None means all, if there are experts."""
-    mtp_num_layers: int = 0
-    """Layers of multi-token prediction, each like the decoder's last, with a projection before it."""
+    mtp_num_layers: int = 0  # layers of multi-token prediction, each like the decoder's last, with a projection before it
     window_tokens: int | None = None
     """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all."""
     window_layers: tuple[bool, ...] | None = None
     """Whether each layer of the decoder has the window. None means all, if there is a window."""
-    has_hidden_dropout: bool = False
-    """With `--hidden-dropout` above 0, Megatron's default."""
-    fp8_recipe: Fp8Recipe | None = None
-    """`--fp8-recipe`; None for linear layers in the type of the activations."""
-    activation_dtype_bytes: int = 2
-    """Bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32."""
+    has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0, Megatron's default
+    fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe`; None for linear layers in the type of the activations
+    activation_dtype_bytes: int = 2  # bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32
 
     def __post_init__(self) -> None:
-        """Check the sizes.
-
-        Raises:
-            ConfigError: A size is too small, or two fields contradict each other.
-        """
+        """Check the sizes."""
         check_num_layers(self.num_layers)
         for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         for name in ("ffn_hidden_size", "kv_channels", "learned_positions"):
-            if getattr(self, name) != 0:
-                check_count(name, getattr(self, name), most=LARGEST_SIZE)
+            check_count(name, getattr(self, name), least=0, most=LARGEST_SIZE)
         if self.mtp_num_layers != 0:
             check_num_layers(self.mtp_num_layers, name="mtp_num_layers")
         self._check_choices()
@@ -170,56 +138,27 @@ class ModelShape:
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
-        """Return the kind of layer `number`.
-
-        Args:
-            number: From 0, as in `numbers`.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
-        self._check_number(number)
+        """Return the kind of layer `number`."""
         if number >= self.num_layers:
             return "mtp"
         return "moe" if self.has_experts(number) else "dense"
 
     def has_experts(self, number: int) -> bool:
-        """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
-        self._check_number(number)
+        """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does."""
         if self.experts is None:
             return False
         return self.moe_layers is None or self.moe_layers[min(number, self.num_layers - 1)]
 
     def has_window(self, number: int) -> bool:
-        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens.
-
-        Raises:
-            ConfigError: There is no such layer.
-        """
-        self._check_number(number)
+        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens."""
         if self.window_tokens is None or number >= self.num_layers:
             return False
         return self.window_layers is None or self.window_layers[number]
 
-    def _check_number(self, number: int) -> None:
-        if number not in self.numbers:
-            raise ConfigError(
-                f"layer {number!r} is not one of the {len(self.numbers)} of {self.name}. Give 0 to {len(self.numbers) - 1}."
-            )
-
     def _check_choices(self) -> None:
-        choices: tuple[tuple[str, tuple[object, ...]], ...] = (
-            ("normalization", ("RMSNorm", "LayerNorm")),
-            ("fp8_recipe", (None, *FP8_RECIPES)),
-            ("activation_dtype_bytes", (2, 4)),
-        )
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not known. Give one of: {', '.join(map(repr, known))}.")
+        check_choice("normalization", self.normalization, ("RMSNorm", "LayerNorm"))
+        check_choice("fp8_recipe", self.fp8_recipe, (None, *FP8_RECIPES))
+        check_choice("activation_dtype_bytes", self.activation_dtype_bytes, (2, 4))
         if not 0 <= self.rotary_percent <= 1:
             raise ConfigError(f"rotary_percent {self.rotary_percent} is not a fraction of a head. Give a number from 0 to 1.")
 
@@ -267,20 +206,12 @@ class ModelShape:
 
 
 def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
-    """Refuse an invalid number of layers, or one too large to make a list of.
-
-    Raises:
-        ConfigError: With the number and the limit.
-    """
+    """Refuse an invalid number of layers, or one too large to make a list of."""
     check_count(name, num_layers, most=MOST_LAYERS)
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here.
-
-    Raises:
-        ConfigError: With the channels, the limit and the options: other channels would be another model.
-    """
+    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here."""
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
         sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}
@@ -299,9 +230,6 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
     Args:
         pattern: N for experts in layers 0, N, 2N and so on, or 1 and 0 for each layer.
         num_layers: Decoder layers.
-
-    Raises:
-        ConfigError: The pattern is none, or not for so many layers.
     """
     if isinstance(pattern, int):
         check_count("moe_layer_freq", pattern)
@@ -315,9 +243,6 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
     Args:
         pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
         num_layers: Decoder layers.
-
-    Raises:
-        ConfigError: The pattern is none, or not for so many layers.
     """
     if isinstance(pattern, int):
         check_count("window_attn_skip_freq", pattern)
@@ -326,15 +251,9 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
 
 
 def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_size: int = 1) -> int:
-    """Return the rows of the embedding: `vocab_size`, up to a multiple that all tensor-parallel ranks can share.
+    """Return the rows of the embedding: the tokenizer's `vocab_size`, up to a multiple that tensor-parallel ranks can share.
 
-    Args:
-        vocab_size: Of the tokenizer.
-        divisible_by: As in `--make-vocab-size-divisible-by`, whose default in Megatron-LM this is.
-        tensor_parallel_size: Ranks that share the rows.
-
-    Raises:
-        ConfigError: A number is below 1.
+    `divisible_by` is `--make-vocab-size-divisible-by`, with Megatron-LM's default.
     """
     for name, count in (
         ("vocab_size", vocab_size),

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
-from fgoffload.planner.model.layer_shape import check_whole_sequence
 from fgoffload.planner.model.pipeline_layout import check_layout, parse_layout
 from fgoffload.planner.ranks.schedule import Pipeline
 
@@ -41,49 +40,35 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 class Parallelism:
     """The ranks of a training, and the microbatches of a step."""
 
-    tensor_parallel_size: int = 1
-    """Ranks that share each layer."""
-    pipeline_parallel_size: int = 1
-    """Pipeline ranks."""
+    tensor_parallel_size: int = 1  # ranks that share each layer
+    pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
     """Model chunks of each pipeline rank. None takes them from `pipeline_layout`, or 1 without one; `chunks` has the result."""
-    context_parallel_size: int = 1
-    """Ranks that share each sequence."""
-    expert_parallel_size: int = 1
-    """Ranks that share the experts of a layer."""
+    context_parallel_size: int = 1  # ranks that share each sequence
+    expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
     """Ranks that share each expert. Readers of Megatron's flags set its default here, which is the tensor parallel size."""
-    data_parallel_size: int = 1
-    """Copies of the model. Experts may be spread over them."""
-    micro_batch_size: int = 1
-    """Sequences of a microbatch."""
-    microbatches: int = 1
-    """Microbatches of a step on each data-parallel rank."""
+    data_parallel_size: int = 1  # copies of the model. Experts may be spread over them.
+    micro_batch_size: int = 1  # sequences of a microbatch
+    microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
     """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of pipeline ranks."""
     has_sequence_parallel: bool = True
     """Whether tensor-parallel ranks shard the sequence: `--sequence-parallel`. No effect if the tensor parallel size is 1."""
     has_distributed_optimizer: bool = True
     """Whether data-parallel ranks shard the optimizer's state: `--use-distributed-optimizer`."""
-    has_expert_overlap: bool = False
-    """Whether `--overlap-moe-expert-parallel-comm` is set."""
+    has_expert_overlap: bool = False  # whether `--overlap-moe-expert-parallel-comm` is set
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of pipeline rank 0, over all its chunks: `--decoder-first-pipeline-num-layers`. None splits like other ranks."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last pipeline rank: `--decoder-last-pipeline-num-layers`."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Whether the embedding counts as a layer in the split."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Whether the loss counts as a layer in the split."""
+    account_for_embedding_in_pipeline_split: bool = False  # whether the embedding counts as a layer in the split
+    account_for_loss_in_pipeline_split: bool = False  # whether the loss counts as a layer in the split
     pipeline_layout: str | None = None
     """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes.
-
-        Raises:
-            ConfigError: A size is below 1, sizes contradict each other, or Megatron has no such schedule.
-        """
+        """Refuse invalid sizes."""
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",
@@ -140,11 +125,7 @@ class Parallelism:
         return self.world_size // experts
 
     def check_model(self, model: "ModelShape") -> None:
-        """Refuse a model that the ranks cannot share.
-
-        Raises:
-            ConfigError: With both sizes and the fix.
-        """
+        """Refuse a model that the ranks cannot share."""
         tensor, context = self.tensor_parallel_size, self.context_parallel_size
         check_shared_layers(
             model,
@@ -152,13 +133,16 @@ class Parallelism:
             expert_parallel_size=self.expert_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
-        if not self.has_sequence_parallel:
-            check_whole_sequence(
-                tensor,
-                has_experts=model.experts is not None,
-                has_latent_attention=model.latent is not None,
-                has_mtp=model.mtp_num_layers > 0,
-            )
+        unknown = {
+            "Megatron-Core trains no experts so": model.experts is not None,
+            "what latent attention saves is not known then": model.latent is not None,
+            "what multi-token prediction saves is not known then": model.mtp_num_layers > 0,
+        }
+        for reason in (reason for reason, is_there in unknown.items() if is_there):
+            if tensor > 1 and not self.has_sequence_parallel:
+                raise ConfigError(
+                    f"tensor_parallel_size {tensor} without has_sequence_parallel: {reason}. Give --sequence-parallel."
+                )
         # Megatron gives each context-parallel rank two pieces of the sequence, one from each end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (
@@ -211,39 +195,21 @@ class Parallelism:
 def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
-    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that.
-
-    Args:
-        model: The model.
-        tensor_parallel_size: Ranks that share each layer.
-        expert_parallel_size: Ranks that share the experts of a layer.
-        expert_tensor_parallel_size: Ranks that share each expert.
-
-    Raises:
-        ConfigError: With both sizes and the fix.
-    """
+    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that."""
     _check_shared_attention(model, tensor_parallel_size)
-    if model.ffn_hidden_size % tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide ffn_hidden_size {model.ffn_hidden_size} of "
-            f"{model.name}. Give a size that does."
-        )
-    if model.experts is None:
-        if expert_parallel_size > 1:
-            raise ConfigError(
-                f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts."
-            )
-        return
-    if model.experts.num_experts % expert_parallel_size:
-        raise ConfigError(
-            f"expert_parallel_size {expert_parallel_size} does not divide num_experts {model.experts.num_experts} of "
-            f"{model.name}. Give a size that does."
-        )
-    if model.experts.ffn_hidden_size % expert_tensor_parallel_size:
-        raise ConfigError(
-            f"expert_tensor_parallel_size {expert_tensor_parallel_size} does not divide the "
-            f"{model.experts.ffn_hidden_size} channels of an expert of {model.name}. Give a size that does."
-        )
+    rows = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size)]
+    if model.experts is not None:
+        shared, channels = model.experts.shared_ffn_hidden_size, model.experts.ffn_hidden_size
+        rows += [
+            ("expert_parallel_size", expert_parallel_size, "num_experts {}", model.experts.num_experts),
+            ("tensor_parallel_size", tensor_parallel_size, "the {} channels of the shared experts", shared),
+            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "the {} channels of an expert", channels),
+        ]
+    elif expert_parallel_size > 1:
+        raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts.")
+    for divisor, parts, what, count in rows:
+        if count % parts:
+            raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Give a size that does.")
 
 
 def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:
@@ -269,18 +235,12 @@ class StageChunk:
     layers: tuple[int, ...]
     """Numbers of the chunk's layers in the whole model, in forward order. Layers from `num_layers` on are of multi-token
     prediction; a chunk with them but without the embedding holds a copy of the embedding's weights."""
-    has_embedding: bool
-    """Whether the chunk begins with the embedding of the model."""
-    has_output: bool
-    """Whether the chunk ends with the final norm, the output layer and the loss."""
+    has_embedding: bool  # whether the chunk begins with the embedding of the model
+    has_output: bool  # whether the chunk ends with the final norm, the output layer and the loss
 
 
 def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank.
-
-    Raises:
-        ConfigError: The layers cannot be split over stages, or the ranks cannot share a layer.
-    """
+    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank."""
     parallelism.check_model(model)
     ranks, chunks = parallelism.pipeline_parallel_size, parallelism.chunks
     counts = _count_layers(model, parallelism)
@@ -349,19 +309,12 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     if first is not None or last is not None:
         given = " and ".join(f"{name} {getattr(parallelism, name)}" for name in _ENDS if getattr(parallelism, name) is not None)
-        layers, others = f"num_layers {model.num_layers} of {model.name}", f"the {between} other stage{'s' * (between > 1)}"
         if between < 0:
             return f"{given} are of two stages, and pipeline_parallel_size is {ranks}. Give 2 or more, or one of the two."
-        if left < 0:
-            fix = f"Give {model.num_layers - between} or less"
-            return (
-                f"{given} {'are together' if ' and ' in given else 'is'} above {layers}. {fix}, one layer for each other stage."
-            )
-        if not between:
-            return f"{given} leave out {left} of {layers}, and there is no other stage. Give all of the layers."
-        if not left:
-            return f"{given} leave nothing of {layers} to {others}. Give {model.num_layers - between} or less."
-        return f"{given} leave {left} of {layers} to {others}, which cannot share them. Leave a multiple of {between}."
+        return (
+            f"{given} leave {left if left > 0 else 'nothing'} of num_layers {model.num_layers} of {model.name} to the "
+            f"{between} other stages. Leave {f'a multiple of {between}, one layer or more for each' if between else 'none'}."
+        )
     return (
         f"num_layers {model.num_layers} of {model.name} (with embedding and loss where they count: {left}) are not a multiple "
         f"of pipeline_parallel_size {ranks}. Give a size that divides them, --decoder-first-pipeline-num-layers and "

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from fgoffload.errors import ConfigError
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_chunks
@@ -29,28 +28,19 @@ class Split(enum.Enum):
 class Parameter:
     """A parameter, or several with the same split."""
 
-    name: str
-    """Name for messages."""
-    count: int
-    """Elements of the parameter, over all ranks."""
-    split: Split = Split.NONE
-    """Which ranks share it."""
-    active_count: int | None = None
-    """Elements that one token uses. None for all."""
-    is_linear: bool = False
-    """Whether this is the weight of a linear layer that computes in fp8 if there is a recipe."""
+    name: str  # name for messages
+    count: int  # elements of the parameter, over all ranks
+    split: Split = Split.NONE  # which ranks share it
+    is_linear: bool = False  # whether this is the weight of a linear layer that computes in fp8 if there is a recipe
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
     """Numbers of parameter elements of one rank."""
 
-    dense_count: int
-    """Elements that all data-parallel ranks replicate."""
-    expert_count: int
-    """Elements of experts, which have fewer copies."""
-    linear_count: int
-    """Elements of both kinds that are weights of linear layers, which have fp8 copies."""
+    dense_count: int  # elements that all data-parallel ranks replicate
+    expert_count: int  # elements of experts, which have fewer copies
+    linear_count: int  # elements of both kinds that are weights of linear layers, which have fp8 copies
 
     @property
     def count(self) -> int:
@@ -63,28 +53,9 @@ def count_parameters(model: ModelShape) -> int:
     return sum(parameter.count for parameter in _list_model(model))
 
 
-def count_active_parameters(model: ModelShape) -> int:
-    """Return the parameter count that one token uses: only chosen and shared experts, but whole embeddings."""
-    return sum(
-        parameter.count if parameter.active_count is None else parameter.active_count for parameter in _list_model(model)
-    )
-
-
 def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int) -> RankParameters:
-    """Return the parameter counts of each rank of a pipeline stage.
-
-    Args:
-        model: The whole model.
-        parallelism: Split of the model over ranks.
-        rank: Pipeline rank, from 0.
-
-    Raises:
-        ConfigError: There is no such rank, or the ranks cannot share the model.
-    """
-    chunks = list_chunks(model, parallelism)
-    if rank not in range(len(chunks)):
-        raise ConfigError(f"pipeline rank {rank!r} is not one of {len(chunks)}. Give 0 to {len(chunks) - 1}.")
-    parameters = [parameter for chunk in chunks[rank] for parameter in _list_chunk(model, chunk)]
+    """Return the parameter counts of each rank of a pipeline stage."""
+    parameters = [parameter for chunk in list_chunks(model, parallelism)[rank] for parameter in _list_chunk(model, chunk)]
     parts = [(parameter, _count_part(parameter, parallelism)) for parameter in parameters]
     return RankParameters(
         dense_count=sum(count for parameter, count in parts if parameter.split is not Split.EXPERT),
@@ -94,11 +65,7 @@ def count_rank_parameters(model: ModelShape, parallelism: Parallelism, rank: int
 
 
 def list_layer_parameters(model: ModelShape, number: int) -> tuple[Parameter, ...]:
-    """Return the parameters of layer `number`, including the projection before a layer of multi-token prediction.
-
-    Raises:
-        ConfigError: There is no such layer.
-    """
+    """Return the parameters of layer `number`, including the projection before a layer of multi-token prediction."""
     experts = model.experts if model.has_experts(number) else None
     attention = _list_attention(model) if model.latent is None else _list_latent(model, model.latent)
     return (
@@ -140,11 +107,6 @@ def _count_part(parameter: Parameter, parallelism: Parallelism) -> int:
         Split.TENSOR: parallelism.tensor_parallel_size,
         Split.EXPERT: parallelism.expert_parallel_size * parallelism.expert_tensor_parallel_size,
     }[parameter.split]
-    if parameter.count % parts:
-        raise ConfigError(
-            f"{parameter.name}: {parameter.count} numbers cannot be shared by {parts} ranks. Give parallel sizes that divide "
-            "that number."
-        )
     return parameter.count // parts
 
 
@@ -228,13 +190,7 @@ def _make_linear(name: str, count: int, split: Split = Split.TENSOR) -> Paramete
 
 
 def _make_expert(experts: ExpertsShape, name: str, each: int, *, is_linear: bool = False) -> Parameter:
-    return Parameter(
-        name=name,
-        count=experts.num_experts * each,
-        split=Split.EXPERT,
-        active_count=experts.topk * each,
-        is_linear=is_linear,
-    )
+    return Parameter(name=name, count=experts.num_experts * each, split=Split.EXPERT, is_linear=is_linear)
 
 
 def _count_gates(model: ModelShape) -> int:

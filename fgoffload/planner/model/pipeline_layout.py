@@ -20,32 +20,20 @@ _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[E
 
 
 def parse_layout(layout: str) -> tuple[str, ...]:
-    """Return the letters of each virtual stage, in the order of forward.
-
-    Args:
-        layout: Value of the flag.
-
-    Raises:
-        ConfigError: The layout has a syntax error; the message has its position.
-    """
+    """Return the letters of each virtual stage, in the order of forward."""
     text = _repeat(layout.replace(",", ""), layout)
     return tuple(text.split("|"))
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
-    """Refuse a layout that does not match the model, or that Megatron cannot build.
-
-    Args:
-        layout: Value of the flag, with a multiple of `pipeline_parallel_size` stages.
-        num_layers: Decoder layers.
-        mtp_num_layers: Layers of multi-token prediction.
-        pipeline_parallel_size: Pipeline ranks.
-
-    Raises:
-        ConfigError: With the layout, the limit and the fix.
-    """
+    """Refuse a layout that does not match the model, or that Megatron cannot build."""
     stages = parse_layout(layout)
-    _check_counts(layout, "".join(stages), num_layers, mtp_num_layers)
+    counts = (("E", "embedding", 1), ("t", "num_layers", num_layers), ("m", "mtp_num_layers", mtp_num_layers), ("L", "loss", 1))
+    for letter, what, count in counts:
+        if (found := "".join(stages).count(letter)) != count:
+            raise ConfigError(
+                f"pipeline_layout {layout!r} has {found} x {letter}, and {what} is {count}. Give {count} x {letter}."
+            )
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
         raise ConfigError(
             f"pipeline_layout {layout!r} does not begin with the embedding E and end with the loss L. Give one like 'Et|tL'."
@@ -77,20 +65,6 @@ def _repeat(text: str, layout: str) -> str:
             )
         position = match.end()
     return "".join(pieces)
-
-
-def _check_counts(layout: str, letters: str, num_layers: int, mtp_num_layers: int) -> None:
-    for letter, what, count in (
-        ("E", "embedding", 1),
-        ("t", "num_layers", num_layers),
-        ("m", "mtp_num_layers", mtp_num_layers),
-        ("L", "loss", 1),
-    ):
-        if letters.count(letter) != count:
-            raise ConfigError(
-                f"pipeline_layout {layout!r} has {letters.count(letter)} x {letter}, and {what} is {count}. "
-                f"Give {count} x {letter}."
-            )
 
 
 def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_size: int) -> None:

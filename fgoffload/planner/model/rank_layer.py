@@ -3,7 +3,7 @@
 import dataclasses
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
+from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
 from fgoffload.planner.model.model_shape import ModelShape, check_head_channels
 from fgoffload.planner.model.parallelism import Parallelism
 
@@ -12,9 +12,6 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
     """Return layer `number` of `model` as a rank under `parallelism` runs it.
 
     For a layer of multi-token prediction, this is its transformer layer, with `has_mtp_projection`.
-
-    Raises:
-        ConfigError: There is no such layer, ranks cannot share it, or its saved bytes are not known.
     """
     has_experts = model.has_experts(number)
     parallelism.check_model(model)
@@ -24,6 +21,13 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
             "plan knows the saved bytes of bf16 only. Give --bf16."
         )
     check_head_channels(model)
+    experts = None
+    if model.experts is not None and has_experts:
+        experts = dataclasses.replace(
+            model.experts,
+            expert_parallel_size=parallelism.expert_parallel_size,
+            expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        )
     return LayerShape(
         micro_batch_size=parallelism.micro_batch_size,
         seq_length=model.seq_length // parallelism.context_parallel_size,
@@ -33,7 +37,7 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
         qk_channels=model.qk_channels,
         v_channels=model.v_channels,
         ffn_hidden_size=0 if has_experts else model.ffn_hidden_size,
-        experts=_make_experts(model, parallelism) if has_experts else None,
+        experts=experts,
         latent=_make_latent(model),
         tensor_parallel_size=parallelism.tensor_parallel_size,
         has_sequence_parallel=parallelism.has_sequence_parallel,
@@ -48,16 +52,6 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
         has_hidden_dropout=model.has_hidden_dropout,
         has_mtp_projection=number >= model.num_layers,
         fp8_recipe=model.fp8_recipe,
-    )
-
-
-def _make_experts(model: ModelShape, parallelism: Parallelism) -> ExpertsShape | None:
-    if model.experts is None:
-        return None
-    return dataclasses.replace(
-        model.experts,
-        expert_parallel_size=parallelism.expert_parallel_size,
-        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
     )
 
 

@@ -4,6 +4,8 @@ The segments are `attn_norm` (if the norm is a module), `qkv_linear`, `core_attn
 `qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
 """
 
+import dataclasses
+
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
 from fgoffload.planner.operations.layer_sizes import LayerSizes, count_normed_bytes, make_linear
 from fgoffload.planner.operations.ops import (
@@ -16,6 +18,7 @@ from fgoffload.planner.operations.ops import (
     SegmentWork,
     Traffic,
     Work,
+    list_ring_pass,
     make_moves,
 )
 
@@ -43,24 +46,14 @@ def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
     hidden = LayerSizes(shape).hidden
     # Forward reads one tensor and writes one. Backward reads input and gradient, and writes one; the sum reads two, writes one.
     backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
-    return SegmentWork(name=name, forward=PassWork(works=(make_moves(2 * hidden),)), backward=PassWork(works=backward))
+    return SegmentWork(name, PassWork((make_moves(2 * hidden),)), PassWork(backward))
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
     """Return the segment of a linear with the norm before it fused in."""
-    return SegmentWork(
-        name=linear.name,
-        forward=PassWork(
-            works=(*norm.forward.works, *linear.forward.works),
-            traffic=linear.forward.traffic,
-            beside=linear.forward.beside,
-        ),
-        backward=PassWork(
-            works=(*linear.backward.works, *norm.backward.works),
-            traffic=linear.backward.traffic,
-            beside=linear.backward.beside,
-        ),
-    )
+    forward = dataclasses.replace(linear.forward, works=(*norm.forward.works, *linear.forward.works))
+    backward = dataclasses.replace(linear.backward, works=(*linear.backward.works, *norm.backward.works))
+    return SegmentWork(linear.name, forward, backward)
 
 
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
@@ -76,12 +69,8 @@ def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic,
 
     With sequence parallelism the input is gathered, again in backward, and its gradient is reduce-scattered. Without it all
     ranks have the input, and all-reduce its gradient.
-
-    Args:
-        shape: Shape of the layer.
-        channels: Channels per token of the input.
     """
-    ring = _list_ring_pass(shape, channels)
+    ring = list_ring_pass(BF16 * LayerSizes(shape).rows * channels, shape.tensor_parallel_size)
     return ring if shape.has_sequence_parallel else (), 2 * ring
 
 
@@ -90,23 +79,9 @@ def list_output_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic
 
     With sequence parallelism the output is reduce-scattered, and its gradient is gathered. Without it the output is
     all-reduced, and all ranks have its gradient.
-
-    Args:
-        shape: Shape of the layer.
-        channels: Channels per token of the output.
     """
-    ring = _list_ring_pass(shape, channels)
+    ring = list_ring_pass(BF16 * LayerSizes(shape).rows * channels, shape.tensor_parallel_size)
     return (ring, ring) if shape.has_sequence_parallel else (2 * ring, ())
-
-
-def _list_ring_pass(shape: LayerShape, channels: int) -> tuple[Traffic, ...]:
-    """Return an all-gather or a reduce-scatter. An all-reduce is one of each. Empty with one rank."""
-    ranks = shape.tensor_parallel_size
-    if ranks == 1:
-        return ()
-    # A ring sends each rank's part ranks - 1 times.
-    sent_bytes = BF16 * shape.shared_tokens * channels * (ranks - 1)
-    return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)
 
 
 def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
@@ -120,17 +95,11 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
     gather, beside = list_input_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
-            name="qkv_linear",
-            forward=PassWork(works=(*linear.list_forward(), *norms, *rope), traffic=gather),
+            "qkv_linear",
+            PassWork((*linear.list_forward(), *norms, *rope), traffic=gather),
             # Backward concatenates the gradients of query, key and value.
-            backward=PassWork(
-                works=(
-                    *rope,
-                    *norms_backward,
-                    make_moves(2 * sizes.query_key_value),
-                    *linear.list_backward(execution),
-                ),
-                beside=beside,
+            PassWork(
+                (*rope, *norms_backward, make_moves(2 * sizes.query_key_value), *linear.list_backward(execution)), beside=beside
             ),
         ),
     )
@@ -150,9 +119,9 @@ def _list_latent_work(shape: LayerShape, latent: LatentShape, execution: Executi
     up.insert(0, make_linear(shape, rows, query_inputs, heads * shape.qk_channels))
     return (
         SegmentWork(
-            name="qkv_down",
-            forward=PassWork(works=tuple(work for linear in down for work in linear.list_forward())),
-            backward=PassWork(works=tuple(work for linear in down for work in linear.list_backward(execution))),
+            "qkv_down",
+            PassWork(tuple(work for linear in down for work in linear.list_forward())),
+            PassWork(tuple(work for linear in down for work in linear.list_backward(execution))),
         ),
         _make_widening_work(shape, latent, execution, up),
     )
@@ -168,14 +137,9 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     # Rotary embeddings write all of query and key, and the value is made contiguous.
     rope = (*_list_rope(shape, sizes.query + sizes.key), make_moves(2 * sizes.value))
     return SegmentWork(
-        name="qkv_linear",
-        forward=PassWork(
-            works=(*norms, *(work for linear in linears for work in linear.list_forward()), *rope), traffic=gather
-        ),
-        backward=PassWork(
-            works=(*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms),
-            beside=beside,
-        ),
+        "qkv_linear",
+        PassWork((*norms, *(work for linear in linears for work in linear.list_forward()), *rope), traffic=gather),
+        PassWork((*rope, *(work for linear in linears for work in linear.list_backward(execution)), *2 * norms), beside=beside),
     )
 
 
@@ -208,11 +172,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     )
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
     # In backward, the gradients of keys and values travel around the ring too.
-    return SegmentWork(
-        name="core_attn",
-        forward=PassWork(works=(forward,), beside=ring),
-        backward=PassWork(works=(backward,), beside=2 * ring),
-    )
+    return SegmentWork("core_attn", PassWork((forward,), beside=ring), PassWork((backward,), beside=2 * ring))
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:
@@ -238,7 +198,7 @@ def _make_output_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     add, add_backward = make_residual_works(shape, execution)
     summed, gather = list_output_traffic(shape, shape.hidden_size)
     return SegmentWork(
-        name="attn_proj",
-        forward=PassWork(works=(*linear.list_forward(), *add), traffic=summed),
-        backward=PassWork(works=(*add_backward, *linear.list_backward(execution)), traffic=gather),
+        "attn_proj",
+        PassWork((*linear.list_forward(), *add), traffic=summed),
+        PassWork((*add_backward, *linear.list_backward(execution)), traffic=gather),
     )

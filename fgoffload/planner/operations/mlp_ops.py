@@ -13,17 +13,7 @@ from fgoffload.planner.operations.attention_ops import (
     make_residual_works,
 )
 from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, make_mlp_linears
-from fgoffload.planner.operations.ops import (
-    FP32,
-    Execution,
-    Limit,
-    PassWork,
-    Pattern,
-    SegmentWork,
-    Traffic,
-    Work,
-    make_moves,
-)
+from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 
 _ROUTER_TABLES = 6
 """Tensors of [tokens, experts] in fp32 that the router reads or writes in one direction: logits, scores, choice, map,
@@ -31,8 +21,7 @@ probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3
-"""Kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured."""
+_FUSED_PERMUTE_KERNELS = 3  # kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
 """Host time of Megatron's Python around router, dispatcher and grouped linears, in one direction, as a number of launches.
@@ -46,8 +35,7 @@ probabilities in fp32, a sum, a concatenation and a copy to bf16, each a separat
 
 Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
-_OUTPUT_BIAS_KERNELS = (2, 5)
-"""Kernels of each expert, forward and backward."""
+_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels of each expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
 """Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of those are strided,
@@ -77,13 +65,7 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
-    """Return the operations of an activation, forward and backward.
-
-    Args:
-        shape: Shape of the layer.
-        inner_bytes: Bytes of the activation's output.
-        probability_bytes: Bytes per element of the probabilities that it multiplies by; 0 without probabilities.
-    """
+    """Return the operations of an activation, forward and backward."""
     if shape.is_gated and not shape.has_fused_activation:
         return _make_unfused_works(inner_bytes, probability_bytes)
     # One kernel reads one or two tensors and writes one. Backward reads them and a gradient, and writes their gradients.
@@ -111,19 +93,13 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
     summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
-            name="mlp_fc1",
-            forward=PassWork(works=first.list_forward(), traffic=gather),
-            backward=PassWork(works=first.list_backward(execution), beside=beside),
+            "mlp_fc1", PassWork(first.list_forward(), traffic=gather), PassWork(first.list_backward(execution), beside=beside)
         ),
+        SegmentWork("mlp_act", PassWork((activation,)), PassWork((activation_backward,))),
         SegmentWork(
-            name="mlp_act",
-            forward=PassWork(works=(activation,)),
-            backward=PassWork(works=(activation_backward,)),
-        ),
-        SegmentWork(
-            name="mlp_fc2",
-            forward=PassWork(works=(*second.list_forward(), *add), traffic=summed),
-            backward=PassWork(works=(*add_backward, *second.list_backward(execution)), traffic=gather_back),
+            "mlp_fc2",
+            PassWork((*second.list_forward(), *add), traffic=summed),
+            PassWork((*add_backward, *second.list_backward(execution)), traffic=gather_back),
         ),
     )
 
@@ -146,10 +122,10 @@ def _make_shared_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     gather, beside = list_input_traffic(shape, shape.hidden_size)
     summed, gather_back = list_output_traffic(shape, shape.hidden_size)
     return SegmentWork(
-        name="shared_expert",
-        forward=PassWork(works=(*first.list_forward(), activation, *second.list_forward()), traffic=(*gather, *summed)),
-        backward=PassWork(
-            works=(*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
+        "shared_expert",
+        PassWork((*first.list_forward(), activation, *second.list_forward()), traffic=(*gather, *summed)),
+        PassWork(
+            (*second.list_backward(execution), activation_backward, *first.list_backward(execution)),
             traffic=gather_back,
             beside=beside,
         ),
@@ -165,7 +141,7 @@ def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
     product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
     # Backward reads the input, writes its gradient, and adds that to the gradients of the input's other users.
     backward = Work(limit=Limit.MATMUL, flop=2 * flop, moved_bytes=input_bytes + 4 * hidden, kernels=3)
-    return SegmentWork(name="router", forward=PassWork(works=(product, tables)), backward=PassWork(works=(tables, backward)))
+    return SegmentWork("router", PassWork((product, tables)), PassWork((tables, backward)))
 
 
 def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
@@ -176,13 +152,9 @@ def _make_dispatch_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork
     exchange = _list_exchange(sizes, experts, calls=2)
     forward = (*_list_count_exchange(experts), *exchange)
     return SegmentWork(
-        name="dispatch",
-        forward=PassWork(
-            works=(make_moves(moved, kernels=kernels), *sort), traffic=forward, host_launches=_DISPATCHER_LAUNCHES
-        ),
-        backward=PassWork(
-            works=(*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange, host_launches=_DISPATCHER_LAUNCHES
-        ),
+        "dispatch",
+        PassWork((make_moves(moved, kernels=kernels), *sort), traffic=forward, host_launches=_DISPATCHER_LAUNCHES),
+        PassWork((*sort, make_moves(moved_back, kernels=kernels)), traffic=exchange, host_launches=_DISPATCHER_LAUNCHES),
     )
 
 
@@ -197,20 +169,12 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     )
     bias, bias_backward = _list_output_bias(shape, experts, rows)
     return (
+        SegmentWork("expert_fc1", PassWork(first.list_forward()), PassWork(first.list_backward(execution))),
+        SegmentWork("moe_act", PassWork((activation,)), PassWork((activation_backward,))),
         SegmentWork(
-            name="expert_fc1",
-            forward=PassWork(works=first.list_forward()),
-            backward=PassWork(works=first.list_backward(execution)),
-        ),
-        SegmentWork(
-            name="moe_act",
-            forward=PassWork(works=(activation,)),
-            backward=PassWork(works=(activation_backward,)),
-        ),
-        SegmentWork(
-            name="expert_fc2",
-            forward=PassWork(works=(*second.list_forward(), *bias)),
-            backward=PassWork(works=(*bias_backward, *second.list_backward(execution))),
+            "expert_fc2",
+            PassWork((*second.list_forward(), *bias)),
+            PassWork((*bias_backward, *second.list_backward(execution))),
         ),
     )
 
@@ -234,9 +198,9 @@ def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
     add, add_backward = make_residual_works(shape, execution)
     shared = (make_moves(3 * sizes.hidden),) if experts.shared_ffn_hidden_size else ()
     return SegmentWork(
-        name="moe_combine",
-        forward=PassWork(works=(*sort, make_moves(moved, kernels=kernels), *shared, *add), traffic=exchange),
-        backward=PassWork(works=(*add_backward, make_moves(moved_back, kernels=kernels), *sort), traffic=exchange),
+        "moe_combine",
+        PassWork((*sort, make_moves(moved, kernels=kernels), *shared, *add), traffic=exchange),
+        PassWork((*add_backward, make_moves(moved_back, kernels=kernels), *sort), traffic=exchange),
     )
 
 

@@ -6,16 +6,10 @@
 import dataclasses
 import enum
 
-from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
-
-FP8 = 1
-BF16 = 2
-FP32 = 4
+FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
 """Bytes of an element."""
 
-_MAIN_GRADIENT_BYTES = 2 * FP32
-"""Bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written."""
+_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written
 
 _LATE_GRADIENT_BYTES = BF16 + 2 * FP32
 """Bytes per weight if a separate kernel adds its gradient: the gradient is read, and the sum is read and written."""
@@ -45,20 +39,14 @@ class Limit(enum.Enum):
 class Work:
     """One kernel, or several of the same kind."""
 
-    limit: Limit
-    """Kind of the kernels."""
-    flop: float = 0.0
-    """Floating-point operations of all kernels together."""
-    moved_bytes: float = 0.0
-    """Bytes that all kernels together read from and write to device memory."""
+    limit: Limit  # kind of the kernels
+    flop: float = 0.0  # floating-point operations of all kernels together
+    moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
     strided_bytes: float = 0.0
     """Part of `moved_bytes` that element-wise kernels move without whole vectors, as on half of a tensor's columns."""
-    kernels: int = 1
-    """Number of launched kernels."""
-    expert_rows: int | None = None
-    """Rows of each expert's matrix product, or None for one product of all rows."""
-    head_channels: int = FULL_HEAD_CHANNELS
-    """Channels of an attention head."""
+    kernels: int = 1  # number of launched kernels
+    expert_rows: int | None = None  # rows of each expert's matrix product, or None for one product of all rows
+    head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
 
 
 class Pattern(enum.Enum):
@@ -73,18 +61,12 @@ class Pattern(enum.Enum):
 class Traffic:
     """Bytes that a rank sends to others of its group."""
 
-    pattern: Pattern
-    """Pattern of the exchange."""
-    sent_bytes: float
-    """Bytes that this rank sends to all others together."""
-    ranks: int
-    """Ranks of the group. An all-to-all runs among neighbours of a node, if the node has that many."""
-    span: int
-    """Ranks from the first of the group to its last. The group is in one node if the node has that many."""
-    calls: int = 1
-    """Number of collectives."""
-    copies: int = 1
-    """Copies of each token in `sent_bytes`: one per expert that it is sent to."""
+    pattern: Pattern  # pattern of the exchange
+    sent_bytes: float  # bytes that this rank sends to all others together
+    ranks: int  # ranks of the group. An all-to-all runs among neighbours of a node, if the node has that many.
+    span: int  # ranks from the first of the group to its last. The group is in one node if the node has that many.
+    calls: int = 1  # number of collectives
+    copies: int = 1  # copies of each token in `sent_bytes`: one per expert that it is sent to
     limited_groups: tuple[int, int] | None = None
     """Number of expert groups that a token may be sent to, and number of all groups. None without limit."""
 
@@ -97,18 +79,14 @@ class Traffic:
         return most * (1 - (1 - 1 / most) ** self.copies)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class PassWork:
     """Operations of a segment in one direction."""
 
-    works: tuple[Work, ...]
-    """Kernels, in order."""
-    traffic: tuple[Traffic, ...] = ()
-    """Exchanges before the kernels."""
-    beside: tuple[Traffic, ...] = ()
-    """Exchanges that run beside the kernels."""
-    host_launches: int = 0
-    """Other host work, as the number of launches that take as long."""
+    works: tuple[Work, ...]  # kernels, in order
+    traffic: tuple[Traffic, ...] = ()  # exchanges before the kernels
+    beside: tuple[Traffic, ...] = ()  # exchanges that run beside the kernels
+    host_launches: int = 0  # other host work, as the number of launches that take as long
 
     @property
     def kernels(self) -> int:
@@ -117,61 +95,37 @@ class PassWork:
         return sum(work.kernels for work in self.works) + calls + self.host_launches
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SegmentWork:
     """Operations of a segment in forward and backward."""
 
-    name: str
-    """Name of the segment, as in `Segment`."""
-    forward: PassWork
-    """Operations of forward."""
-    backward: PassWork
-    """Operations of backward, without recompute."""
+    name: str  # name of the segment, as in `Segment`
+    forward: PassWork  # operations of forward
+    backward: PassWork  # operations of backward, without recompute
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """Execution options of a layer, beside its shape. Defaults are those of Megatron's training script."""
 
-    context_parallel_size: int = 1
-    """Ranks that share a sequence. The shape has one rank's part."""
-    window_tokens: int | None = None
-    """Tokens before a query that it attends to, with `--window-size`. None for all."""
+    context_parallel_size: int = 1  # ranks that share a sequence. The shape has one rank's part.
+    window_tokens: int | None = None  # tokens before a query that it attends to, with `--window-size`. None for all.
     has_expert_overlap: bool = False
     """Whether tokens of one microbatch are exchanged while another computes: `--overlap-moe-expert-parallel-comm`."""
-    has_fused_dropout_add: bool = True
-    """Whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`."""
+    has_fused_dropout_add: bool = True  # whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
     """Whether matrix products accumulate weight gradients; a separate kernel does with `--no-gradient-accumulation-fusion`."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes below 1.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
-        check_count("context_parallel_size", self.context_parallel_size)
-        if self.window_tokens is not None:
-            check_count("window_tokens", self.window_tokens)
-        for field in ("has_expert_overlap", "has_fused_dropout_add", "has_fused_gradient_accumulation"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} {getattr(self, field)!r} is neither true nor false. Give True or False.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """A linear layer of one rank, or one per expert of the rank."""
 
-    rows: int
-    """Input rows, of all experts together."""
-    inputs: int
-    """Channels of an input row."""
-    outputs: int
-    """Channels of an output row."""
-    experts: int = 0
-    """Number of experts, each with its own rows; 0 for a single linear layer with all rows."""
-    quantizing_kernels: int = 0
-    """Kernels that quantize an input to fp8, per expert if there are several; 0 in bf16."""
+    rows: int  # input rows, of all experts together
+    inputs: int  # channels of an input row
+    outputs: int  # channels of an output row
+    experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer with all rows
+    quantizing_kernels: int = 0  # kernels that quantize an input to fp8, per expert if there are several; 0 in bf16
 
     @property
     def weights(self) -> int:
@@ -226,3 +180,12 @@ class Linear:
 def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
     """Return memory-bound kernels."""
     return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)
+
+
+def list_ring_pass(gathered_bytes: int, ranks: int) -> tuple[Traffic, ...]:
+    """Return an all-gather or a reduce-scatter of a tensor. An all-reduce is one of each. Empty with one rank."""
+    if ranks == 1:
+        return ()
+    # A ring sends each rank's part ranks - 1 times.
+    sent_bytes = gathered_bytes // ranks * (ranks - 1)
+    return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)

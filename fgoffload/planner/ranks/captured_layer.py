@@ -24,8 +24,7 @@ from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 class CapturedLayer(LayerModel):
     """A kind of layer with captured modules."""
 
-    staged: frozenset[str]
-    """Names of saved tensors that are offloaded through a staging slot."""
+    staged: frozenset[str]  # names of saved tensors that are offloaded through a staging slot
 
     __hash__ = LayerModel.__hash__
 
@@ -35,13 +34,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it.
-
-    Args:
-        layer: The eager layer.
-        graphs: Captured modules.
-        has_shared_overlap: Whether shared experts run beside the exchange of tokens.
-    """
+    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,
@@ -66,23 +59,9 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return the eager `rank` as it runs with `graphs`.
-
-    Args:
-        rank: A rank of a profile.
-        graphs: Captured modules.
-        has_shared_overlap: Whether shared experts run beside the exchange of tokens.
-    """
-    chunks = tuple(
-        dataclasses.replace(
-            chunk,
-            layers=tuple(
-                dataclasses.replace(one, model=capture_layer(one.model, graphs, has_shared_overlap=has_shared_overlap))
-                for one in chunk.layers
-            ),
-        )
-        for chunk in rank.chunks
-    )
+    """Return the eager `rank` as it runs with `graphs`."""
+    capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
+    chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace
     return dataclasses.replace(rank, chunks=chunks, host_pace=pace)
 

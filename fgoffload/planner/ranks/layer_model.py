@@ -26,18 +26,12 @@ class HostWait(enum.Enum):
 class Segment:
     """A segment of a layer: the ops between two places where groups may end."""
 
-    name: str
-    """Tag of the module that runs here, or a name for the ops between modules: `dispatch`. Unique in a layer."""
-    forward_s: float
-    """Seconds of forward compute."""
-    backward_s: float
-    """Seconds of backward compute."""
-    forward_extra_bytes: int = 0
-    """Temporary device bytes of forward, without saved tensors."""
-    backward_extra_bytes: int = 0
-    """Temporary device bytes of backward: gradients of activations and workspaces."""
-    host_wait: HostWait | None = None
-    """Synchronization of the host before it launches the forward, or None."""
+    name: str  # tag of the module that runs here, or a name for the ops between modules: `dispatch`. Unique in a layer.
+    forward_s: float  # seconds of forward compute
+    backward_s: float  # seconds of backward compute
+    forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
+    backward_extra_bytes: int = 0  # temporary device bytes of backward: gradients of activations and workspaces
+    host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
     """Seconds that late launches add to `forward_s` in a forward pass; negative if the host launches earlier than it did when
     `forward_s` was measured. A recompute does not have them."""
@@ -52,18 +46,12 @@ class Segment:
 class SavedTensor:
     """One storage that one or several tags of a layer save."""
 
-    name: str
-    """Name for tables and errors."""
-    tags: tuple[str, ...]
-    """Tags that save it, in forward order; none in `untagged_bytes.list_untagged_tensors`."""
-    size_bytes: int
-    """Bytes on this rank for one microbatch."""
-    is_same_in_all_layers: bool = False
-    """Whether all layers save the same storage, which is offloaded once a microbatch."""
-    element_bytes: int = 2
-    """Bytes of an element, for the minimum size in elements: 2 in bf16."""
-    stays: bool = False
-    """Whether the tensor stays on the GPU under any plan."""
+    name: str  # name for tables and errors
+    tags: tuple[str, ...]  # tags that save it, in forward order; none in `saved_bytes.list_untagged_tensors`
+    size_bytes: int  # bytes on this rank for one microbatch
+    is_same_in_all_layers: bool = False  # whether all layers save the same storage, which is offloaded once a microbatch
+    element_bytes: int = 2  # bytes of an element, for the minimum size in elements: 2 in bf16
+    stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:
         """Return whether it has fewer than `numel` elements."""
@@ -74,30 +62,21 @@ class SavedTensor:
 class UnitModel:
     """A part of a layer that can be recomputed by itself: the bytes it frees, and its cost."""
 
-    name: str
-    """Name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name of the layer's own."""
-    segments: tuple[str, ...]
-    """Names of the recomputed segments, in forward order."""
-    drops: tuple[str, ...]
-    """Names of tensors that are not saved if the unit is recomputed. The recompute makes them again."""
-    held: tuple[str, ...] = ()
-    """Tensors of `drops` that the layer's forward still references to its end anyway."""
-    keeps: tuple[SavedTensor, ...] = ()
-    """Inputs that the unit saves instead, to be recomputed from."""
+    name: str  # name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name of the layer's own
+    segments: tuple[str, ...]  # names of the recomputed segments, in forward order
+    drops: tuple[str, ...]  # names of tensors that are not saved if the unit is recomputed. The recompute makes them again.
+    held: tuple[str, ...] = ()  # tensors of `drops` that the layer's forward still references to its end anyway
+    keeps: tuple[SavedTensor, ...] = ()  # inputs that the unit saves instead, to be recomputed from
     before: str
     """Segment before whose backward the unit is recomputed: where Megatron asks for the dropped tensors, which may be earlier
     than the first segment that needs them."""
-    forward_part: float = 1.0
-    """Recomputed fraction of its segments' forward seconds: 1 for all."""
+    forward_part: float = 1.0  # recomputed fraction of its segments' forward seconds: 1 for all
     extra_s: float = 0.0
     """Seconds of recompute beyond the forward of its segments, with copies of recomputed tensors to where others expect
     them."""
-    extra_bytes: int = 0
-    """Device bytes beside the dropped tensors, from the recompute to the end of its segments' backward."""
-    copy_s: float = 0.0
-    """Seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them."""
-    copy_bytes: int = 0
-    """Device bytes of the copies of `copy_s`."""
+    extra_bytes: int = 0  # device bytes beside the dropped tensors, from the recompute to the end of its segments' backward
+    copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them
+    copy_bytes: int = 0  # device bytes of the copies of `copy_s`
     covers: tuple[str, ...] | None = None
     """Tags and units that are recomputed with it and save nothing then. None takes those of its name in `fgoffload.tags`."""
 
@@ -120,10 +99,8 @@ class UnitModel:
 class LayerModel:
     """A kind of layer. Layers of one kind are alike, so the solver treats them as one and its totals are computed once."""
 
-    kind: str
-    """Name for tables: `dense`, `moe`, `mtp`."""
-    segments: tuple[Segment, ...]
-    """Segments in forward order; backward runs them in reverse."""
+    kind: str  # name for tables: `dense`, `moe`, `mtp`
+    segments: tuple[Segment, ...]  # segments in forward order; backward runs them in reverse
     tensors: tuple[SavedTensor, ...]
     """Storages that it saves without recompute and offload, in forward order.
 
@@ -131,8 +108,7 @@ class LayerModel:
     segment of its name counts as the first segment. A tensor is offloaded if any of its tags is, once, with the group of the
     first of those.
     """
-    units: tuple[UnitModel, ...] = ()
-    """Units that can be recomputed alone."""
+    units: tuple[UnitModel, ...] = ()  # units that can be recomputed alone
 
     def __hash__(self) -> int:
         """Hash a few fields only: hashing all of them at each look-up is too slow."""
@@ -161,11 +137,7 @@ class LayerModel:
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
         """Return the tags that save a tensor that can be offloaded."""
-        return frozenset(tag for tensor in self.tensors if self.may_leave(tensor) for tag in tensor.tags)
-
-    def may_leave(self, tensor: SavedTensor) -> bool:
-        """Return whether `tensor` can be offloaded."""
-        return not tensor.stays
+        return frozenset(tag for tensor in self.tensors if not tensor.stays for tag in tensor.tags)
 
     def is_staged(self, tensor: SavedTensor) -> bool:
         """Return whether `tensor` is offloaded through a staging slot, from inside a CUDA graph."""

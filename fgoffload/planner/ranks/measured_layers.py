@@ -37,43 +37,30 @@ _ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD
 class LayerPart:
     """A part of a layer, such as `attention`. Times and bytes are those of one microbatch with nothing else running."""
 
-    name: str
-    """Name in plans; not `layer` or `layer_input`."""
-    forward_s: float
-    """Seconds of forward compute."""
-    backward_s: float
-    """Seconds of backward compute."""
-    forward_extra_bytes: int = 0
-    """Temporary device bytes of forward, without saved tensors."""
-    backward_extra_bytes: int = 0
-    """Temporary device bytes of backward, without saved tensors."""
+    name: str  # name in plans; not `layer` or `layer_input`
+    forward_s: float  # seconds of forward compute
+    backward_s: float  # seconds of backward compute
+    forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
+    backward_extra_bytes: int = 0  # temporary device bytes of backward, without saved tensors
     input: SavedTensor | None = None
     """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
     if the part cannot be recomputed alone."""
-    allowed: frozenset[Action] = _ALL
-    """Allowed actions besides keeping the part."""
+    allowed: frozenset[Action] = _ALL  # allowed actions besides keeping the part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayer:
     """A kind of layer. Layers of one kind are alike."""
 
-    kind: str
-    """Unique name, for tables."""
-    parts: tuple[LayerPart, ...]
-    """Parts in forward order."""
-    tensors: tuple[SavedTensor, ...]
-    """Storages that it saves without recompute, each once, tagged by the parts that save it."""
+    kind: str  # unique name, for tables
+    parts: tuple[LayerPart, ...]  # parts in forward order
+    tensors: tuple[SavedTensor, ...]  # storages that it saves without recompute, each once, tagged by the parts that save it
     input: SavedTensor | None = None
     """Input from which the whole layer is recomputed; its tags are `layer_input` and the parts that save it too. None where
     the layer cannot be recomputed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts without a usable name, and tensors of no part.
-
-        Raises:
-            ConfigError: With the name and the fix.
-        """
+        """Refuse parts without a usable name, and tensors of no part."""
         names = [part.name for part in self.parts]
         for name in names:
             if name in (LAYER, LAYER_INPUT) or names.count(name) > 1:
@@ -105,20 +92,13 @@ class MeasuredLayer:
                 for part in self.parts
             ),
             tensors=tensors,
-            units=(*([self._make_whole()] if self.input is not None else []), *self._list_units()),
+            units=(*([] if self.input is None else [self._make_whole(self.input)]), *self._list_units()),
         )
 
-    def _make_whole(self) -> UnitModel:
+    def _make_whole(self, kept: SavedTensor) -> UnitModel:
         names = tuple(part.name for part in self.parts)
-        keeps = () if self.input is None else (self.input,)
-        return UnitModel(
-            name=LAYER,
-            segments=names,
-            drops=tuple(tensor.name for tensor in self.tensors if tensor not in keeps),
-            keeps=keeps,
-            before=names[-1],
-            covers=names,
-        )
+        drops = tuple(tensor.name for tensor in self.tensors if tensor != kept)
+        return UnitModel(name=LAYER, segments=names, drops=drops, keeps=(kept,), before=names[-1], covers=names)
 
     def _list_units(self) -> list[UnitModel]:
         units = []
@@ -141,39 +121,21 @@ def make_rank(
     static_bytes: int,
     microbatches: int = 1,
     policy: TransferPolicy | None = None,
-    first: Sequence[Segment] = (),
-    last: Sequence[Segment] = (),
-    saved_bytes: int = 0,
-    step_end_s: float = 0.0,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
-    """Return one process that runs forward and backward of `layers` for each microbatch of a step.
+    """Return one process that runs forward and backward of `layers`, in order, for each microbatch of a step.
 
-    Args:
-        layers: Layers in forward order.
-        link: Link between the device and its host.
-        static_bytes: Device bytes outside of activations.
-        microbatches: Microbatches of a step.
-        policy: Window and prefetch; None takes the defaults.
-        first: Segments before the layers, as an embedding.
-        last: Segments after the layers, as a loss.
-        saved_bytes: Bytes that those segments save for a microbatch.
-        step_end_s: Seconds after the last backward, as of an optimizer.
-        host_budget_bytes: Host bytes of the process; None for no limit.
-
-    Raises:
-        ConfigError: The number of microbatches is not what it must be.
+    `static_bytes` are those outside of activations. None takes the default policy, and no limit of host memory.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))
     return RankModel(
         rank=0,
         static_bytes=static_bytes,
-        chunks=(ChunkModel(layers=numbered, first=tuple(first), last=tuple(last), saved_bytes=saved_bytes),),
+        chunks=(ChunkModel(layers=numbered),),
         passes=list_passes(Pipeline(microbatches=microbatches), rank=0),
         link=link,
         policy=policy or TransferPolicy(),
-        step_end_s=step_end_s,
         host_budget_bytes=host_budget_bytes,
         host_pace=HostPace.STEP_AHEAD,
         turning_chunk=0,

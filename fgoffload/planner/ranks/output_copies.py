@@ -13,13 +13,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 
 def copy_outputs(rank: RankModel) -> RankModel:
     """Return `rank` as it runs if Megatron's own flags choose what is recomputed."""
-    chunks = tuple(
-        dataclasses.replace(
-            chunk, layers=tuple(dataclasses.replace(layer, model=_copy_outputs(layer.model)) for layer in chunk.layers)
-        )
-        for chunk in rank.chunks
-    )
-    return dataclasses.replace(rank, chunks=chunks)
+    return dataclasses.replace(rank, chunks=tuple(chunk.replace_models(_copy_outputs) for chunk in rank.chunks))
 
 
 @functools.lru_cache(maxsize=256)
@@ -27,11 +21,7 @@ def _copy_outputs(layer: LayerModel) -> LayerModel:
     # Returns one object to all callers: simulations cache their results per layer, and compare layers by identity first.
     units = tuple(
         dataclasses.replace(
-            unit,
-            extra_s=unit.extra_s + unit.copy_s,
-            extra_bytes=unit.extra_bytes + unit.copy_bytes,
-            copy_s=0.0,
-            copy_bytes=0,
+            unit, extra_s=unit.extra_s + unit.copy_s, extra_bytes=unit.extra_bytes + unit.copy_bytes, copy_s=0.0, copy_bytes=0
         )
         for unit in layer.units
     )

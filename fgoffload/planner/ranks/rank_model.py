@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
@@ -17,23 +17,14 @@ from fgoffload.transfer_schedule import TransferPolicy
 class LinkModel:
     """The link between a rank's device and its host: one first-in, first-out queue for each direction."""
 
-    d2h_bytes_per_s: float
-    """Rate to the host alone."""
-    h2d_bytes_per_s: float
-    """Rate to the device alone."""
-    duplex_bytes_per_s: float
-    """Rate of each direction while both run."""
-    copy_latency_s: float = 0.0
-    """Seconds before the first byte of each copy moves."""
-    compute_slowdown: float = 0.0
-    """Slowdown of compute beside copies, as a part: 0.06 for 6%."""
+    d2h_bytes_per_s: float  # rate to the host alone
+    h2d_bytes_per_s: float  # rate to the device alone
+    duplex_bytes_per_s: float  # rate of each direction while both run
+    copy_latency_s: float = 0.0  # seconds before the first byte of each copy moves
+    compute_slowdown: float = 0.0  # slowdown of compute beside copies, as a part: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             rate = getattr(self, name)
             check_rate(name, rate)
@@ -48,24 +39,24 @@ class LinkModel:
 class NumberedLayer:
     """A layer and its number."""
 
-    number: int
-    """Number in the whole model, from 0, as in plans."""
-    model: LayerModel
-    """Kind of the layer."""
+    number: int  # number in the whole model, from 0, as in plans
+    model: LayerModel  # kind of the layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkModel:
     """A model chunk: its layers, and the segments before and after them."""
 
-    layers: tuple[NumberedLayer, ...]
-    """Layers in forward order; none in a chunk with an embedding alone."""
-    first: tuple[Segment, ...] = ()
-    """Segments before the layers: the embedding, on the first chunk of the model."""
-    last: tuple[Segment, ...] = ()
-    """Segments after the layers: final norm, output layer and loss, on the last chunk."""
+    layers: tuple[NumberedLayer, ...]  # layers in forward order; none in a chunk with an embedding alone
+    first: tuple[Segment, ...] = ()  # segments before the layers: the embedding, on the first chunk of the model
+    last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, on the last chunk
     saved_bytes: int = 0
     """Bytes that a microbatch saves outside of the layers and of all tags. They stay whatever the plan says."""
+
+    def replace_models(self, change: Callable[[LayerModel], LayerModel]) -> "ChunkModel":
+        """Return the chunk with `change` applied to the model of each layer."""
+        layers = tuple(dataclasses.replace(layer, model=change(layer.model)) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers)
 
 
 class HostPace(enum.Enum):
@@ -110,32 +101,22 @@ def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace
 class RankModel:
     """One pipeline rank in a step."""
 
-    rank: int
-    """Pipeline rank, from 0."""
-    static_bytes: int
-    """Device bytes of weights, gradients, optimizer, buffers and reserve, which stay all the time."""
-    chunks: tuple[ChunkModel, ...]
-    """Model chunks, by number."""
-    passes: tuple[Pass, ...]
-    """Passes in order: `fgoffload.planner.ranks.schedule.list_passes`."""
-    link: LinkModel
-    """Link to the host."""
-    policy: TransferPolicy
-    """Window and prefetch of the engine."""
+    rank: int  # pipeline rank, from 0
+    static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, which stay all the time
+    chunks: tuple[ChunkModel, ...]  # model chunks, by number
+    passes: tuple[Pass, ...]  # passes in order: `fgoffload.planner.ranks.schedule.list_passes`
+    link: LinkModel  # link to the host
+    policy: TransferPolicy  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
-    host_budget_bytes: int | None = None
-    """Host bytes of this rank; None for no limit."""
-    host_pace: HostPace = HostPace.BESIDE
-    """How far ahead of compute the host looks for finished copies."""
+    host_budget_bytes: int | None = None  # host bytes of this rank; None for no limit
+    host_pace: HostPace = HostPace.BESIDE  # how far ahead of compute the host looks for finished copies
     turning_chunk: int | None = None
     """Chunk with the loss, where each microbatch's backward follows its forward at once; None on other ranks."""
-    turn: Turn = Turn.PLAN
-    """Treatment of copies in flight at the loss, unless the plan gives a number of bytes."""
-    late_group_s: float = 0.0
-    """Delay of a launch-bound host for each offloaded group, in seconds."""
+    turn: Turn = Turn.PLAN  # treatment of copies in flight at the loss, unless the plan gives a number of bytes
+    late_group_s: float = 0.0  # delay of a launch-bound host for each offloaded group, in seconds
     has_engine: bool = True
     """Whether the training runs this package. Without it, token dispatchers hold the input of a recompute:
     [Note: What dispatchers hold] in `layer_compiler`."""

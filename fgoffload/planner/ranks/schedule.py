@@ -41,12 +41,9 @@ class PassKind(enum.Enum):
 class Pass:
     """Forward or backward of one microbatch through one model chunk of a rank."""
 
-    kind: PassKind
-    """Forward or backward."""
-    chunk: int
-    """Model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0."""
-    microbatch: int
-    """Microbatch of the step, from 0."""
+    kind: PassKind  # forward or backward
+    chunk: int  # model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0
+    microbatch: int  # microbatch of the step, from 0
 
     def __str__(self) -> str:
         """Return a short label, with the chunk unless it is the first: `F3`, `B0.1` for microbatch 0 of chunk 1."""
@@ -58,12 +55,9 @@ class Pass:
 class Pipeline:
     """Distribution of a step's layers and microbatches over pipeline ranks."""
 
-    microbatches: int
-    """Microbatches of a step on each data-parallel rank."""
-    stages: int = 1
-    """Pipeline ranks: `--pipeline-model-parallel-size`."""
-    chunks: int = 1
-    """Model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one."""
+    microbatches: int  # microbatches of a step on each data-parallel rank
+    stages: int = 1  # pipeline ranks: `--pipeline-model-parallel-size`
+    chunks: int = 1  # model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one.
     group_size: int | None = None
     """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
     `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of stages, as in Megatron."""
@@ -72,11 +66,7 @@ class Pipeline:
     `--overlap-moe-expert-parallel-comm`."""
 
     def __post_init__(self) -> None:
-        """Refuse values that Megatron refuses or that would have no effect.
-
-        Raises:
-            ConfigError: With the value, the limit and the fix.
-        """
+        """Refuse values that Megatron refuses or that would have no effect."""
         for name in ("microbatches", "stages", "chunks"):
             check_count(name, getattr(self, name))
         if self.microbatches * self.stages * self.chunks > MOST_FORWARDS:
@@ -139,19 +129,10 @@ class Pipeline:
 
 
 def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
-    """Return the passes of pipeline rank `rank` in a step, in order.
+    """Return the forwards and backwards of pipeline rank `rank` in a step, in order: of every microbatch through every chunk.
 
-    Under expert overlap Megatron runs a forward and a backward of two microbatches at once: the forward is listed first.
-
-    Args:
-        pipeline: One stage; with several stages 1F1B; with several chunks interleaved.
-        rank: Pipeline rank from 0, the first stage.
-
-    Returns:
-        A forward and a backward of every microbatch through every chunk.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
+    With several stages it is 1F1B; with several chunks the interleaved schedule. Under expert overlap Megatron runs a forward
+    and a backward of two microbatches at once: the forward is listed first.
     """
     warmup = count_warmup_passes(pipeline, rank=rank)
     table = _list_table(pipeline)
@@ -172,11 +153,7 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
     min(2 (p - r - 1) + (v - 1) g, m v) interleaved. Expert overlap adds 1, up to the same limit.
 
     Source: `get_pp_rank_microbatches` of Megatron-Core.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
     """
-    _check_rank(pipeline, rank)
     behind = pipeline.stages - rank - 1
     if pipeline.chunks > 1:
         behind = 2 * behind + (pipeline.chunks - 1) * pipeline.microbatches_of_group
@@ -188,22 +165,15 @@ def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
 
     It is the last chunk of the model. Under expert overlap another microbatch's forward runs beside that backward; if the last
     group of microbatches is smaller than the others, some interleaved passes come in between.
-
-    Raises:
-        ConfigError: The pipeline has no such rank.
     """
-    _check_rank(pipeline, rank)
     return pipeline.chunks - 1 if rank == pipeline.stages - 1 and not pipeline.has_expert_overlap else None
 
 
 def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
-    """Return the most microbatches in flight at any time of a step.
+    """Return the most microbatches in flight at any time of a step: in one chunk, or in all together.
 
-    A microbatch counts once in each chunk, from its forward to the end of its backward there.
-
-    Args:
-        passes: Passes of a rank, in order.
-        chunk: Count in this chunk alone. None counts all chunks together, which may peak at different times.
+    A microbatch counts once in each chunk, from its forward to the end of its backward there. Chunks may peak at different
+    times.
     """
     most = current = 0
     for one in passes:
@@ -223,10 +193,3 @@ def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
     starts = range(0, pipeline.microbatches, size)
     groups = [range(start, min(start + size, pipeline.microbatches)) for start in starts]
     return [(chunk, microbatch) for group in groups for chunk in range(pipeline.chunks) for microbatch in group]
-
-
-def _check_rank(pipeline: Pipeline, rank: object) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < pipeline.stages:
-        raise ConfigError(
-            f"rank {rank!r} is not one of the {pipeline.stages} stages. Give a whole number from 0 to {pipeline.stages - 1}."
-        )

@@ -9,11 +9,7 @@ from fgoffload.tags import TagRegistry, default_tags
 
 
 def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
-    """Refuse actions that do not suit a layer of this kind.
-
-    Raises:
-        PlanError: With the tags or units, and the fix.
-    """
+    """Refuse actions that do not suit a layer of this kind."""
     tags = default_tags()
     for name, action in actions.items():
         if action.recomputes:

@@ -13,8 +13,7 @@ from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 """Actions of a plan by chunk and layer number, then by tag or unit."""
 
-_ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]
-"""Actions of a chunk's layers, in order."""
+_ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]  # actions of a chunk's layers, in order
 
 _KNOWN_CHUNKS = 128
 """Cached chunks: consecutive plans differ in a layer or two, and all ranks of a pipeline have no more chunks."""
@@ -23,17 +22,7 @@ _KNOWN_CHUNKS = 128
 def compile_rank(
     rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None, merges: bool = True
 ) -> tuple[CompiledChunk, ...]:
-    """Return each chunk of `rank` under a plan.
-
-    Args:
-        rank: The rank.
-        actions: Actions of the plan.
-        loss_window_bytes: As in the plan.
-        merges: Whether adjacent compute becomes one event.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
-    """
+    """Return each chunk of `rank` under a plan."""
     chosen = [
         tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
         for number, chunk in enumerate(rank.chunks)

@@ -64,8 +64,7 @@ class Parcel(NamedTuple):
     """Tensors of a layer that are offloaded, reloaded and freed together."""
 
     size_bytes: int  # bytes of all
-    device_bytes: int
-    """Device bytes beside static memory while they are resident: all or, through staging slots, none."""
+    device_bytes: int  # device bytes beside static memory while they are resident: all or, through staging slots, none
     label: str  # for timelines: `reload of layers.12.core_attn`, with the site that offloads it
     mover: Mover  # key of that site
     is_read_later: bool  # whether forward still reads it when it is submitted

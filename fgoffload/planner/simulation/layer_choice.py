@@ -50,8 +50,7 @@ class PlacedTensor(NamedTuple):
     takes: tuple[Take, ...] = ()  # places that need it, in backward order; empty for a recomputed tensor
     used_until: int = -1  # if offloaded: forward reads it up to this segment, so it is not freed before
     leaves_with: int = -1  # the group that offloads it: the first submitted one that saves it
-    returns_for: int = -1
-    """Group that it is reloaded for: the last one in forward that saves it."""
+    returns_for: int = -1  # group that it is reloaded for: the last one in forward that saves it
 
 
 class LeavingGroup(NamedTuple):
@@ -153,16 +152,9 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Return `layer` under `actions`. Equal arguments give the same object.
+    """Return `layer` under `actions`, or refuse actions that do not suit it. Equal arguments give the same object.
 
-    Args:
-        layer: A kind of layer.
-        actions: Actions of a plan by tag or unit; the rest is kept.
-        min_offloaded_numel: Elements. Smaller tensors stay on the device.
-        staying_tags: Tags of tensors that are referenced outside of the layer: offloading them would free nothing.
-
-    Raises:
-        PlanError: The actions do not suit the layer: with the tags or units, and the fix.
+    Tensors with `staying_tags` are referenced outside of the layer: offloading them would free nothing.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
@@ -192,7 +184,7 @@ def _resolve(
         if one.tensor.is_same_in_all_layers:
             continue
         one = one._replace(takes=takes[one.tensor.name])
-        is_able = layer.may_leave(one.tensor) and not one.tensor.is_below(min_offloaded_numel)
+        is_able = not one.tensor.stays and not one.tensor.is_below(min_offloaded_numel)
         if not owners or not is_able or staying_tags.intersection(one.tensor.tags):
             kept.append(one)
         else:
@@ -221,8 +213,7 @@ class _Places:
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """First segment with a host wait over which groups are held."""
-        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}
-        """Saved storages without recompute, by name."""
+        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
         """Return the segment called `name`, or the first one if there is none."""
@@ -299,11 +290,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 
 
 def _list_takes(
-    one: PlacedTensor,
-    offloaded: Sequence[str],
-    covered: Set[str],
-    again: Sequence[tuple[Rerun, Set[str]]],
-    places: _Places,
+    one: PlacedTensor, offloaded: Sequence[str], covered: Set[str], again: Sequence[tuple[Rerun, Set[str]]], places: _Places
 ) -> tuple[Take, ...]:
     """Return the places that need `one`: segments of its tags except `covered` ones, and recomputes in `again` that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]

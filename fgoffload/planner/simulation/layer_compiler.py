@@ -32,11 +32,8 @@ from fgoffload.watched import Watched, find_watched
 
 Item = TypeVar("Item")
 
-_PROJECTION = "attn_proj"
-"""Last segment of the attention half of a layer."""
-
-_ROUTER = "router"
-"""Segment after which a token dispatcher gets the probabilities; layers without experts have none."""
+_PROJECTION = "attn_proj"  # last segment of the attention half of a layer
+_ROUTER = "router"  # segment after which a token dispatcher gets the probabilities; layers without experts have none
 
 
 class LayerRules(NamedTuple):
@@ -49,11 +46,7 @@ class LayerRules(NamedTuple):
 
 
 class EventList:
-    """The events of a pass, while they are listed.
-
-    Args:
-        merges: Whether compute with nothing in between becomes one event.
-    """
+    """The events of a pass, while they are listed."""
 
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges
@@ -91,24 +84,10 @@ class EventList:
 
 
 class LayerCompiler:
-    """One layer of a chunk, under a plan.
-
-    Args:
-        numbered: The layer.
-        chunk: The number of its chunk.
-        resolved: The layer under the plan.
-        rules: Settings of the rank.
-        has_held_input: See [Note: What the model references].
-    """
+    """One layer of a chunk, under a plan."""
 
     def __init__(
-        self,
-        numbered: NumberedLayer,
-        chunk: int,
-        resolved: ResolvedLayer,
-        rules: LayerRules,
-        *,
-        has_held_input: bool,
+        self, numbered: NumberedLayer, chunk: int, resolved: ResolvedLayer, rules: LayerRules, *, has_held_input: bool
     ) -> None:
         self._resolved = resolved
         self._layer = numbered.model

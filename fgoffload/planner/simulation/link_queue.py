@@ -58,12 +58,7 @@ class CopyQueue:
 
 
 class LinkQueue:
-    """Both directions of one rank's link, at one moment that only goes forward.
-
-    Args:
-        link: Rates of the link.
-        timeline: Receives every copy; None notes nothing.
-    """
+    """Both directions of one rank's link, at one moment that only goes forward."""
 
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)

@@ -20,11 +20,8 @@ from fgoffload.planner.simulation.simulation_result import RankResult
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
 """Simulated rounds before extrapolation; the first one still shows the warm-up."""
 
-_LEAST_MICROBATCHES = 4
-"""Fewest microbatches of a round."""
-
-_FORWARD = PassKind.FORWARD
-"""Looking up a member of an enumeration takes Python as long as a call."""
+_LEAST_MICROBATCHES = 4  # fewest microbatches of a round
+_FORWARD = PassKind.FORWARD  # looking up a member of an enumeration takes Python as long as a call
 
 
 class Rounds(NamedTuple):
@@ -37,13 +34,7 @@ class Rounds(NamedTuple):
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
-    """Return the rounds that need no simulation.
-
-    Args:
-        passes_by_rank: Passes of each rank.
-        chunks: Of each rank.
-        are_all_simulated: Whether every round is simulated.
-    """
+    """Return the rounds that need no simulation."""
     # With several chunks a group of microbatches runs through the first one before the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
@@ -76,13 +67,8 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 class RankPasses:
     """The passes of one rank, whose next one may wait for another rank.
 
-    Args:
-        run: Simulates them.
-        passes: Passes in order.
-        ends_s: Arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch.
-        stages: Virtual stage of each chunk, and the number of stages.
-        place: Number of passes before the extrapolated rounds.
-        rounds: The extrapolated rounds.
+    `ends_s` has the arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch. `stages` has
+    the virtual stage of each chunk, and the number of stages; `place` is the number of passes before the extrapolated rounds.
     """
 
     def __init__(
@@ -108,7 +94,7 @@ class RankPasses:
         self._later_s = self._waited_s = 0.0
         """Seconds of the extrapolated rounds, which the clock of `run` lacks, and the waits in them."""
 
-    def run_on(self, p2p_s: float) -> None:
+    def run_on(self) -> None:
         """Run passes until all are done or the next one must wait."""
         run, ends_s, first, length = self._run, self._ends_s, self._first, self._rounds.passes
         last = first + self._rounds.left_out * length
@@ -127,7 +113,7 @@ class RankPasses:
                 self._later_s += waits_s + self._busy_s[(self.over - first) % length - length]
             else:
                 self._simulate(one, ready_s)
-            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s + p2p_s
+            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s
             self.over += 1
 
     def _simulate(self, one: Pass, ready_s: float) -> None:
@@ -171,19 +157,11 @@ class RankPasses:
 
 
 def run_pipeline(
-    runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, p2p_s: float, rounds: Rounds
+    runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks: a pass begins when its input from the neighbour has arrived.
+    """Simulate all ranks: a pass begins when the neighbour's pass that makes its input has ended.
 
-    Args:
-        runs: The ranks. Chunk c of rank r is virtual stage c * p + r of p ranks.
-        passes_by_rank: Passes of each rank, in order.
-        chunks: Of each rank.
-        p2p_s: Seconds from the end of a pass to the start of the pass that needs its output.
-        rounds: The extrapolated rounds.
-
-    Raises:
-        ConfigError: The passes deadlock.
+    Chunk c of rank r is virtual stage c * p + r of p ranks.
     """
     ends_s: dict[tuple[bool, int, int], float] = {}
     count = len(runs) * chunks
@@ -195,7 +173,7 @@ def run_pipeline(
     # Visits ranks first to last, as forwards run, then last to first, as backwards run, until no rank advances.
     while before < (before := sum(rank.over for rank in ranks)):
         for rank in (*ranks, *reversed(ranks)):
-            rank.run_on(p2p_s)
+            rank.run_on()
     for number, rank in enumerate(ranks):
         if rank.over < len(rank.passes):
             raise ConfigError(

@@ -6,22 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
-from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind, Mover
 from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
-from fgoffload.planner.simulation.simulation_result import (
-    MemorySample,
-    RankResult,
-    RankTimeline,
-    SegmentKey,
-    StreamName,
-    TagTraffic,
-    Waits,
-)
+from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, TagTraffic, Waits
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
-_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]
-"""Traffic of a tag."""
+_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]  # traffic of a tag
 
 
 class Cause(enum.Enum):
@@ -43,18 +34,9 @@ NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
 
 
 class RankClock:
-    """Compute, the link and the memory of a rank in the middle of a step.
+    """Compute, the link and the memory of a rank in the middle of a step."""
 
-    Args:
-        rank: The rank.
-        chunks: Its compiled chunks.
-        timeline: Receives every span and memory sample; None notes nothing.
-        notes_peaks: Whether to note the peak device bytes of each segment.
-    """
-
-    def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
-    ) -> None:
+    def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         self.clock_s = 0.0  # time of compute
         self._rank = rank
         self._chunks = chunks
@@ -73,9 +55,7 @@ class RankClock:
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
         """Whether the engine's view depends on `_host_s`."""
-        self._host_s = 0.0
-        """Time of compute at which the host is, at most `clock_s`; not updated if nothing needs it."""
-        self._peaks: dict[SegmentKey, int] | None = {} if notes_peaks else None
+        self._host_s = 0.0  # time of compute at which the host is, at most `clock_s`; not updated if nothing needs it
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
         """Return the traffic of `mover`."""
@@ -112,7 +92,6 @@ class RankClock:
             recompute_s=recompute_s,
             tags=tuple(one for one in tags if one.d2h_bytes or one.kept_bytes),
             timeline=self._timeline,
-            peaks=self._peaks,
             **sums,
         )
 
@@ -134,9 +113,6 @@ class RankClock:
         """Run compute, and note its span and its bytes."""
         _, net_bytes, rise_bytes, label, _ = compute
         start_s, highest_bytes = self.clock_s, self._device_bytes + rise_bytes
-        if self._peaks is not None and self._pass is not None:
-            key = (self._pass.kind is PassKind.FORWARD, self._pass.chunk, label)
-            self._peaks[key] = max(self._peaks.get(key, 0), highest_bytes)
         self._note_memory(highest_bytes if rise_bytes > net_bytes else self._device_bytes)
         self.compute(compute, _)
         if self._timeline is not None:

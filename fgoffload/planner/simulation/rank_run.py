@@ -21,8 +21,7 @@ from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
 from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
-_ROUNDING_S = 1e-9
-"""Seconds; far less than any copy takes."""
+_ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
 """Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it, and so frees its bytes:
@@ -34,12 +33,7 @@ _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open.
-
-    Args:
-        chunk: The compiled chunk.
-        traffic: Traffic that counts the copies, by parcel.
-    """
+    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
@@ -80,10 +74,8 @@ class InFlight(NamedTuple):
 class RankRun(RankClock):
     """A rank in the middle of a step, which offloads by the transfer schedule. Arguments are those of `RankClock`."""
 
-    def __init__(
-        self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None, notes_peaks: bool = False
-    ) -> None:
-        super().__init__(rank, chunks, timeline=timeline, notes_peaks=notes_peaks)
+    def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
+        super().__init__(rank, chunks, timeline=timeline)
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
         self._traffic = [[self._get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
@@ -99,20 +91,16 @@ class RankRun(RankClock):
         # Unbound functions: bound ones would make a reference cycle of a rank and its events.
         acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
-        if timeline is not None or notes_peaks:
+        if timeline is not None:
             acts[EventKind.COMPUTE] = RankRun.compute_and_note
         # A pass runs hundreds of times: the function of each event is looked up once.
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
     def run_pass(self, one: Pass, microbatch: int, ready_s: float, following: tuple[int, int] | None) -> None:
-        """Run a pass.
+        """Run pass `one` of the step, for a `microbatch` by its number among the simulated ones, from `ready_s` on.
 
-        Args:
-            one: The pass, by its name in the step.
-            microbatch: Number among the simulated microbatches.
-            ready_s: Time at which its input is there.
-            following: Chunk and microbatch of the next backward, or None if several forwards come before.
+        `following` is chunk and microbatch of the next backward, or None if several forwards come before.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)
@@ -138,11 +126,7 @@ class RankRun(RankClock):
         return bool(self._chunks[chunk].groups)
 
     def finish(self, left_out: Sequence[float] | None) -> RankResult:
-        """Wait for copies in flight, and return the result of the step.
-
-        Args:
-            left_out: Counters of the extrapolated rounds, in the order of `list_numbers`.
-        """
+        """Wait for copies in flight, and return the result of the step."""
         self._link.advance(math.inf)
         while self._in_flight:
             self._release_oldest()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from fgoffload.plan import Action
@@ -12,7 +11,6 @@ class Detail(enum.Enum):
     """Level of detail of a simulation."""
 
     TOTALS = "totals"  # totals of the step
-    PEAKS = "peaks"  # also peak device bytes of each segment
     TIMELINE = "timeline"  # also spans of each stream, and memory over time
 
 
@@ -93,10 +91,6 @@ class RankTimeline:
             self.spans.append(Span(stream, label, start_s, end_s, size_bytes))
 
 
-SegmentKey = tuple[bool, int, str]
-"""A segment: whether it is in forward, its chunk, and its label: `layers.12.expert_fc1`."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
     """A simulated step of one rank."""
@@ -106,8 +100,7 @@ class RankResult:
     peak_bytes: int  # peak device bytes
     peak_at: str  # pass and segment of the first peak: `B3 layers.12.expert_fc1`
     static_bytes: int  # device bytes outside of activations
-    end_bytes: int
-    """Device bytes after the step and its copies: the static ones, if every microbatch had its backward."""
+    end_bytes: int  # device bytes after the step and its copies: the static ones, if every microbatch had its backward
     loss_window_bytes: int  # most bytes in flight to the host at the start of a loss; 0 on ranks without one
     host_peak_bytes: int  # peak host bytes
     d2h_bytes: int  # bytes to the host
@@ -122,8 +115,6 @@ class RankResult:
     h2d_s: float  # seconds of copies to the device
     tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
     timeline: RankTimeline | None = None
-    peaks: Mapping[SegmentKey, int] | None = None
-    """With `Detail.PEAKS`: peak device bytes of each segment; adjacent ones count as one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

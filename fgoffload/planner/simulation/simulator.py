@@ -9,7 +9,6 @@ into account, and what is not.
 """
 
 import collections
-import math
 from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import ConfigError, PlanError
@@ -24,19 +23,13 @@ __all__ = ["Detail", "RankResult", "StepResult", "simulate", "simulate_rank"]
 
 
 def simulate(
-    ranks: Sequence[RankModel],
-    plan: OffloadPlan,
-    *,
-    p2p_s: float = 0.0,
-    detail: Detail = Detail.TOTALS,
-    only: int | None = None,
+    ranks: Sequence[RankModel], plan: OffloadPlan, *, detail: Detail = Detail.TOTALS, only: int | None = None
 ) -> StepResult:
     """Simulate a step under `plan` on all ranks of a pipeline.
 
     Args:
         ranks: All of them, in order. Each has as many chunks; chunk c of rank r is virtual stage c * p + r of p ranks.
         plan: For all ranks; what it does not name is kept.
-        p2p_s: Seconds to send the output of a pass to the next stage.
         detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
         only: Number of the one rank with details, or None for all. The others have totals.
 
@@ -44,11 +37,11 @@ def simulate(
         ConfigError: The ranks are no pipeline, or their passes deadlock.
         PlanError: The plan does not suit a layer, or names a layer that no rank has.
     """
-    _check_ranks(ranks, p2p_s)
-    actions = _group_by_layer(plan)
+    _check_ranks(ranks)
+    actions = group_by_layer(plan)
     _check_layers(ranks, actions)
     details = [detail if only is None or rank.rank == only else Detail.TOTALS for rank in ranks]
-    return StepResult(ranks=_simulate(ranks, actions, details, loss_window_bytes=plan.loss_window_bytes, p2p_s=p2p_s))
+    return StepResult(ranks=_simulate(ranks, actions, details, loss_window_bytes=plan.loss_window_bytes))
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
@@ -58,47 +51,38 @@ def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail
         rank: The rank.
         plan: Plan for all ranks; layers of other ranks are ignored.
         detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
     """
-    return _simulate([rank], _group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes, p2p_s=0.0)[0]
+    return _simulate([rank], group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes)[0]
 
 
 def _simulate(
-    ranks: Sequence[RankModel],
-    actions: Actions,
-    details: Sequence[Detail],
-    *,
-    loss_window_bytes: int | None,
-    p2p_s: float,
+    ranks: Sequence[RankModel], actions: Actions, details: Sequence[Detail], *, loss_window_bytes: int | None
 ) -> tuple[RankResult, ...]:
     runs = []
     for rank, detail in zip(ranks, details, strict=True):
         timeline = RankTimeline() if detail is Detail.TIMELINE else None
         chunks = compile_rank(rank, actions, loss_window_bytes=loss_window_bytes, merges=timeline is None)
-        runs.append(RankRun(rank, chunks, timeline=timeline, notes_peaks=detail is Detail.PEAKS))
+        runs.append(RankRun(rank, chunks, timeline=timeline))
     passes, count = [rank.passes for rank in ranks], len(ranks[0].chunks)
     rounds = find_rounds(passes, count, are_all_simulated=Detail.TIMELINE in details)
-    return run_pipeline(runs, passes, chunks=count, p2p_s=p2p_s, rounds=rounds)
+    return run_pipeline(runs, passes, chunks=count, rounds=rounds)
 
 
-def _group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
+def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
+    """Return the actions of a plan by chunk and layer, then by tag or unit."""
     actions: dict[tuple[int, int], dict[str, Action]] = collections.defaultdict(dict)
     for site, action in plan.actions.items():
         actions[site.chunk, site.layer][site.tag] = action
     return dict(actions)
 
 
-def _check_ranks(ranks: Sequence[RankModel], p2p_s: float) -> None:
+def _check_ranks(ranks: Sequence[RankModel]) -> None:
     numbers = [rank.rank for rank in ranks]
     if not ranks or numbers != list(range(len(ranks))):
         raise ConfigError(f"ranks {numbers} are not all ranks of a pipeline in order. Give ranks 0, 1, and so on.")
     counts = [len(rank.chunks) for rank in ranks]
     if len(set(counts)) > 1:
         raise ConfigError(f"ranks have {counts} chunks. Give each as many: those of a pipeline are interleaved.")
-    if not 0 <= p2p_s < math.inf:
-        raise ConfigError(f"p2p_s {p2p_s} is not a number of seconds from 0. Give such a number.")
 
 
 def _check_layers(ranks: Sequence[RankModel], actions: Actions) -> None:

@@ -18,8 +18,7 @@ from fgoffload.planner.simulation.simulation_result import RankResult, Span, Ste
 
 _MICROSECONDS = 1e6
 
-_THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}
-"""Trace thread of each stream, from top to bottom."""
+_THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}  # trace thread of each stream, from top to bottom
 
 
 MOST_MICROBATCHES = 2
@@ -54,11 +53,7 @@ def _find_end(spans: Sequence[Span]) -> float:
 
 
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one rank, which the trace shows as a process.
-
-    Raises:
-        ConfigError: The rank has no timeline.
-    """
+    """Yield the trace events of one rank, which the trace shows as a process."""
     if rank.timeline is None:
         raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Give detail=Detail.TIMELINE.")
     own = {"pid": rank.rank}

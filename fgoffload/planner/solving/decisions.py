@@ -25,40 +25,26 @@ from fgoffload.units import format_bytes
 class Decision:
     """Decision about one tag or unit in layers of one kind."""
 
-    rank: int
-    """Pipeline rank."""
-    chunk: int
-    """Model chunk on the rank."""
-    kind: str
-    """Kind of the layers."""
-    tag: str
-    """Tag or unit."""
-    action: Action
-    """The action."""
-    layers: tuple[int, ...]
-    """Layers of the decision, by number in the whole model."""
-    moved_bytes: int
-    """Bytes offloaded with it, for one microbatch and layer."""
-    freed_bytes: int
-    """Bytes off the device between forward and backward by this action alone, for one microbatch and layer."""
-    recompute_s: float
-    """Seconds of the recompute, for one microbatch and layer."""
-    reason: str
-    """Reason to keep it; empty for other actions."""
+    rank: int  # pipeline rank
+    chunk: int  # model chunk on the rank
+    kind: str  # kind of the layers
+    tag: str  # tag or unit
+    action: Action  # the action
+    layers: tuple[int, ...]  # layers of the decision, by number in the whole model
+    moved_bytes: int  # bytes offloaded with it, for one microbatch and layer
+    freed_bytes: int  # bytes off the device between forward and backward by this action alone, for one microbatch and layer
+    recompute_s: float  # seconds of the recompute, for one microbatch and layer
+    reason: str  # reason to keep it; empty for other actions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
     """A step of one rank under a plan, against the plan without some of its decisions."""
 
-    cost_s: float
-    """Seconds that the decisions add to the step; negative if they save time."""
-    rank: int
-    """Pipeline rank with the highest peak without the decisions."""
-    lacking_bytes: int
-    """Device bytes above the budget on that rank without the decisions; 0 if it fits."""
-    taken_along: tuple[str, ...] = ()
-    """Tags that require the left-out ones, and were left out with them."""
+    cost_s: float  # seconds that the decisions add to the step; negative if they save time
+    rank: int  # pipeline rank with the highest peak without the decisions
+    lacking_bytes: int  # device bytes above the budget on that rank without the decisions; 0 if it fits
+    taken_along: tuple[str, ...] = ()  # tags that require the left-out ones, and were left out with them
 
     def describe(self) -> str:
         """Return the reason for the decisions, as far as the two steps show it."""
@@ -79,13 +65,6 @@ def price_decisions(
     """Yield the cost of each group of decisions, or None if the rest of the plan requires them.
 
     It is the cost on the rank that needs them most, simulated alone: neighbours wait for the slowest rank.
-
-    Args:
-        ranks: Ranks of the plan, with their host budgets.
-        plan: The whole plan.
-        result: Its prediction.
-        groups: Groups of decisions to leave out, none of which is to keep.
-        budget_bytes: Budget of each device.
     """
     planned: dict[int, RankResult] = {}
     for decisions in groups:
@@ -114,14 +93,7 @@ def price_decisions(
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward.
-
-    Args:
-        ranks: Ranks of the plan.
-        plan: The whole plan.
-        kept: Prediction of the baseline.
-        budget_bytes: Budget of each device.
-    """
+    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward."""
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
         decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)

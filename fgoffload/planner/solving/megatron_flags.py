@@ -34,15 +34,10 @@ class FullMethod(enum.Enum):
 class SelectiveRecompute:
     """`--recompute-granularity selective`: modules that are recomputed in every layer that has them."""
 
-    modules: tuple[str, ...]
-    """`--recompute-modules`."""
+    modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
-        """Refuse modules without a unit.
-
-        Raises:
-            ConfigError: With the module and the known ones.
-        """
+        """Refuse modules without a unit."""
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
@@ -53,17 +48,11 @@ class SelectiveRecompute:
 class FullRecompute:
     """`--recompute-granularity full`: whole layers are recomputed."""
 
-    method: FullMethod
-    """Recomputed layers."""
-    layers: int = 1
-    """`--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`."""
+    method: FullMethod  # recomputed layers
+    layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers of layers.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse impossible numbers of layers."""
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
             raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
 
@@ -72,8 +61,7 @@ class FullRecompute:
 class MegatronFlags:
     """Megatron's flags of recompute and offload."""
 
-    offload_modules: tuple[str, ...] = ()
-    """`--offload-modules`."""
+    offload_modules: tuple[str, ...] = ()  # `--offload-modules`
     activation_offload_fraction: float = 1.0
     """`--activation-offload-fraction`: offloaded part of the sites of each chunk, first ones first."""
     recompute: SelectiveRecompute | FullRecompute | None = None
@@ -146,9 +134,10 @@ class MegatronFlags:
 
 FULL_RECOMPUTE = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
 
+MEGATRONS_OWN = ("full recompute", "selective recompute")  # baselines that run without this package
 
-MEGATRONS_OWN = ("full recompute", "selective recompute")
-"""Baselines that run without this package."""
+_EVERYTHING = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
+_ATTENTION = ("core_attn",)
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
@@ -163,7 +152,7 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
         "baseline": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
-        "offload everything": MegatronFlags(offload_modules=_list_everything()),
+        "offload everything": MegatronFlags(offload_modules=_EVERYTHING),
     }
 
 
@@ -175,15 +164,7 @@ def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
     sets = dict.fromkeys((cheap, *((name,) for name in cheap)))
-    everything = _list_everything()
-    return [MegatronFlags(offload_modules=everything, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
-
-
-def _list_everything() -> tuple[str, ...]:
-    return tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
-
-
-_ATTENTION = ("core_attn",)
+    return [MegatronFlags(offload_modules=_EVERYTHING, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
 
 
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:

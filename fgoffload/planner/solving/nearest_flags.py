@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
@@ -21,34 +22,25 @@ from fgoffload.planner.solving.megatron_flags import (
     SelectiveRecompute,
     choose_usual_modules,
 )
-from fgoffload.planner.solving.peak_times import shorten
+from fgoffload.planner.solving.states import shorten
 from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
-_MOST_BLOCKS = 4
-"""Tried numbers of layers for `--recompute-method block`."""
+_MOST_BLOCKS = 4  # tried numbers of layers for `--recompute-method block`
 
 _MOST_CHECKS = 4
 """Most settings simulated on all ranks: each that exceeds the budget there lowers the budget of the fullest rank."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NearestFlags:
+class NearestFlags(NamedTuple):
     """Flags within a budget, and their prediction."""
 
-    flags: MegatronFlags
-    """The flags."""
-    result: StepResult
-    """Their simulated step."""
+    flags: MegatronFlags  # the flags
+    result: StepResult  # their simulated step
 
 
 class FlagSearch:
-    """Searches flags of a pipeline, and remembers simulations from budget to budget.
-
-    Args:
-        ranks: The pipeline, by number.
-        kept: Prediction of the baseline.
-    """
+    """Searches flags of a pipeline, and remembers simulations from budget to budget."""
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks

@@ -1,8 +1,8 @@
 """The search of all pipeline ranks: each rank alone first, then all together.
 
-Some ranks have the same layers and differ in microbatches in flight. A few of these are searched; the others take the best
-result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together, and a rank
-that exceeds the budget there gets a smaller one.
+Some ranks have the same layers and differ in microbatches in flight. The first and the last of these are searched; the others
+take the best result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together,
+and a rank that exceeds the budget there gets a smaller one.
 """
 
 import dataclasses
@@ -14,19 +14,16 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.local_search import LocalSearch
 from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
-from fgoffload.planner.solving.rank_search import CostTable, RankSearch, strip_place
+from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
 """Most retries with a smaller budget for ranks that peak higher in the pipeline than alone. One or two are usual."""
 
-_SEARCHED = 3
-"""Number of ranks with the same layers that are searched."""
-
-_WALKED = 1.01
-"""Overhead over the baseline's step from which walks are worth it, as a factor."""
+_WALKED = 1.01  # overhead over the baseline's step from which walks are worth it, as a factor
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Fewest and most simulations of walks on one rank: fewer find nothing, more find little."""
@@ -39,10 +36,8 @@ _ROUTED_MORE = 1.1
 class Candidate:
     """A plan and its prediction."""
 
-    plan: OffloadPlan
-    """Plan for all ranks, with the bytes in flight at the loss."""
-    result: StepResult
-    """Prediction of exactly that plan."""
+    plan: OffloadPlan  # plan for all ranks, with the bytes in flight at the loss
+    result: StepResult  # prediction of exactly that plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
         """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
@@ -52,28 +47,21 @@ class Candidate:
 class PipelineSearch:
     """Searches the best plan of all ranks, and remembers results from budget to budget.
 
-    Args:
-        ranks: The pipeline, by number.
-        layer_passes: Most forwards and backwards of single layers that walks simulate for a budget, over all ranks.
-
-    Raises:
-        ConfigError: Two kinds of layers have one name.
+    Walks simulate at most `layer_passes` forwards and backwards of single layers for a budget, over all ranks.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
         self.ranks = tuple(ranks)
         self._layer_passes = layer_passes
-        self._costs = CostTable()
         self._searches: dict[tuple[int, int | None], RankSearch] = {}
-        alike: dict[RankModel, list[int]] = {}
+        alike: dict[object, list[int]] = {}
         for place, rank in enumerate(self.ranks):
-            alike.setdefault(dataclasses.replace(strip_place(rank), passes=()), []).append(place)
-        self._searched: dict[int, list[int]] = {}
-        """Searched ranks with the same layers, by rank; both by place."""
+            layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
+            alike.setdefault((layers, rank.turning_chunk), []).append(place)
+        self._searched: dict[int, list[int]] = {}  # searched ranks with the same layers, by rank; both by place
         for places in alike.values():
-            steps = range(min(_SEARCHED, len(places)))
-            chosen = sorted({places[step * (len(places) - 1) // max(len(steps) - 1, 1)] for step in steps})
-            self._searched.update(dict.fromkeys(places, chosen))
+            chosen = sorted({places[0], places[-1]})
+            self._searched.update({place: chosen for place in places})
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
@@ -96,10 +84,8 @@ class PipelineSearch:
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
         """Return the best plan found: within the budget or, if none fits, with the fewest bytes above it.
 
-        Args:
-            budget_bytes: Budget of each device; 0 asks for the least peak.
-            nearest: Nearest of Megatron's own flags, another start of the search.
-            known: A plan for a smaller budget. The result is never slower.
+        A budget of 0 asks for the least peak. The search starts from `nearest`, Megatron's nearest flags, too.
+        The plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
@@ -114,18 +100,18 @@ class PipelineSearch:
             best_s = min((has.result.step_s for has in found if has.result.peak_bytes <= budget_bytes), default=math.inf)
             if result.peak_bytes <= budget_bytes and result.step_s < best_s:
                 windows = [rank.loss_window_bytes for rank in result.ranks]
-                plan = dataclasses.replace(one.make_plan(self.ranks), loss_window_bytes=_widen(max(windows)))
+                plan = dataclasses.replace(one.make_plan(self.ranks), loss_window_bytes=round(max(windows) * _ROUTED_MORE))
                 found.append(Candidate(plan=plan, result=simulate(self.ranks, plan)))
         return min(found, key=lambda one: one.score(budget_bytes))
 
     def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
         """Return plans of the best states of all ranks, each a correction of the one before."""
-        for place in self._searched:
-            if place in self._searched[place]:
-                begin = [read_plan(plan, self.ranks[place]) for plan in usual]
-                for search in self._list_searches(place):
-                    search.find(budget_bytes, starts=begin)
-        self._walk(budget_bytes)
+        searches = [
+            (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
+        ]
+        for place, search in searches:
+            search.find(budget_bytes, starts=[read_plan(plan, self.ranks[place]) for plan in usual])
+        self._walk([search for _, search in searches], budget_bytes)
         budgets = [budget_bytes] * len(self.ranks)
         found: list[Candidate] = []
         for _ in range(_MOST_CORRECTIONS):
@@ -148,51 +134,38 @@ class PipelineSearch:
 
     def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
         """Return the best state of a rank alone, the bytes that may be in flight at its losses, and its peak."""
-        searches = self._list_searches(place)
+        search = self._get_search(place)
         if place not in self._searched[place]:
-            others = [self._get_search(other, None) for other in self._searched[place]]
-            borrowed = searches[0].borrow(others, budget_bytes)
+            borrowed = search.borrow([self._get_search(other) for other in self._searched[place]], budget_bytes)
             if borrowed is not None:
-                return borrowed, None, searches[0].judge(borrowed).peak_bytes
-        states = [search.find(budget_bytes, starts=()) for search in searches]
+                return borrowed, None, search.judge(borrowed).peak_bytes
+        state = search.find(budget_bytes, starts=())
         if self.ranks[place].turning_chunk is not None:
             # The bytes in flight there without a limit, and none.
-            most_bytes = searches[0].judge(states[0]).loss_window_bytes
-            windows = dict.fromkeys((round(most_bytes * _ROUTED_MORE), most_bytes, 0))
-            searches = [self._get_search(place, window) for window in windows]
-        pairs = [(search, state) for search in searches for state in states]
-        search, state = min(pairs, key=lambda pair: pair[0].score(pair[1], budget_bytes))
+            most_bytes = search.judge(state).loss_window_bytes
+            searches = [self._get_search(place, window) for window in (round(most_bytes * _ROUTED_MORE), most_bytes, 0)]
+            search = min(searches, key=lambda one: one.score(state, budget_bytes))
         window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
         return state, window, search.judge(state).peak_bytes
 
-    def _walk(self, budget_bytes: int) -> None:
+    def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
         """Spend the passes of walks on the ranks with the longest steps."""
         left = self._layer_passes
-        places = [place for place in range(len(self.ranks)) if place in self._searched[place]]
-        searches = [search for place in places for search in self._list_searches(place)]
-        walked = [one for one in searches if one.judge(one.pick(budget_bytes)).step_s > _WALKED * one.kept.step_s]
-        walked.sort(key=lambda one: -one.judge(one.pick(budget_bytes)).step_s)
-        for search in walked:
+        steps = [(search.judge(search.pick(budget_bytes)).step_s, search) for search in searches]
+        walked = [(step_s, search) for step_s, search in steps if step_s > _WALKED * search.kept.step_s]
+        for place, (_, search) in enumerate(sorted(walked, key=lambda pair: -pair[0]), start=1):
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
             # Half of the rest for each but the last: others may turn out longer.
-            own = max(_FEWEST_WALKED, simulations if search is walked[-1] else simulations // 2)
-            search.improve(budget_bytes, simulations=min(own, _MOST_WALKED))
+            own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
+            if search.kept.peak_bytes > budget_bytes:
+                LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))
             left -= (len(search.known) - before) * search.layer_passes
 
-    def _list_searches(self, place: int) -> list[RankSearch]:
-        """Return the search of a rank, or the two of a rank with the loss: with and without a wait for all copies before it."""
-        windows = (None,) if self.ranks[place].turning_chunk is None else (None, 0)
-        return [self._get_search(place, window) for window in windows]
-
-    def _get_search(self, place: int, loss_window_bytes: int | None) -> RankSearch:
+    def _get_search(self, place: int, loss_window_bytes: int | None = None) -> RankSearch:
         key = (place, loss_window_bytes)
         if key not in self._searches:
-            self._searches[key] = RankSearch(self.ranks[place], costs=self._costs, loss_window_bytes=loss_window_bytes)
+            self._searches[key] = RankSearch(self.ranks[place], loss_window_bytes=loss_window_bytes)
         return self._searches[key]
-
-
-def _widen(window_bytes: int) -> int:
-    return round(window_bytes * _ROUTED_MORE)

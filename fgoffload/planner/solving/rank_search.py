@@ -1,93 +1,51 @@
-"""The search for the best plan of one rank that never waits for its neighbours: programs, corrected by simulations, and walks.
+"""The search for the best plan of one rank that never waits for its neighbours. The simulator judges every state.
 
-The simulator judges every state. A program is right about most of a plan, and wrong about where in a pass compute waits for a
-copy. The error of its peak lowers the next budget, and the error of its time raises the price of an offloaded byte.
+A sweep raises the price of device memory step by step until the rank fits its budget. How much of a copy hides depends on the
+rest of the plan, so there are sweeps at several prices of an offloaded byte. Walks (`local_search`) improve on the results.
 """
 
-import dataclasses
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.ranks.rank_model import HostPace, RankModel
+from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving.layer_costs import LayerCosts, measure_costs
-from fgoffload.planner.solving.local_search import Known, LocalSearch, Verdict
-from fgoffload.planner.solving.peak_times import count_backwards, list_in_flight, shorten
-from fgoffload.planner.solving.program import ProgramResult, solve_program
-from fgoffload.planner.solving.states import Order, State, keep_all, list_slots, make_key, make_plan, place_counts
-from fgoffload.planner.solving.treatments import Treatment, list_treatments
+from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
+from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_PROGRAMS = 4
-"""Most programs of a rank: another one if the peak or the time was off."""
-
-_CLOSE_PARTS = 40
-"""Unused part of the budget that is not worth another program."""
-
-_LATE_PARTS = 0.003
-"""Error of a program's step, as a part, from which copies cost more in the next program."""
+_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # prices of sweeps: parts of the time of a copy to the host that count as time of the step
 
 
-class CostTable:
-    """Costs of layer treatments, simulated once for all ranks with the same layers, link and rules."""
+class Verdict(NamedTuple):
+    """Simulated cost of a state."""
 
-    def __init__(self) -> None:
-        self._known: dict[object, LayerCosts] = {}
-
-    def get(self, rank: RankModel, treatments: Mapping[str, Sequence[Treatment]]) -> dict[str, LayerCosts]:
-        """Return the costs of each kind of layer of a rank."""
-        longest = max((len(chunk.layers) for chunk in rank.chunks), default=0)
-        rules = (rank.link, rank.late_group_s, rank.policy, rank.min_offloaded_numel, rank.host_budget_bytes is None, longest)
-        found = {}
-        for kind, model in list_kinds(rank).items():
-            key = (model, rules, len(rank.chunks) > 1)
-            if key not in self._known:
-                self._known[key] = measure_costs(rank, model, treatments[kind])
-            found[kind] = self._known[key]
-        return found
+    step_s: float  # seconds of the step
+    peak_bytes: int  # peak device bytes
+    loss_window_bytes: int  # most bytes in flight to the host at the start of a loss
 
 
 class RankSearch:
-    """The search for the best plan of one rank.
+    """The search for the best plan of one rank. Without `loss_window_bytes` the policy limits the bytes in flight at a loss."""
 
-    Args:
-        rank: The rank.
-        costs: Costs of treatments, shared by all ranks.
-        loss_window_bytes: Most bytes in flight to the host when a loss begins; None leaves it to the policy.
-
-    Raises:
-        ConfigError: Two kinds of layers have one name.
-    """
-
-    def __init__(self, rank: RankModel, *, costs: CostTable, loss_window_bytes: int | None) -> None:
+    def __init__(self, rank: RankModel, *, loss_window_bytes: int | None) -> None:
         self.rank = shorten(rank)
-        self.slots = list_slots(rank)
-        self.known: Known = {}
-        self._costs = costs
+        self.slots = list_slots(self.rank)
+        self.known: dict[object, tuple[State, Verdict]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
-        self._treatments = {
-            kind: list_treatments(
-                model,
-                min_offloaded_numel=rank.min_offloaded_numel,
-                group_s=rank.late_group_s,
-                is_alone=max(len(chunk.layers) for chunk in rank.chunks) == 1 < len(rank.chunks),
-            )
-            for kind, model in list_kinds(rank).items()
+        # With few layers each changes in small steps, so that a plan uses its budget.
+        parts, numel = max(20, 80 // max(len(self.slots), 1)), rank.min_offloaded_numel
+        self.treatments: Mapping[LayerModel, Sequence[Treatment]] = {
+            layer: list_treatments(layer, min_offloaded_numel=numel, group_s=rank.late_group_s, parts=parts)
+            for layer in dict.fromkeys(slot.layer for slot in self.slots)
         }
-        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)
-        """Number of forwards and backwards of single layers in a simulation."""
-        is_far_ahead = rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) and rank.turning_chunk is None
-        self._held_bytes = rank.policy.window_bytes if is_far_ahead else 0
-        """Bytes of the last offloaded groups still on the device if the host runs ahead; programs count them as freed."""
-        self._local: LocalSearch | None = None
-        self._solved: set[int] = set()
-        """Budgets of earlier programs."""
+        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # of a simulation
+        self._swept: set[int] = set()  # budgets of earlier sweeps
 
     @property
     def kept(self) -> Verdict:
         """Return the costs of keeping everything."""
-        return self.judge(keep_all(self.slots))
+        return self.judge((KEEP,) * len(self.slots))
 
     def judge(self, state: State) -> Verdict:
         """Return the simulated costs of `state`; each state is simulated once."""
@@ -95,21 +53,18 @@ class RankSearch:
         if key not in self.known:
             plan = make_plan([(self.slots, state)], loss_window_bytes=self.loss_window_bytes)
             result = simulate_rank(self.rank, plan)
-            verdict = Verdict(result.step_s, result.peak_bytes, result.loss_window_bytes)
-            self.known[key] = (state, verdict)
+            self.known[key] = (state, Verdict(result.step_s, result.peak_bytes, result.loss_window_bytes))
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Return the best state of programs, `starts` and all known ones; with a budget of 0, the one with the least peak."""
-        kept = keep_all(self.slots)
+        """Return the best state of sweeps, `starts` and all known ones; with a budget of 0, the one with the least peak."""
         # Nothing is faster than keeping everything, and of equally fast plans it is the simplest.
-        if self.judge(kept).peak_bytes <= budget_bytes:
-            return kept
-        for state in (*starts, self._free_most()):
-            self.judge(state)
-        if budget_bytes not in self._solved:
-            self._solved.add(budget_bytes)
-            self._run_programs(budget_bytes)
+        if self.kept.peak_bytes > budget_bytes:
+            for state in starts:
+                self.judge(state)
+            if budget_bytes not in self._swept:
+                self._swept.add(budget_bytes)
+                self._sweep(budget_bytes)
         return self.pick(budget_bytes)
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
@@ -126,24 +81,6 @@ class RankSearch:
                 return state
         return None
 
-    def count_bytes(self, state: State) -> int:
-        """Return the most bytes of static memory and of layers for microbatches in flight."""
-        kept_bytes = [0] * len(self.rank.chunks)
-        for slot, treatment in zip(self.slots, state, strict=True):
-            kept_bytes[slot.chunk] += slot.layer.saved_bytes + treatment.kept_bytes
-        most_bytes = 0
-        for in_flight in list_in_flight(self.rank.passes, len(kept_bytes)):
-            most_bytes = max(most_bytes, sum(map(operator.mul, in_flight, kept_bytes)))
-        return self.rank.static_bytes + most_bytes
-
-    def improve(self, budget_bytes: int, *, simulations: int) -> State:
-        """Return the best known state after `count` more simulations of walks."""
-        if self.kept.peak_bytes > budget_bytes:
-            if self._local is None:
-                self._local = LocalSearch(self.rank, self._treatments, judge=self.judge, known=self.known, kept=self.kept)
-            self._local.run(budget_bytes, simulations=simulations)
-        return self.pick(budget_bytes)
-
     def pick(self, budget_bytes: int) -> State:
         """Return the best known state."""
         return min((state for state, _ in self.known.values()), key=lambda state: self.score(state, budget_bytes))
@@ -156,76 +93,59 @@ class RankSearch:
         # Sums of equal times in another order differ in their last digits.
         return (max(verdict.peak_bytes - budget_bytes, 0), round(verdict.step_s, 9), moved_bytes, rows)
 
-    def _run_programs(self, budget_bytes: int) -> None:
-        """Simulate the results of programs, each corrected by the errors of the one before in peak and time."""
-        asked_bytes, s_per_moved_byte = budget_bytes - self._held_bytes, 0.0
-        last: ProgramResult | None = None
-        for _ in range(_PROGRAMS if budget_bytes else 1):
-            result = self._solve(asked_bytes, s_per_moved_byte)
-            if result is None:
-                return
-            best = min(
-                (place_counts(result, self.slots, order) for order in Order), key=lambda one: self.score(one, budget_bytes)
-            )
-            verdict = self.judge(best)
-            above_bytes = verdict.peak_bytes - budget_bytes
-            late_s = verdict.step_s - self.kept.step_s - result.added_s
-            is_late = late_s > _LATE_PARTS * verdict.step_s
-            is_close = -budget_bytes // _CLOSE_PARTS <= above_bytes <= 0
-            is_repeated = last is not None and result.chunks == last.chunks
-            if (is_close and not is_late) or (is_repeated and above_bytes <= 0):
-                return
-            if is_late:
-                s_per_moved_byte += late_s / max(self._count_moved_bytes(best), 1)
-            # Kept bytes change by whole layers: this correction found the same plan again, so double it.
-            asked_bytes = min(asked_bytes - above_bytes * (2 if is_repeated else 1), budget_bytes)
-            last = result
+    def count_bytes(self, state: State) -> int:
+        """Return the bytes of static memory and of layers for microbatches in flight."""
+        pairs = zip(self.slots, state, strict=True)
+        return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
-    def _solve(self, budget_bytes: int, s_per_moved_byte: float) -> ProgramResult | None:
-        costs = self._costs.get(self.rank, self._treatments)
-        result = None
-        if budget_bytes > self.rank.static_bytes:
-            result = solve_program(self.rank, costs, budget_bytes=budget_bytes, s_per_moved_byte=s_per_moved_byte)
-        # The plan with the least peak may fit even if nothing fits by the program's count.
-        return result or solve_program(self.rank, costs, budget_bytes=None)
+    def _sweep(self, budget_bytes: int) -> None:
+        """Simulate sweeps: for each price the first state within the budget, and those that bisection meets before it."""
+        for price in _COPY_PRICES:
+            s_per_byte = price / self.rank.link.d2h_bytes_per_s
+            steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, s_per_group=self.rank.late_group_s)
 
-    def _count_moved_bytes(self, state: State) -> int:
-        """Return the offloaded bytes of a step."""
-        counts = {slot.chunk: count_backwards(self.rank.passes, chunk=slot.chunk) for slot in self.slots}
-        return sum(one.moved_bytes * counts[slot.chunk] for slot, one in zip(self.slots, state, strict=True))
+            def fits(count: int, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
+                chosen = dict(steps[:count])
+                state = tuple(chosen.get(place, KEEP) for place in range(len(self.slots)))
+                return self.judge(state).peak_bytes <= budget_bytes
 
-    def _free_most(self) -> State:
-        """Return the state in which every layer keeps as little as possible."""
-        least = {
-            kind: min(treatments, key=lambda one: (one.kept_bytes, one.recompute_s))
-            for kind, treatments in self._treatments.items()
-        }
-        return tuple(least[slot.layer.kind] for slot in self.slots)
+            if fits(len(steps)):
+                bisect.bisect_left(range(len(steps)), x=True, key=fits)
 
 
-def list_kinds(rank: RankModel) -> dict[str, LayerModel]:
-    """Return the kinds of layers of a rank, by name.
+def _list_steps(
+    slots: Sequence[LayerSlot],
+    treatments: Mapping[LayerModel, Sequence[Treatment]],
+    *,
+    s_per_moved_byte: float,
+    s_per_group: float,
+) -> list[tuple[int, Treatment]]:
+    """Return places of layers and their next treatments, in the order in which a rising price of device memory takes them.
 
-    Raises:
-        ConfigError: Two kinds have one name.
+    At the prices of an offloaded byte and group, each kind of layer has a treatment with the least time for each number of kept
+    bytes. These form a convex curve from keeping everything to keeping least, and each of its steps frees bytes at a price.
+    Steps are taken cheapest first, in early layers before late ones: those have the most time before backward needs them.
     """
-    models: dict[str, LayerModel] = {}
-    for chunk in rank.chunks:
-        for layer in chunk.layers:
-            if models.setdefault(layer.model.kind, layer.model) != layer.model:
-                raise ConfigError(
-                    f"pipeline rank {rank.rank} has two kinds of layer {layer.model.kind!r} that differ: layer {layer.number} "
-                    "is unlike one before it. Give each kind a name of its own."
-                )
-    return models
+
+    def cost(one: Treatment) -> float:
+        return one.recompute_s + one.groups * s_per_group + one.moved_bytes * s_per_moved_byte
+
+    curves = {layer: _list_curve(rows, cost) for layer, rows in treatments.items()}
+    found = []
+    for place, slot in enumerate(slots):
+        weight = slot.microbatches / max(slot.in_flight, 1)
+        # Rounded, so that equal prices of different chunks stay in the order of layers.
+        found += [(round(price * weight * 1e12, 3), place, treatment) for price, treatment in curves[slot.layer]]
+    return [(place, treatment) for _, place, treatment in sorted(found, key=lambda step: step[:2])]
 
 
-def strip_place(rank: RankModel) -> RankModel:
-    """Return `rank` without its number: ranks that are equal then have the same best plan."""
-    chunks = tuple(
-        dataclasses.replace(
-            chunk, layers=tuple(dataclasses.replace(layer, number=place) for place, layer in enumerate(chunk.layers))
-        )
-        for chunk in rank.chunks
-    )
-    return dataclasses.replace(rank, rank=0, chunks=chunks)
+def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
+    """Return treatments in the order of their kept bytes, each with the price of a byte at the end of its part of the curve."""
+    current, curve = rows[0], []
+    while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
+        prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
+        price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
+        # The cheaper ones before it are dearer by the byte, and come first: the last changed layer may need no more.
+        before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
+        curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
+    return curve

@@ -19,7 +19,7 @@ from fgoffload.planner.solving.nearest_flags import NearestFlags
 from fgoffload.planner.solving.pipeline_search import Candidate, PipelineSearch
 from fgoffload.units import check_bytes, format_bytes
 
-DEFAULT_LAYER_PASSES = 40_000
+DEFAULT_LAYER_PASSES = 30_000
 """Most forwards and backwards of single layers in the local search. One takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
@@ -34,19 +34,14 @@ ops are not."""
 class Solution:
     """A plan within a budget, and its prediction."""
 
-    plan: OffloadPlan
-    """Plan for all ranks."""
-    result: StepResult
-    """Predicted step."""
-    budget_bytes: int
-    """Budget of each device."""
-    decisions: tuple[Decision, ...]
-    """Decisions about each tag with reasons, rank by rank."""
+    plan: OffloadPlan  # plan for all ranks
+    result: StepResult  # predicted step
+    budget_bytes: int  # budget of each device
+    decisions: tuple[Decision, ...]  # decisions about each tag with reasons, rank by rank
     baselines: Mapping[str, StepResult]
     """Baselines by name: `megatron_flags.list_baselines`. The plan is no slower than any of them that fits the budget. Those
     without offload are Megatron's own, without this package."""
-    nearest: NearestFlags | None
-    """The fastest of Megatron's own flags within the budget; None if none fit."""
+    nearest: NearestFlags | None  # the fastest of Megatron's own flags within the budget; None if none fit
 
 
 def solve(
@@ -77,15 +72,8 @@ def solve_leaving_free(
 ) -> Solution:
     """Return the fastest plan for the part of a budget that a plan may use if a training must keep to it.
 
-    Args:
-        ranks: The pipeline, by number.
-        budget_bytes: Device bytes of each rank, static memory included.
-        free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
-        layer_passes: As in `solve`.
-
-    Raises:
-        ConfigError: As `solve`.
-        BudgetError: As `solve`, with the smallest budget that leaves as much free.
+    `free_bytes` stay free: by how much a step exceeded its prediction. Raises as `solve`, with the smallest budget that leaves
+    as much free.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
     try:
@@ -98,16 +86,9 @@ def solve_leaving_free(
 def sweep(
     ranks: Sequence[RankModel], budgets_bytes: Sequence[int], *, host_budget_bytes: int | None = None
 ) -> Iterator[Solution]:
-    """Yield a solution for each budget, smallest first. A larger budget is never slower.
+    """Yield a solution for each budget from `find_least_budget` on, smallest first. A larger budget is never slower.
 
-    Args:
-        ranks: The pipeline, by number.
-        budgets_bytes: Device bytes of each rank, from `find_least_budget` on.
-        host_budget_bytes: As in `solve`.
-
-    Raises:
-        ConfigError: As `solve`.
-        BudgetError: As `solve`, for the smallest budget without a plan.
+    Raises as `solve`, for the smallest budget without a plan.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -120,11 +101,7 @@ def sweep(
 
 
 def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | None = None) -> int:
-    """Return the smallest budget with a plan, in bytes, however slow that plan is.
-
-    Raises:
-        ConfigError: As `solve`.
-    """
+    """Return the smallest budget with a plan, in bytes, however slow that plan is."""
     return _find_least(_prepare(ranks, 0, host_budget_bytes)).result.peak_bytes
 
 
@@ -142,12 +119,7 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
 
 
 def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
-    """Return the device bytes that a plan may use of a budget.
-
-    Args:
-        budget_bytes: Budget of a device.
-        free_bytes: Bytes to leave free: by how much a step exceeded its prediction.
-    """
+    """Return the device bytes that a plan may use of a budget."""
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
 
 

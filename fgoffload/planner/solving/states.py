@@ -1,38 +1,32 @@
-"""Treatments of a rank's layers, and the plan they form.
-
-A program gives the number of layers of a kind with each treatment; this file chooses the layers. Early layers have the most
-time before backward needs them, so those that keep least come first. But copies queue behind each other, at most a window
-behind forward and a prefetch ahead of backward: where that binds, an even load is better.
-"""
+"""Treatments of a rank's layers, the plan they form, and the shortest step that shows its peak."""
 
 import dataclasses
-import enum
+import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import RankModel
-from fgoffload.planner.solving.program import ProgramResult
-from fgoffload.planner.solving.treatments import KEEP, Treatment, measure_treatment
+from fgoffload.planner.ranks.schedule import Pass, PassKind
+from fgoffload.planner.simulation.simulator import group_by_layer
+from fgoffload.planner.solving.treatments import Treatment, measure_treatment
 
 
-class Order(enum.Enum):
-    """Order of treatments over the layers of a chunk."""
+@functools.lru_cache(maxsize=64)
+def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches in flight between two passes, by chunk."""
+    return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
-    FIRST = "first"  # the first layers of forward offload most: compute would wait for the last ones
-    EVEN = "even"  # all layers offload about as much, so that no copy queues for long
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSlot:
+class LayerSlot(NamedTuple):
     """A layer of a rank, which gets a treatment."""
 
-    chunk: int
-    """Model chunk on the rank."""
-    number: int
-    """Number of the layer in the whole model."""
-    layer: LayerModel
-    """Kind of the layer."""
+    chunk: int  # model chunk on the rank
+    number: int  # number of the layer in the whole model
+    layer: LayerModel  # kind of the layer
+    microbatches: int  # microbatches of a step
+    in_flight: int  # microbatches in flight when the layers together keep most
 
 
 State = tuple[Treatment, ...]
@@ -41,16 +35,15 @@ State = tuple[Treatment, ...]
 
 def list_slots(rank: RankModel) -> tuple[LayerSlot, ...]:
     """Return the layers of a rank, chunk by chunk, in forward order."""
+    sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
+    vectors = list_in_flight(rank.passes, len(rank.chunks))
+    most = max(vectors, key=lambda vector: (sum(count * size for count, size in zip(vector, sizes, strict=True)), vector))
+    backwards = [one.chunk for one in rank.passes if one.kind is PassKind.BACKWARD]
     return tuple(
-        LayerSlot(chunk=number, number=layer.number, layer=layer.model)
+        LayerSlot(number, layer.number, layer.model, backwards.count(number), most[number])
         for number, chunk in enumerate(rank.chunks)
         for layer in chunk.layers
     )
-
-
-def keep_all(slots: Sequence[LayerSlot]) -> State:
-    """Return the state in which every layer keeps everything."""
-    return (KEEP,) * len(slots)
 
 
 def make_key(state: State) -> object:
@@ -58,34 +51,8 @@ def make_key(state: State) -> object:
     return tuple(treatment.actions for treatment in state)
 
 
-def place_counts(result: ProgramResult, slots: Sequence[LayerSlot], order: Order) -> State:
-    """Return a state with the counts of a program.
-
-    Args:
-        result: Solution of the program.
-        slots: The layers of its rank.
-        order: Order of treatments over the layers of a chunk.
-    """
-    waiting = {
-        (number, kind): _spread(counts, order)
-        for number, chunk in enumerate(result.chunks)
-        for kind, counts in chunk.inner.items()
-    }
-    state: list[Treatment] = []
-    for slot, following in zip(slots, (*slots[1:], None), strict=True):
-        last = result.chunks[slot.chunk].last
-        is_last = following is None or following.chunk != slot.chunk
-        state.append(last if is_last and last is not None else next(waiting[slot.chunk, slot.layer.kind]))
-    return tuple(state)
-
-
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_window_bytes: int | None = None) -> OffloadPlan:
-    """Return the plan of several ranks, with a row for each site that is not kept.
-
-    Args:
-        placed: Layers of each rank, and their treatments.
-        loss_window_bytes: As in the plan.
-    """
+    """Return the plan of several ranks from their layers and treatments, with a row for each site that is not kept."""
     actions: dict[Site, Action] = {}
     for slots, state in placed:
         for slot, treatment in zip(slots, state, strict=True):
@@ -95,30 +62,39 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_windo
 
 
 def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
-    """Return the treatments that `plan` gives the layers of a rank.
-
-    Raises:
-        PlanError: The plan does not suit a layer.
-    """
-    chosen: dict[tuple[int, int], dict[str, Action]] = {}
-    for site, action in plan.actions.items():
-        chosen.setdefault((site.chunk, site.layer), {})[site.tag] = action
-    numel = rank.min_offloaded_numel
+    """Return the treatments that `plan` gives the layers of a rank."""
+    chosen, numel = group_by_layer(plan), rank.min_offloaded_numel
     return tuple(
         measure_treatment(slot.layer, chosen.get((slot.chunk, slot.number), {}), min_offloaded_numel=numel)
         for slot in list_slots(rank)
     )
 
 
-def _spread(counts: Sequence[tuple[Treatment, int]], order: Order) -> Iterator[Treatment]:
-    """Return the treatments of one kind of layers in forward order, without the last layer of the chunk."""
-    found = [treatment for treatment, layers in counts for _ in range(layers)]
-    found.sort(key=lambda one: (one.kept_bytes, -one.moved_bytes))
-    if order is Order.FIRST:
-        return iter(found)
-    places = sorted(range(len(found)), key=lambda place: (place * _GOLDEN) % 1.0)
-    return iter([one for _, one in sorted(zip(places, found, strict=True), key=lambda pair: pair[0])])
+def shorten(rank: RankModel) -> RankModel:
+    """Return `rank` with the fewest microbatches that have all its peak times, at least two more than are ever in flight.
+
+    A plan has the same effect on such a step as on the whole one, whose other microbatches repeat the same.
+    """
+    chunks = len(rank.chunks)
+    places = _list_places(rank.passes, chunks)
+    most = max((count for _, in_flight, _ in places for count in in_flight), default=0)
+    for microbatches in range(most + 2, 2 * most + 2):
+        passes = tuple(one for one in rank.passes if one.microbatch < microbatches)
+        if _list_places(passes, chunks) == places:
+            return dataclasses.replace(rank, passes=passes)
+    return rank
 
 
-_GOLDEN = 0.618033988749895
-"""Golden ratio: the fractional parts of its multiples are spread as evenly over 0 to 1 as those of any number."""
+def _list_places(passes: Sequence[Pass], chunks: int) -> set[Any]:
+    return {
+        ((before.kind, before.chunk), in_flight, after and (after.kind, after.chunk))
+        for before, in_flight, after in _list_gaps(passes, chunks)
+    }
+
+
+def _list_gaps(passes: Sequence[Pass], chunks: int) -> Iterator[tuple[Pass, tuple[int, ...], Pass | None]]:
+    """Yield each pass with how many microbatches are in flight behind it, by chunk, and the pass that follows."""
+    current = [0] * chunks
+    for one, following in zip(passes, (*passes[1:], None), strict=True):
+        current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1
+        yield one, tuple(current), following

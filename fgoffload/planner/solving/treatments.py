@@ -7,44 +7,28 @@ at once. A unit that covers many others, as `layer`, is decided first: each comp
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import resolve_layer
-from fgoffload.tags import default_tags, list_read_tags
-from fgoffload.watched import find_watched
+from fgoffload.tags import default_tags
 
 Actions = tuple[tuple[str, Action], ...]
 """Actions of one layer by tag or unit, sorted by name, without `keep`."""
-
-_WIDE_COVERS = 3
-"""Number of covered units, beside itself, from which a unit is decided first."""
-
-_RESOLUTION_PARTS = 32
-"""Resolution of treatments, as a part of a layer's bytes and of its forward."""
-
-_MOST = 200
-"""Most treatments of one kind of layer. With more the resolution is halved: each takes milliseconds to simulate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
     """Treatment of one layer, with its change against keeping everything. Bytes and seconds are those of one microbatch."""
 
-    actions: Actions
-    """The actions."""
-    kept_bytes: int = 0
-    """Change of the device bytes from forward to backward; negative with offload or recompute."""
-    moved_bytes: int = 0
-    """Bytes offloaded and reloaded."""
-    groups: int = 0
-    """Number of copies in each direction."""
-    recompute_s: float = 0.0
-    """Seconds of recompute in backward."""
+    actions: Actions  # the actions
+    kept_bytes: int = 0  # change of the device bytes from forward to backward; negative with offload or recompute
+    moved_bytes: int = 0  # bytes offloaded and reloaded
+    groups: int = 0  # number of copies in each direction
+    recompute_s: float = 0.0  # seconds of recompute in backward
 
     def join(self, other: "Treatment") -> "Treatment":
         """Return the sum of treatments of two parts of one layer."""
@@ -71,11 +55,7 @@ KEEP = Treatment(actions=())
 
 
 def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Treatment:
-    """Return the treatment with `actions`, measured on a layer.
-
-    Raises:
-        PlanError: The actions do not suit the layer.
-    """
+    """Return the treatment with `actions`, measured on a layer."""
     resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     return Treatment(
         actions=tuple(sorted((name, action) for name, action in actions.items() if action is not Action.KEEP)),
@@ -88,59 +68,38 @@ def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_o
 
 @functools.lru_cache(maxsize=128)
 def list_treatments(
-    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, is_alone: bool = False
+    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, parts: int = 20
 ) -> tuple[Treatment, ...]:
     """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
 
-    Args:
-        layer: A kind of layer.
-        min_offloaded_numel: Elements. Smaller tensors stay on the device.
-        group_s: Host seconds of each group.
-        is_alone: Whether chunks have one layer. Only watched ops announce its first reload then, so treatments that differ in
-            that alone are both listed.
+    Costs that differ by less than one of `parts` of the layer's bytes or forward count as equal.
     """
-    modes = list(_list_modes(layer, min_offloaded_numel))
-    resolution_parts = _RESOLUTION_PARTS
-    while True:
-        prune = functools.partial(_drop_beaten, layer, parts=resolution_parts, group_s=group_s, tells_watched=is_alone)
-        found: list[Treatment] = []
-        for base, parts in modes:
-            treatments = [base]
-            for part in parts:
-                treatments = prune([one.join(other) for one in treatments for other in part])
-            found += treatments
-        found = prune(found)
-        if len(found) <= _MOST or resolution_parts == 1:
-            return (KEEP, *(one for one in found if one.actions))
-        resolution_parts //= 2
+    found, added = [KEEP], [KEEP]
+    while added:
+        grown = [
+            other for one in added for other in list_neighbours(layer, one.actions, min_offloaded_numel=min_offloaded_numel)
+        ]
+        efficient = _drop_beaten(layer, [*found, *grown], group_s=group_s, parts=parts)
+        known = {one.actions for one in found}
+        found, added = efficient, [one for one in efficient if one.actions not in known]
+    return (KEEP, *(one for one in found if one.actions))
 
 
 @functools.lru_cache(maxsize=4096)
 def list_neighbours(layer: LayerModel, actions: Actions, *, min_offloaded_numel: int) -> tuple[Treatment, ...]:
     """Return the treatments of a layer that differ from `actions` in one tag or unit."""
-    found = []
+    found, before = [], dict(actions)
     for name in list_names(layer):
         for action in _list_site_actions(layer, name):
-            changed = {**dict(actions), name: action}
-            if changed[name] is not dict(actions).get(name, Action.KEEP) and _is_allowed(layer, changed):
+            changed = {**_list_needed(name, action), **before, name: action}
+            if action is not before.get(name, Action.KEEP) and _is_allowed(layer, changed):
                 found.append(measure_treatment(layer, changed, min_offloaded_numel=min_offloaded_numel))
     return tuple(found)
 
 
-def find_efficient(costs: Sequence[Sequence[float]]) -> list[int]:
-    """Return the places of the rows that no other row dominates: at most as large in all columns. Of equal rows the first."""
-    import numpy as np
-
-    table = np.array(costs, dtype=float)
-    efficient: list[int] = []
-    found = np.empty_like(table)
-    # In this order every row that dominates another one comes first.
-    for place in np.lexsort(table.T[::-1]):
-        row, count = table[place], len(efficient)
-        if not (found[:count] <= row).all(axis=1).any():
-            found[count] = row
-            efficient.append(int(place))
-    return sorted(efficient)
+def _list_needed(name: str, action: Action) -> dict[str, Action]:
+    needed = Action.RECOMPUTE if name == "layer_input" else Action.OFFLOAD
+    return dict.fromkeys(list_needs(name), needed) if action.offloads else {}
 
 
 def list_names(layer: LayerModel) -> list[str]:
@@ -158,56 +117,28 @@ def list_needs(name: str) -> tuple[str, ...]:
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
-def _drop_beaten(
-    layer: LayerModel, found: Sequence[Treatment], *, parts: int, group_s: float, tells_watched: bool
-) -> list[Treatment]:
+def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
     """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
+    import numpy as np
+
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
-        is_watched = tells_watched and _is_watched(layer, one)
         cost = (
             round((one.recompute_s + one.groups * group_s) / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
-            is_watched,
-            not is_watched,
         )
         costs.setdefault(cost, one)
-    rows = list(costs)
-    return [costs[rows[place]] for place in find_efficient(rows)]
-
-
-def _is_watched(layer: LayerModel, treatment: Treatment) -> bool:
-    """Return whether the engine watches all ops of a layer, each of which then shows the progress of backward."""
-    is_read = "router" in list_read_tags(name for name, action in treatment.actions if action.recomputes)
-    offloaded = [name for name, action in treatment.actions if action.offloads]
-    return find_watched(offloaded, shares_router_input=layer.shares_router_input or is_read).covers_layer
-
-
-def _list_modes(layer: LayerModel, numel: int) -> Iterator[tuple[Treatment, list[list[Treatment]]]]:
-    """Yield each compatible set of wide units, with the treatments of the remaining parts."""
-    sites = list_names(layer)
-    wide = [name for name in sites if len(_list_covered(layer, name)) >= _WIDE_COVERS]
-    for size in range(len(wide) + 1):
-        for units in itertools.combinations(wide, size):
-            base = dict.fromkeys(units, Action.RECOMPUTE)
-            if _is_allowed(layer, base):
-                covered = {name for unit in units for name in _list_covered(layer, unit)}
-                free = [name for name in sites if name not in wide and name not in covered]
-                parts = [_list_part(layer, base, part, numel) for part in _list_parts(layer, base, free)]
-                yield measure_treatment(layer, base, min_offloaded_numel=numel), parts
-
-
-def _list_part(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str], numel: int) -> list[Treatment]:
-    """Return the treatments of a part's sites, as changes against `base` alone."""
-    whole = measure_treatment(layer, base, min_offloaded_numel=numel)
-    found = []
-    for chosen in itertools.product(*(_list_site_actions(layer, name) for name in sites)):
-        actions = {**base, **{name: one for name, one in zip(sites, chosen, strict=True) if one is not Action.KEEP}}
-        if _is_allowed(layer, actions):
-            found.append(measure_treatment(layer, actions, min_offloaded_numel=numel).subtract(whole))
-    return found
+    # In this order every row that beats another one comes first.
+    rows = np.array(sorted(costs))
+    efficient, count = np.empty_like(rows), 0
+    for row in rows:
+        if not (efficient[:count] <= row).all(axis=1).any():
+            efficient[count] = row
+            count += 1
+    best = set(map(tuple, efficient[:count].tolist()))
+    return [one for cost, one in costs.items() if cost in best]
 
 
 def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
@@ -217,35 +148,9 @@ def _list_site_actions(layer: LayerModel, name: str) -> tuple[Action, ...]:
     return tuple(action for action, is_possible in possible.items() if is_possible)
 
 
-def _list_parts(layer: LayerModel, base: Mapping[str, Action], sites: Sequence[str]) -> list[list[str]]:
-    """Return `sites` in groups: two share one if both save the same tensor or a unit covers the other."""
-    units = [unit for unit in layer.units if unit.name in base or unit.name in sites]
-    dropped = {name for unit in units if unit.name in base for name in unit.drops}
-    links = [{unit.name, *unit.covered} for unit in units]
-    links += [{unit.name, *tensor.tags} for unit in units for tensor in unit.keeps]
-    for tensor in layer.tensors:
-        if tensor.name not in dropped:
-            links.append({*tensor.tags, *(unit.name for unit in units if tensor.name in unit.drops)})
-    parts: list[set[str]] = [{name} for name in sites]
-    for link in links:
-        touched = [part for part in parts if part & link]
-        parts = [part for part in parts if not part & link] + ([set().union(*touched)] if touched else [])
-    return _order(parts, sites)
-
-
-def _order(parts: Iterable[set[str]], sites: Sequence[str]) -> list[list[str]]:
-    # In the order of `sites`, so that two runs list the same.
-    return sorted(([name for name in sites if name in part] for part in parts), key=lambda part: sites.index(part[0]))
-
-
 def _is_allowed(layer: LayerModel, actions: Mapping[str, Action]) -> bool:
     try:
         check_choice(layer, actions)
     except PlanError:
         return False
     return True
-
-
-def _list_covered(layer: LayerModel, name: str) -> tuple[str, ...]:
-    unit = layer.find_unit(name)
-    return () if unit is None else tuple(covered for covered in unit.covered if covered != name)

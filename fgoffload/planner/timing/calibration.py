@@ -24,8 +24,7 @@ predicted and 1109 measured, 971 with the forward of the plain step.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
@@ -36,23 +35,11 @@ backward. The backward of a matrix product takes twice as long as its forward, t
 and 1.54 ms on an H200)."""
 
 
-class Calibrated(NamedTuple):
-    """Chunks of a rank, and the extra seconds of a microbatch."""
-
-    chunks: list[ChunkModel]
-    """Chunks with forward passes at the device's pace."""
-    late_s: float
-    """Seconds of a microbatch in which the device waits for launches."""
-
-
-def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrated:
+def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> tuple[list[ChunkModel], float]:
     """Return `chunks` with forward passes and extra seconds such that a microbatch takes `microbatch_s`.
 
-    Forward keeps at least the device's time, so a microbatch can still take longer.
-
-    Args:
-        chunks: All chunks of a rank that waits for no other.
-        microbatch_s: Seconds of one microbatch through all of them, forward and backward.
+    The extra ones are those of a microbatch in which the device waits for launches. Forward keeps at least the device's time,
+    so a microbatch can still take longer.
     """
     layers = [layer.model for chunk in chunks for layer in chunk.layers]
     edges = [segment for chunk in chunks for segment in (*chunk.first, *chunk.last)]
@@ -61,17 +48,12 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> Calibrate
     missing_s = microbatch_s - simulated_s
     if missing_s >= 0:
         if simulated_s > 0 and not any(segment.host_wait for layer in layers for segment in layer.segments):
-            return Calibrated(_lengthen(chunks, by=microbatch_s / simulated_s), 0.0)
-        return Calibrated(list(chunks), missing_s)
+            return _lengthen(chunks, by=microbatch_s / simulated_s), 0.0
+        return list(chunks), missing_s
     spare_s = sum(_find_spare_s(segment) for layer in layers for segment in layer.segments)
     part = min(1.0, -missing_s / spare_s) if spare_s else 0.0
     kinds = {layer: _take_off(layer, part) for layer in layers}
-    return Calibrated([_replace_models(chunk, kinds) for chunk in chunks], 0.0)
-
-
-def _replace_models(chunk: ChunkModel, kinds: Mapping[LayerModel, LayerModel]) -> ChunkModel:
-    layers = tuple(dataclasses.replace(layer, model=kinds[layer.model]) for layer in chunk.layers)
-    return dataclasses.replace(chunk, layers=layers)
+    return [chunk.replace_models(kinds.__getitem__) for chunk in chunks], 0.0
 
 
 def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
@@ -90,7 +72,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
         for model in {layer.model for chunk in chunks for layer in chunk.layers}
     }
     return [
-        dataclasses.replace(_replace_models(chunk, kinds), first=lengthen(chunk.first), last=lengthen(chunk.last))
+        dataclasses.replace(chunk.replace_models(kinds.__getitem__), first=lengthen(chunk.first), last=lengthen(chunk.last))
         for chunk in chunks
     ]
 

@@ -11,31 +11,21 @@ from fgoffload.plan import Action, OffloadPlan, Site
 class SiteAction:
     """Site and action: one row of a plan."""
 
-    site: Site
-    """Site of the action."""
-    action: Action
-    """Treatment of the site."""
+    site: Site  # site of the action
+    action: Action  # treatment of the site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
     """Step times under a plan and of the baseline, measured alternately in the same training."""
 
-    sites: tuple[SiteAction, ...]
-    """Rows of the plan. Sites that it does not name stay on the GPU."""
-    loss_window_bytes: int | None = None
-    """Same field of `OffloadPlan`."""
-    step_s: float
-    """Seconds of a step under the plan: median of the slowest process."""
-    keeping_step_s: float
-    """Seconds of a baseline step that offloads nothing, measured the same way in between."""
+    sites: tuple[SiteAction, ...]  # rows of the plan. Sites that it does not name stay on the GPU.
+    loss_window_bytes: int | None = None  # same field of `OffloadPlan`
+    step_s: float  # seconds of a step under the plan: median of the slowest process
+    keeping_step_s: float  # seconds of a baseline step that offloads nothing, measured the same way in between
 
     def __post_init__(self) -> None:
-        """Refuse step times of 0, and plans that offload nothing.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse step times of 0, and plans that offload nothing."""
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is no time of a step. Give seconds above 0.")
@@ -45,10 +35,7 @@ class ComparedStep:
     @property
     def plan(self) -> OffloadPlan:
         """Return the plan, for all ranks."""
-        return OffloadPlan(
-            actions={row.site: row.action for row in self.sites},
-            loss_window_bytes=self.loss_window_bytes,
-        )
+        return OffloadPlan(actions={row.site: row.action for row in self.sites}, loss_window_bytes=self.loss_window_bytes)
 
     @property
     def added_s(self) -> float:
@@ -57,13 +44,7 @@ class ComparedStep:
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":
-        """Return the measured steps under `plan`.
-
-        Args:
-            plan: Plan for all ranks.
-            step_s: Seconds of a step under the plan.
-            keeping_step_s: Seconds of a baseline step.
-        """
+        """Return the measured steps under `plan`."""
         return cls(
             sites=tuple(SiteAction(site=site, action=plan.actions[site]) for site in sorted(plan.actions)),
             loss_window_bytes=plan.loss_window_bytes,

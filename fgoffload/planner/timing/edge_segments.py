@@ -2,24 +2,10 @@
 
 import dataclasses
 
-from fgoffload.errors import ConfigError
-from fgoffload.planner.checks import check_count
 from fgoffload.planner.memory.temporaries import ExtraBytes
-from fgoffload.planner.operations.ops import (
-    BF16,
-    FP32,
-    Execution,
-    Linear,
-    PassWork,
-    Pattern,
-    SegmentWork,
-    Traffic,
-    make_moves,
-)
+from fgoffload.planner.operations.ops import BF16, FP32, Execution, Linear, PassWork, SegmentWork, list_ring_pass, make_moves
 from fgoffload.planner.ranks.layer_model import Segment
-from fgoffload.planner.timing.efficiency import Efficiency, Network
-from fgoffload.planner.timing.hardware import Hardware
-from fgoffload.planner.timing.op_times import DEFAULT_EFFICIENCY, DEFAULT_EXECUTION, DEFAULT_NETWORK, Clock
+from fgoffload.planner.timing.op_times import DEFAULT_EXECUTION, Clock
 
 _NO_BYTES = ExtraBytes()
 
@@ -36,30 +22,11 @@ _LOSS_KERNELS = 15
 class EdgeShape:
     """Shapes of embedding and output layer on one rank."""
 
-    tokens: int
-    """Tokens of a microbatch, on all ranks together that share the vocabulary."""
-    hidden_size: int
-    """Hidden size."""
-    vocab_size: int
-    """Rows of the embedding over all ranks, padded as in Megatron."""
-    tensor_parallel_size: int = 1
-    """Ranks that share the vocabulary."""
-    has_sequence_parallel: bool = True
-    """Whether those ranks share the sequence between embedding and output layer."""
-
-    def __post_init__(self) -> None:
-        """Refuse impossible sizes.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
-        for name in ("tokens", "hidden_size", "vocab_size", "tensor_parallel_size"):
-            check_count(name, getattr(self, name))
-        if self.vocab_size % self.tensor_parallel_size:
-            raise ConfigError(
-                f"tensor_parallel_size {self.tensor_parallel_size} does not divide vocab_size {self.vocab_size}. "
-                "Give the padded size."
-            )
+    tokens: int  # tokens of a microbatch, on all ranks together that share the vocabulary
+    hidden_size: int  # hidden size
+    vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
+    tensor_parallel_size: int = 1  # ranks that share the vocabulary
+    has_sequence_parallel: bool = True  # whether those ranks share the sequence between embedding and output layer
 
     @property
     def hidden_bytes(self) -> int:
@@ -72,89 +39,36 @@ class EdgeShape:
         return BF16 * self.tokens * self.hidden_size
 
 
-def make_first_segments(
-    edge: EdgeShape,
-    hardware: Hardware,
-    *,
-    efficiency: Efficiency = DEFAULT_EFFICIENCY,
-    network: Network = DEFAULT_NETWORK,
-    extra: ExtraBytes = _NO_BYTES,
-) -> tuple[Segment, ...]:
-    """Return the segment before the first layer: the embedding.
-
-    Args:
-        edge: Sizes.
-        hardware: Device of the rank.
-        efficiency: Efficiency of kernels.
-        network: Rates between ranks.
-        extra: Temporary bytes.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
+    """Return the segment before the first layer: the embedding."""
     rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
-    ring = _list_ring_pass(edge)
+    ring = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size)
     # Each rank looks up the rows that it has. They are summed and scattered, and the gradient is gathered; where ranks do not
     # share the sequence they are summed, and all have the gradient.
     summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
     # Forward reads and writes rows. Backward clears a gradient of all weights, adds rows, and adds it to the fp32 sum.
-    forward = PassWork(works=(make_moves(2 * rows, kernels=3),), traffic=summed)
+    forward = PassWork((make_moves(2 * rows, kernels=3),), traffic=summed)
     added = make_moves(weights * (2 * BF16 + 2 * FP32) + 3 * rows, kernels=5)
-    work = SegmentWork(name="embedding", forward=forward, backward=PassWork(works=(added,), traffic=gather))
-    clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
-    return clock.time_segments((work,), {"embedding": extra})
+    work = SegmentWork("embedding", forward, PassWork((added,), traffic=gather))
+    return clock.time_segments((work,), {"embedding": _NO_BYTES})
 
 
 def make_last_segments(
-    edge: EdgeShape,
-    hardware: Hardware,
-    *,
-    efficiency: Efficiency = DEFAULT_EFFICIENCY,
-    network: Network = DEFAULT_NETWORK,
-    execution: Execution = DEFAULT_EXECUTION,
-    extra: ExtraBytes = _NO_BYTES,
+    edge: EdgeShape, clock: Clock, *, execution: Execution = DEFAULT_EXECUTION, extra: ExtraBytes = _NO_BYTES
 ) -> tuple[Segment, ...]:
-    """Return the segments after the last layer: final norm, output layer and loss.
-
-    Args:
-        edge: Sizes.
-        hardware: Device of the rank.
-        efficiency: Efficiency of kernels.
-        network: Rates between ranks.
-        execution: Accumulation of weight gradients.
-        extra: Temporary bytes of output layer and loss: logits and tensors made of them.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+    """Return the segments after the last layer: final norm, output layer and loss. The latter two have `extra` temporaries."""
     hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
     linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
-    ring, logits = _list_ring_pass(edge), edge.tokens * share
-    norm = SegmentWork(
-        name="final_norm",
-        forward=PassWork(works=(make_moves(2 * hidden),)),
-        backward=PassWork(works=(make_moves(3 * hidden, kernels=2),)),
-    )
-    loss, gradient = (
-        make_moves(logits * _LOSS_BYTES, kernels=_LOSS_KERNELS),
-        make_moves(logits * _LOSS_GRADIENT_BYTES, kernels=4),
-    )
+    ring, logits = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size), edge.tokens * share
+    norm = SegmentWork("final_norm", PassWork((make_moves(2 * hidden),)), PassWork((make_moves(3 * hidden, kernels=2),)))
+    loss = make_moves(logits * _LOSS_BYTES, kernels=_LOSS_KERNELS)
+    gradient = make_moves(logits * _LOSS_GRADIENT_BYTES, kernels=4)
     output = SegmentWork(
-        name="output_layer",
-        forward=PassWork(works=(*linear.list_forward(), loss), traffic=ring if edge.has_sequence_parallel else ()),
-        backward=PassWork(works=(gradient, *linear.list_backward(execution)), beside=2 * ring),
+        "output_layer",
+        PassWork((*linear.list_forward(), loss), traffic=ring if edge.has_sequence_parallel else ()),
+        PassWork((gradient, *linear.list_backward(execution)), beside=2 * ring),
     )
-    clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     # Input and output of the norm; backward has a gradient of each.
     extras = {"final_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden), "output_layer": extra}
     return clock.time_segments((norm, output), extras)
-
-
-def _list_ring_pass(edge: EdgeShape) -> tuple[Traffic, ...]:
-    """Return an all-gather or reduce-scatter of hidden states, or both for an all-reduce; None with one rank."""
-    ranks = edge.tensor_parallel_size
-    if ranks == 1:
-        return ()
-    sent_bytes = edge.gathered_bytes // ranks * (ranks - 1)
-    return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)

@@ -99,11 +99,7 @@ class Efficiency:
     """Seconds before the first byte of a collective moves. Assumed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts out of range and negative costs.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse parts out of range and negative costs."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _RATES:
@@ -119,8 +115,7 @@ class Efficiency:
 
 _FROM_ZERO = ("rerun_extra", "grouped_rows", "kernel_start_s", "host_s_per_launch", "collective_start_s")
 """Fields that may be 0, and above 1."""
-_RATES = ("strided_bytes_per_s",)
-"""Fields in bytes a second."""
+_RATES = ("strided_bytes_per_s",)  # fields in bytes a second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +124,11 @@ class Network:
 
     nvlink_bytes_per_s: float | None = None
     """Bytes a second from a rank to ranks of its domain. H800, with less NVLink than H100, has 160 GB/s."""
-    network_bytes_per_s: float | None = None
-    """Bytes a second from a rank to ranks of other domains."""
-    nvlink_ranks: int | None = None
-    """Ranks of a domain, which are connected by NVLink."""
+    network_bytes_per_s: float | None = None  # bytes a second from a rank to ranks of other domains
+    nvlink_ranks: int | None = None  # ranks of a domain, which are connected by NVLink
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in ("nvlink_bytes_per_s", "network_bytes_per_s"):
             check_rate(name, getattr(self, name))
         if self.nvlink_ranks is not None:

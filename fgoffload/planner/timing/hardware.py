@@ -19,6 +19,7 @@ from typing import Any
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_device_rate, check_part, check_rate
 from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY
+from fgoffload.planner.timing.json_fields import check_fields
 from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.units import parse_bytes
 
@@ -27,22 +28,15 @@ from fgoffload.units import parse_bytes
 class Link:
     """Link between the memories of one device and its host, for large copies. Rates are decimal: 50 GB/s is 50e9."""
 
-    d2h_bytes_per_s: float | None = None
-    """Bytes a second to the host alone."""
-    h2d_bytes_per_s: float | None = None
-    """Bytes a second to the device alone."""
-    duplex_bytes_per_s: float | None = None
-    """Bytes a second of each direction while both run."""
+    d2h_bytes_per_s: float | None = None  # bytes a second to the host alone
+    h2d_bytes_per_s: float | None = None  # bytes a second to the device alone
+    duplex_bytes_per_s: float | None = None  # bytes a second of each direction while both run
     is_measured: bool = False
     """Whether copies were measured at these rates. Else they are the maker's, which copies do not reach: of an H100's 64 GB/s
     they reached 47 to 55."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible rates."""
         for name in _LINK_RATES:
             check_rate(name, getattr(self, name))
         ways = [rate for rate in (self.d2h_bytes_per_s, self.h2d_bytes_per_s) if rate is not None]
@@ -59,50 +53,36 @@ class Link:
 class Hardware:
     """One device, its link to the host, and its node."""
 
-    name: str
-    """Name in tables."""
+    name: str  # name in tables
     device_memory_bytes: int
     """Device memory as its maker names it, in binary units: "80 GB" is 80 GiB. The driver's share is not subtracted: torch
     sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64."""
-    device_memory_bytes_per_s: float | None = None
-    """Bandwidth of that memory, bytes a second."""
+    device_memory_bytes_per_s: float | None = None  # bandwidth of that memory, bytes a second
     memory_efficiency: float | None = None
     """Measured part of that bandwidth that the kernels of a step reach, above 0 and at most 1. None takes
     `Efficiency.memory`."""
-    compute_efficiency: float = 1.0
-    """Efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)."""
+    compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)
     bf16_flop_per_s: float | None = None
     """Dense floating-point operations a second in bf16; fp16 has the same rate on all devices of the table."""
-    fp8_flop_per_s: float | None = None
-    """Dense operations a second in fp8; None also on devices without fp8."""
-    tf32_flop_per_s: float | None = None
-    """Dense operations a second of fp32 matrix products in tf32."""
-    link: Link = dataclasses.field(default_factory=Link)
-    """Link to the host."""
+    fp8_flop_per_s: float | None = None  # dense operations a second in fp8; None also on devices without fp8
+    tf32_flop_per_s: float | None = None  # dense operations a second of fp32 matrix products in tf32
+    link: Link = dataclasses.field(default_factory=Link)  # link to the host
     nvlink_bytes_per_s: float | None = None
     """Bytes a second from a device to all others of its domain together, one way: over NVLink, or AMD's Infinity Fabric. None
     if there is none or it is not public: then devices of a node send over PCIe, at the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes a second to one other device, if devices are wired in pairs without a switch: a group of n reaches n - 1 times
     this. None takes all of `nvlink_bytes_per_s`."""
-    nvlink_gpus: int | None = None
-    """Devices of a domain; None takes those of a node."""
+    nvlink_gpus: int | None = None  # devices of a domain; None takes those of a node
     network_bytes_per_s: float | None = None
     """Bytes a second of a device's share of its node's network cards, one way, in the maker's own system. None if
     servers differ: then 50 GB/s are taken, a card of 400 Gbit/s for each device."""
-    host_memory_bytes_per_node: int | None = None
-    """Host memory of a node of the maker's own system; None if servers differ."""
-    gpus_per_node: int
-    """Devices that share the host's memory."""
-    source: str
-    """Sources of the figures."""
+    host_memory_bytes_per_node: int | None = None  # host memory of a node of the maker's own system; None if servers differ
+    gpus_per_node: int  # devices that share the host's memory
+    source: str  # sources of the figures
 
     def __post_init__(self) -> None:
-        """Refuse impossible figures.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse impossible figures."""
         for name in ("name", "source"):
             text = getattr(self, name)
             if not isinstance(text, str) or not text.strip():
@@ -141,11 +121,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> "Hardware":
-        """Return the hardware in the file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be read or has no hardware.
-        """
+        """Return the hardware in the file at `path`."""
         source = f"hardware file {path}"
         return cls.from_json(read_text_file(path, name=source, fix="Give the path of a JSON file."), source=source)
 
@@ -177,11 +153,7 @@ def _find_nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def check_for_times(hardware: Hardware) -> None:
-    """Refuse a device that lacks a figure that every plan needs: bandwidth, operations and the link.
-
-    Raises:
-        ConfigError: With all missing figures and how to give them; or `hardware` is only a name.
-    """
+    """Refuse a device that lacks a figure that every plan needs: bandwidth, operations and the link."""
     if not isinstance(hardware, Hardware):
         raise ConfigError(
             f'hardware {repr(hardware)[:60]} is no Hardware. Give one, as get_hardware("h100") or Hardware.load(path).'
@@ -211,43 +183,26 @@ _RATES = (
     "network_bytes_per_s",
 )
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
-_SHORTEST_PART = 3
-"""Characters from which a part of a name identifies a device."""
+_SHORTEST_PART = 3  # characters from which a part of a name identifies a device
 
 _NEEDED = ("device_memory_bytes_per_s", "bf16_flop_per_s")
 _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 
 
 def _make_hardware(document: Any, *, source: str) -> Hardware:
-    fields = _read_fields(Hardware, _fill_from_base(document, source), "hardware")
+    fields = check_fields(Hardware, _fill_from_base(document, source), "hardware")
     for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
         if isinstance(fields.get(name), str):
             fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
     if fields.get("link") is None:
         fields["link"] = {}
     if not isinstance(fields["link"], Link):
-        fields["link"] = Link(**_read_fields(Link, fields["link"], "link"))
+        fields["link"] = Link(**check_fields(Link, fields["link"], "link"))
     for name in _RATES:
         check_device_rate(name, fields.get(name))
     for name in _LINK_RATES:
         check_device_rate(name, getattr(fields["link"], name))
     return Hardware(**fields)
-
-
-def _read_fields(cls: type[Hardware] | type[Link], document: Any, what: str) -> dict[str, Any]:
-    if not isinstance(document, dict):
-        raise ConfigError(f"{what} is {document!r}. Give an object with the fields of {cls.__name__}.")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for key in document:
-        if key not in fields:
-            nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Give some of: {', '.join(fields)}."
-            raise ConfigError(f"{what} has no field {key!r}. {hint}")
-    for name, field in fields.items():
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if not has_default and document.get(name) is None:
-            raise ConfigError(f"{what} lacks {name!r}. Add it.")
-    return dict(document)
 
 
 def _fill_from_base(document: Any, source: str) -> Any:

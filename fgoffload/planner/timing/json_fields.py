@@ -43,28 +43,18 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Build a `kind` from `value`.
-
-    Args:
-        kind: A dataclass.
-        value: Output of `to_json_value`. Fields with a default may be missing.
-        source: Origin of `value`, for errors.
-
-    Raises:
-        ConfigError: A field is missing, unknown or of a wrong type; names its place.
-    """
+    """Build a `kind` from `value`."""
     try:
         return _read_object(kind, value, "")
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Build the `kind` at `where`: `ranks[0].chunks[1]`, or empty for the whole document."""
-    place = where or "the document"
+def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
+    """Return the fields of a `kind` in the object `value`, without a check of their types."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in value:
         if key not in fields:
             nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
@@ -72,10 +62,17 @@ def _read_object(kind: type[T], value: Any, where: str) -> T:
             raise ConfigError(f"{place} has no field {key!r}. {hint}")
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if name not in value and not has_default:
+        if not has_default and value.get(name) is None:
             raise ConfigError(f"{place} lacks {name!r}. Add it.")
+    return dict(value)
+
+
+def _read_object(kind: type[T], value: Any, where: str) -> T:
+    """Build the `kind` at `where`: `ranks[0].chunks[1]`, or empty for the whole document."""
+    place = where or "the document"
+    fields = check_fields(kind, value, place)
     hints = typing.get_type_hints(kind)
-    found = {name: _read(hints[name], one, f"{where}.{name}".lstrip(".")) for name, one in value.items()}
+    found = {name: _read(hints[name], one, f"{where}.{name}".lstrip(".")) for name, one in fields.items()}
     try:
         return kind(**found)
     except ConfigError as error:

@@ -1,7 +1,6 @@
 """Measured link between a device and its host: copy rates by size, and how much copies slow a matrix product."""
 
 import dataclasses
-import statistics
 
 from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_device_rate
@@ -13,21 +12,13 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 class CopyRate:
     """Rates of copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
 
-    size_bytes: int
-    """Bytes of each copy."""
-    d2h_bytes_per_s: float
-    """Rate to the host, with no copies the other way."""
-    h2d_bytes_per_s: float
-    """Rate to the device, with no copies the other way."""
-    duplex_bytes_per_s: float
-    """Rate of each direction while both run: the slower of the two."""
+    size_bytes: int  # bytes of each copy
+    d2h_bytes_per_s: float  # rate to the host, with no copies the other way
+    h2d_bytes_per_s: float  # rate to the device, with no copies the other way
+    duplex_bytes_per_s: float  # rate of each direction while both run: the slower of the two
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes and rates.
-
-        Raises:
-            ConfigError: With the field, the value and the fix.
-        """
+        """Refuse invalid sizes and rates."""
         check_count("size_bytes", self.size_bytes)
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             if getattr(self, name) is None:
@@ -39,17 +30,11 @@ class CopyRate:
 class LinkProfile:
     """Measured link between a device and its host."""
 
-    copies: tuple[CopyRate, ...]
-    """Copy rates, from the smallest size to the largest."""
-    compute_slowdown: float
-    """Fraction by which copies in both directions slow a matrix product: 0.06 for 6%."""
+    copies: tuple[CopyRate, ...]  # copy rates, from the smallest size to the largest
+    compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse a link without copies, and sizes out of order.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse a link without copies, and sizes out of order."""
         if not self.copies:
             raise ConfigError("copies is empty: nothing was measured of the link. Measure again.")
         sizes = [copy.size_bytes for copy in self.copies]
@@ -62,19 +47,13 @@ class LinkProfile:
         A copy of n bytes takes latency + n / rate. Latency is negligible for large copies, and most of the time of small ones.
         """
         largest, smallest = self.copies[-1], self.copies[0]
-        size_bytes = smallest.size_bytes
-        latency_s = statistics.fmean(
-            size_bytes / small - size_bytes / large
-            for small, large in (
-                (smallest.d2h_bytes_per_s, largest.d2h_bytes_per_s),
-                (smallest.h2d_bytes_per_s, largest.h2d_bytes_per_s),
-            )
-        )
+        d2h_s = smallest.size_bytes / smallest.d2h_bytes_per_s - smallest.size_bytes / largest.d2h_bytes_per_s
+        h2d_s = smallest.size_bytes / smallest.h2d_bytes_per_s - smallest.size_bytes / largest.h2d_bytes_per_s
         return LinkModel(
             d2h_bytes_per_s=largest.d2h_bytes_per_s,
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
-            copy_latency_s=max(0.0, latency_s),
+            copy_latency_s=max(0.0, (d2h_s + h2d_s) / 2),
             # The measured matrix product fills the device for long, unlike the kernels of a step.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )

@@ -3,8 +3,6 @@
 An unmeasured link is assumed to reach the share of its nominal rate that an H100 with PCIe 5 reached of its 64 GB/s.
 """
 
-import math
-
 from fgoffload.errors import ConfigError
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.timing.hardware import Hardware, Link
@@ -31,25 +29,12 @@ takes 3 to 7% longer (measured on an H100 and H200s). The kernels of a step do n
 copies, and 545.8, 550.7 and 557.5 ms beside 233 ms of copies (traces on an H200). Memory-bound kernels took 0.3% longer."""
 
 
-def make_link_model(
-    hardware: Hardware, *, copy_latency_s: float = COPY_LATENCY_S, compute_slowdown: float = COMPUTE_SLOWDOWN
-) -> LinkModel:
+def make_link_model(hardware: Hardware) -> LinkModel:
     """Return the simulator's model of the link of `hardware`.
 
     Measured rates count in full, nominal rates in part. If the rate of both directions at once was not measured, it is a part
     of the slower direction's rate.
-
-    Args:
-        hardware: The hardware, with its link.
-        copy_latency_s: Seconds before the bytes of a copy move.
-        compute_slowdown: Fraction by which copies slow compute.
-
-    Raises:
-        ConfigError: A rate of the link is not known, or an argument is below 0.
     """
-    for name, value in (("copy_latency_s", copy_latency_s), ("compute_slowdown", compute_slowdown)):
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name} {value} is not from 0 on and finite. Give such a number, or leave it out.")
     link = hardware.link
     d2h = _get_rate(hardware, "d2h_bytes_per_s") * (1.0 if link.is_measured else D2H_SHARE)
     h2d = _get_rate(hardware, "h2d_bytes_per_s") * (1.0 if link.is_measured else H2D_SHARE)
@@ -57,8 +42,8 @@ def make_link_model(
         d2h_bytes_per_s=d2h,
         h2d_bytes_per_s=h2d,
         duplex_bytes_per_s=_find_duplex(link, slower=min(d2h, h2d)),
-        copy_latency_s=copy_latency_s,
-        compute_slowdown=compute_slowdown,
+        copy_latency_s=COPY_LATENCY_S,
+        compute_slowdown=COMPUTE_SLOWDOWN,
     )
 
 

@@ -16,14 +16,10 @@ ASSUMED_NETWORK_BYTES_PER_S = 50e9
 class NetworkRates:
     """Bytes per second that a rank reaches, in each direction."""
 
-    domain_ranks: int
-    """Ranks of a domain, which reach each other without the network."""
-    nvlink_bytes_per_s: float
-    """Rate to all other ranks of the domain together."""
-    peer_bytes_per_s: float | None
-    """Rate to one other rank of the domain. None allows all of `nvlink_bytes_per_s`."""
-    network_bytes_per_s: float
-    """Rate to ranks of other domains."""
+    domain_ranks: int  # ranks of a domain, which reach each other without the network
+    nvlink_bytes_per_s: float  # rate to all other ranks of the domain together
+    peer_bytes_per_s: float | None  # rate to one other rank of the domain. None allows all of `nvlink_bytes_per_s`.
+    network_bytes_per_s: float  # rate to ranks of other domains
 
     def get_nvlink_rate(self, ranks: int) -> float:
         """Return the rate of a rank in a group of `ranks` within the domain. Without a switch, only the links to them count."""
@@ -33,13 +29,7 @@ class NetworkRates:
 
 
 def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficiency) -> NetworkRates:
-    """Return the rates between ranks.
-
-    Args:
-        hardware: The hardware, with its nominal rates.
-        network: Measured rates, which count in full. Rates that it lacks come from the hardware.
-        efficiency: Fractions of the hardware's rates that collectives reach.
-    """
+    """Return the rates between ranks."""
     far = network.network_bytes_per_s
     if far is None:
         far = (hardware.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S) * efficiency.network

@@ -1,30 +1,10 @@
 """Times of a layer's segments: from a shape and a device to the model that simulator and solver use.
 
-    >>> from fgoffload.planner.timing.hardware import get_hardware
-    >>> from fgoffload.planner.model.layer_shape import LayerShape
-    >>> shape = LayerShape(
-    ...     micro_batch_size=1,
-    ...     seq_length=4096,
-    ...     hidden_size=4096,
-    ...     num_attention_heads=32,
-    ...     num_query_groups=8,
-    ...     qk_channels=128,
-    ...     v_channels=128,
-    ...     ffn_hidden_size=14336,
-    ... )
-    >>> layer = make_layer_model(shape, get_hardware("h100"), kind="dense")
-    >>> [segment.name for segment in layer.segments]
-    ['qkv_linear', 'core_attn', 'attn_proj', 'mlp_fc1', 'mlp_act', 'mlp_fc2']
-    >>> round(layer.forward_s * 1e3)
-    3
-
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead. `replace_times`
-puts measured times in place of these.
+plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from fgoffload.captured_tags import NO_CAPTURE, Graphs, find_captured
@@ -78,20 +58,7 @@ def make_layer_model(
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
-    """Return the layer of a shape on a device: times, bytes and units.
-
-    Args:
-        shape: Shape of the layer on one rank.
-        hardware: Device of the rank.
-        kind: Name in tables: `dense`, `moe`, `mtp`.
-        efficiency: Efficiency of kernels.
-        network: Measured rates between ranks.
-        execution: Execution of the layer, beside its shape.
-        graphs: Captured modules: the host launches one graph instead of their kernels.
-
-    Raises:
-        ConfigError: The device lacks a figure that times need.
-    """
+    """Return the layer of a shape on a device: times, bytes and units."""
     clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)
@@ -143,83 +110,24 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
     return (first, *works, last)
 
 
-def replace_times(
-    layer: LayerModel, *, forward_s: Mapping[str, float] | None = None, backward_s: Mapping[str, float] | None = None
-) -> LayerModel:
-    """Return `layer` with measured times.
-
-    Args:
-        layer: The layer.
-        forward_s: Forward seconds by segment name. Other segments keep theirs.
-        backward_s: Backward seconds by segment name, without recompute.
-
-    Raises:
-        ConfigError: The layer has no such segment, or a time is negative or not finite.
-    """
-    forward_s, backward_s = forward_s or {}, backward_s or {}
-    _check_times("forward_s", forward_s, layer)
-    _check_times("backward_s", backward_s, layer)
-    segments = tuple(
-        dataclasses.replace(
-            one,
-            forward_s=float(forward_s.get(one.name, one.forward_s)),
-            backward_s=float(backward_s.get(one.name, one.backward_s)),
-        )
-        for one in layer.segments
-    )
-    return dataclasses.replace(layer, segments=segments)
-
-
-def _check_times(field: str, times: Mapping[str, float], layer: LayerModel) -> None:
-    names = [segment.name for segment in layer.segments]
-    for name, seconds in times.items():
-        if name not in names:
-            raise ConfigError(
-                f"{field} names {name!r}, and a layer of kind {layer.kind!r} has none of that name. "
-                f"Give some of: {', '.join(names)}."
-            )
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-            raise ConfigError(f"{field} of {name!r} is {seconds!r}. Give seconds from 0 on.")
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     """Times of work on a device."""
 
-    hardware: Hardware
-    """The device."""
-    efficiency: Efficiency = DEFAULT_EFFICIENCY
-    """Efficiency of kernels."""
-    network: Network = DEFAULT_NETWORK
-    """Measured rates between ranks; None takes the hardware's."""
+    hardware: Hardware  # the device
+    efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
+    network: Network = DEFAULT_NETWORK  # measured rates between ranks; None takes the hardware's
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return the bytes a second that memory-bound kernels read and write.
-
-        Raises:
-            ConfigError: The device's bandwidth is unknown.
-        """
+        """Return the bytes a second that memory-bound kernels read and write."""
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
         return self._get_rate("device_memory_bytes_per_s") * part
 
     def time_segments(
-        self,
-        works: Sequence[SegmentWork],
-        extras: Mapping[str, ExtraBytes],
-        *,
-        launches: Sequence[Sequence[int]] | None = None,
+        self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes], *, launches: Sequence[Sequence[int]] | None = None
     ) -> tuple[Segment, ...]:
-        """Return the segments with their times; each pass takes at least the host's launch time.
-
-        Args:
-            works: Work of each segment.
-            extras: Temporary bytes, by name.
-            launches: Launches of each segment in forward and in backward. None counts one launch a kernel.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the segments with their times; each pass takes at least the host's launch time."""
         passes = [work.forward for work in works], [work.backward for work in works]
         forward, backward = (
             self._time_passes(side, [one.kernels for one in side] if launches is None else launches[place])
@@ -237,11 +145,7 @@ class Clock:
         )
 
     def time_work(self, work: Work) -> float:
-        """Return the seconds of kernels: the longer of operations and bytes, plus their starts.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the seconds of kernels: the longer of operations and bytes, plus their starts."""
         rate = self.memory_bytes_per_s
         strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
         seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
@@ -281,11 +185,7 @@ class Clock:
         return seconds + traffic.calls * self.efficiency.collective_start_s
 
     def time_pass(self, one: PassWork) -> float:
-        """Return the device seconds of a segment's forward or backward.
-
-        Raises:
-            ConfigError: A rate of the device is unknown.
-        """
+        """Return the device seconds of a segment's forward or backward."""
         computing = sum(map(self.time_work, one.works))
         beside = sum(map(self.time_traffic, one.beside))
         return max(computing, beside) + sum(map(self.time_traffic, one.traffic))
@@ -307,36 +207,36 @@ class Clock:
         return rate
 
 
-def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
-    ways = {
-        work.name: [sum(map(clock.time_traffic, side.traffic)) for side in (work.forward, work.backward)]
+def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tuple[float, float]]:
+    """Return the seconds of the token exchange by segment, forward and backward."""
+    return {
+        work.name: (sum(map(clock.time_traffic, work.forward.traffic)), sum(map(clock.time_traffic, work.backward.traffic)))
         for work in works
         if work.name in ("dispatch", "moe_combine")
     }
+
+
+def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
+    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
+    ways = _time_exchange(works, clock)
     exchange_s = sum(map(sum, ways.values()))
     compute_s = sum(one.forward_s + one.backward_s for one in segments) - exchange_s
     hidden = min(1.0, HIDING_PART * compute_s / exchange_s) if exchange_s else 0.0
     for name, (forward_s, backward_s) in ways.items():
-        one = next(segment for segment in segments if segment.name == name)
-        segments = _replace(
-            segments, name, forward_s=one.forward_s - hidden * forward_s, backward_s=one.backward_s - hidden * backward_s
-        )
+        segments = _shorten(segments, name, hidden * forward_s, hidden * backward_s)
     return tuple(segments)
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
     """Return `segments` without the part of the shared experts that the token exchange hides."""
-    on_way = [work for work in works if work.name in ("dispatch", "moe_combine")]
-    forward_s = sum(clock.time_traffic(one) for work in on_way for one in work.forward.traffic)
-    backward_s = sum(clock.time_traffic(one) for work in on_way for one in work.backward.traffic)
-    shared = next(segment for segment in segments if segment.name == "shared_expert")
-    return _replace(
-        segments,
-        "shared_expert",
-        forward_s=max(0.0, shared.forward_s - forward_s),
-        backward_s=max(0.0, shared.backward_s - backward_s),
-    )
+    forward_s, backward_s = map(sum, zip(*_time_exchange(works, clock).values(), strict=True))
+    return _shorten(segments, "shared_expert", forward_s, backward_s)
+
+
+def _shorten(segments: Sequence[Segment], name: str, forward_s: float, backward_s: float) -> tuple[Segment, ...]:
+    one = next(segment for segment in segments if segment.name == name)
+    left_s = max(0.0, one.forward_s - forward_s), max(0.0, one.backward_s - backward_s)
+    return _replace(segments, name, forward_s=left_s[0], backward_s=left_s[1])
 
 
 def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float) -> tuple[Segment, ...]:
@@ -351,15 +251,11 @@ def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWor
     # The projection's output, sharded by channels, is gathered and scattered by tokens.
     gather = (*list_input_traffic(shape, 2 * shape.hidden_size)[0], *list_output_traffic(shape, shape.hidden_size)[0])
     first = SegmentWork(
-        name="mtp_projection",
-        forward=PassWork(works=(norms, sides, *linear.list_forward()), traffic=gather),
-        backward=PassWork(
-            works=(*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather
-        ),
+        "mtp_projection",
+        PassWork((norms, sides, *linear.list_forward()), traffic=gather),
+        PassWork((*linear.list_backward(execution), sides, make_moves(6 * sizes.hidden, kernels=4)), traffic=gather),
     )
     last = SegmentWork(
-        name="mtp_norm",
-        forward=PassWork(works=(make_moves(2 * sizes.hidden),)),
-        backward=PassWork(works=(make_moves(3 * sizes.hidden, kernels=2),)),
+        "mtp_norm", PassWork((make_moves(2 * sizes.hidden),)), PassWork((make_moves(3 * sizes.hidden, kernels=2),))
     )
     return first, last

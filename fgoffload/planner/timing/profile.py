@@ -18,13 +18,7 @@ from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
-from fgoffload.planner.ranks.rank_model import (
-    ChunkModel,
-    HostPace,
-    NumberedLayer,
-    RankModel,
-    find_host_pace,
-)
+from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import Pipeline, find_turning_chunk, list_passes
 from fgoffload.planner.timing.calibration import calibrate
 from fgoffload.planner.timing.compared_step import ComparedStep
@@ -49,20 +43,14 @@ percent between microbatches; tokens of experts differ by more only if routing i
 class RankProfile:
     """One pipeline rank in the measured step, with everything kept."""
 
-    rank: int
-    """Pipeline rank, from 0."""
-    pipeline: Pipeline
-    """The schedule of the step."""
+    rank: int  # pipeline rank, from 0
+    pipeline: Pipeline  # the schedule of the step
     chunks: tuple[ChunkModel, ...]
     """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes maxima."""
-    static_bytes: int
-    """Device bytes of weights, gradients, optimizer and buffers."""
-    peak_bytes: int | None = None
-    """Peak device bytes of the step; None if the device does not count them, as a CPU."""
-    step_s: float
-    """Seconds from the start of the step to the start of the next one, or to its end if it was the last."""
-    step_end_s: float = 0.0
-    """Seconds of it after the last pass: gradient reduction and optimizer."""
+    static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
+    peak_bytes: int | None = None  # peak device bytes of the step; None if the device does not count them, as a CPU
+    step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
+    step_end_s: float = 0.0  # seconds of it after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Elements. Smaller storages stay on the device: the minimum size of the training."""
 
@@ -76,28 +64,20 @@ class RankProfile:
 class MeasuredTraining:
     """The profiled training, so that nobody plans another one from its profile."""
 
-    source: str
-    """Argument file, as the user named it."""
-    flags: tuple[str, ...]
-    """Megatron's flags: those of the file, then the typed ones, which win."""
-    world_size: int
-    """Number of processes."""
+    source: str  # argument file, as the user named it
+    flags: tuple[str, ...]  # Megatron's flags: those of the file, then the typed ones, which win
+    world_size: int  # number of processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """A measured link and, if a model was measured too, its pipeline ranks."""
 
-    device: str
-    """Device name of the driver, or `CPU`."""
-    versions: Mapping[str, str]
-    """Versions by package: torch, megatron-core."""
-    date: str
-    """Date of the measurement: `2026-11-22`."""
-    link: LinkProfile
-    """Link of one device, with nothing else on it."""
-    ranks: tuple[RankProfile, ...] = ()
-    """Pipeline ranks by number; empty if only the link was measured."""
+    device: str  # device name of the driver, or `CPU`
+    versions: Mapping[str, str]  # versions by package: torch, megatron-core
+    date: str  # date of the measurement: `2026-11-22`
+    link: LinkProfile  # link of one device, with nothing else on it
+    ranks: tuple[RankProfile, ...] = ()  # pipeline ranks by number; empty if only the link was measured
     has_optimizer: bool = True
     """Whether the steps updated parameters: then static bytes and the end of a step include the optimizer."""
     training: MeasuredTraining | None = None
@@ -108,20 +88,12 @@ class Profile:
     """Steps under plans, which show the slowdown beside copies; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
-        """Refuse a plain step without a duration.
-
-        Raises:
-            ConfigError: With the value and the fix.
-        """
+        """Refuse a plain step without a duration."""
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
-        """Return pipeline rank `rank`.
-
-        Raises:
-            ConfigError: The profile has no such rank.
-        """
+        """Return pipeline rank `rank`."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -137,11 +109,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Profile":
-        """Parse a profile.
-
-        Args:
-            text: Output of `to_json`.
-            source: Origin of `text`, for the error.
+        """Parse the output of `to_json`, from `source`.
 
         Raises:
             ConfigError: `text` is no profile of this format; names the place of the fault.
@@ -159,22 +127,14 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Return the profile in the file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be read or is no profile.
-        """
+        """Return the profile in the file at `path`."""
         source = f"profile {path}"
         return cls.from_json(
             read_text_file(path, name=source, fix="Give a file that `fgoffload profile --json` wrote."), source=source
         )
 
     def save(self, path: Path) -> None:
-        """Write the profile to a file at `path`.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
+        """Write the profile to a file at `path`."""
         try:
             write_file(path, self.to_json())
         except OSError as error:
@@ -188,33 +148,19 @@ def make_rank_model(
     policy: TransferPolicy | None = None,
     microbatches: int | None = None,
     host_budget_bytes: int | None = None,
-    tolerance: float = DEFAULT_TOLERANCE,
 ) -> RankModel:
     """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
     If the profile has the plain step and one stage, the simulated baseline takes as long. Several stages wait for each other,
-    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them.
-
-    Args:
-        profile: Profile with that rank.
-        rank: Pipeline rank, from 0.
-        policy: Window and prefetch; None takes the defaults.
-        microbatches: Microbatches of a step; None takes those of the measured one.
-        host_budget_bytes: Host budget of this rank; None for no limit.
-        tolerance: Part by which times and bytes of layers of one kind may differ. With 0 only equal layers are one kind.
-
-    Raises:
-        ConfigError: The profile has no such rank, or the schedule cannot have so many microbatches.
+    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them. None takes the
+    default policy, the measured microbatches and no limit of host memory.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
     if microbatches is not None:
         pipeline = dataclasses.replace(pipeline, microbatches=microbatches)
-    kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=tolerance)
-    chunks = []
-    for chunk in measured.chunks:
-        layers = tuple(dataclasses.replace(layer, model=kinds[layer.model.kind]) for layer in chunk.layers)
-        chunks.append(dataclasses.replace(chunk, layers=layers))
+    kinds = merge_alike([_keep_untagged(layer.model) for layer in measured.layers], tolerance=DEFAULT_TOLERANCE)
+    chunks = [chunk.replace_models(lambda model: kinds[model.kind]) for chunk in measured.chunks]
     late_s = 0.0
     if profile.plain_step_s is not None and measured.pipeline.stages == 1:
         microbatches_s = profile.plain_step_s - measured.step_end_s
@@ -242,10 +188,6 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     just waited for the routing launches the experts late, later still while hooks note every saved tensor, and that only
     lengthens a segment. On an H200 six equal layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors are those
     of the layer with the most bytes, since a plan must fit it.
-
-    Args:
-        layers: Layers, each its own kind.
-        tolerance: As a part: 0.1 for 10%.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
@@ -310,11 +252,7 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
 
 
 def _check_names(layer: LayerModel, source: str) -> None:
-    """Refuse a layer whose units name unknown segments or tensors.
-
-    Raises:
-        ConfigError: With the name.
-    """
+    """Refuse a layer whose units name unknown segments or tensors."""
     known = {"segment": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
     for unit in layer.units:
         named = [*(("segment", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]

@@ -60,7 +60,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
         offload = OffloadConfig.from_flags(values)
     except ConfigError as error:
         raise ConfigError(f"{COMMAND_LINE}: {error}") from error
-    budget = None if offload is not None else values.offload_memory_budget
+    budget = None if offload is not None else getattr(values, "offload_memory_budget", None)
     return OwnFlags(
         offload=offload,
         trainer_budget=budget if budget in (None, AUTO) else _read_budget(budget),

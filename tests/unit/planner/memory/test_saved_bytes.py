@@ -298,22 +298,6 @@ def test_a_tag_that_nobody_knows_is_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size 0 is below 1. Give 1 or more."),
-        ({"hidden_size": 2.5}, "hidden_size 2.5 is no whole number. Give an int."),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not divide seq_length 256."),
-        ({"ffn_hidden_size": 0}, "ffn_hidden_size 0 without experts: a layer is dense or a mixture."),
-        ({"latent": MLA.latent, "num_query_groups": 2}, "num_query_groups 2 differs from num_attention_heads 4, and latent"),
-    ],
-)
-def test_a_layer_that_cannot_be_is_refused(fields, message):
-    with pytest.raises(ConfigError) as refused:
-        dataclasses.replace(DENSE, **fields)
-    assert str(refused.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         ({"topk": 9}, "topk 9 is above num_experts 8. Give 8 or less."),
         ({"expert_parallel_size": 3}, "expert_parallel_size 3 does not divide num_experts 8."),
         ({"imbalance": 0.9}, "imbalance 0.9 is not from 1 up and finite, and no mean is above the most. Give 1 for"),

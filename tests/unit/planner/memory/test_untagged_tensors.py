@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fgoffload.integrations.megatron.adapter.dispatchers import permutes_by_mask
-from fgoffload.planner.memory.saved_bytes import count_tag_bytes
-from fgoffload.planner.memory.untagged_bytes import list_untagged_tensors
+from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_untagged_tensors
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 
 ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4, "int64": 8}

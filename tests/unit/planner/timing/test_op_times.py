@@ -8,7 +8,6 @@ import pytest
 from support.layer_times import DENSE, MOE, change_experts, run
 
 from fgoffload import ConfigError
-from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.timing.efficiency import Efficiency, Network
 
@@ -41,7 +40,6 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
         (Efficiency, {"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 is not above 0 and finite"),
         (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 2.5e-05."),
         (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 is not above 0 and finite"),
-        (Execution, {"has_fused_dropout_add": 1}, r"has_fused_dropout_add 1 is neither true nor false"),
     ],
 )
 def test_what_cannot_be_is_refused_with_field_value_and_fix(make, fields, message):

@@ -8,6 +8,7 @@ from support.layer_times import COMPUTING, DENSE, FAST, IDEAL, run
 from fgoffload.planner.operations.ops import Execution
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
 from fgoffload.planner.timing.efficiency import Network
+from fgoffload.planner.timing.op_times import Clock
 
 
 def test_context_parallel_ranks_send_keys_and_values_round_while_they_compute():
@@ -33,12 +34,16 @@ def test_tensor_parallel_ranks_gather_and_scatter_beside_what_they_share():
 
 def test_ranks_share_the_vocabulary_and_send_hidden_states():
     shared = EdgeShape(tokens=128, hidden_size=32, vocab_size=1000, tensor_parallel_size=2)
+
+    def make_clock(nvlink):
+        return Clock(hardware=COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=nvlink))
+
     # All tokens, and half of the vocabulary.
-    alone = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=FAST))[1]
+    alone = make_last_segments(shared, make_clock(FAST))[1]
     assert alone.forward_s == pytest.approx(2 * 128 * 32 * 500 / 1e12)
-    sent = make_last_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))[1]
+    sent = make_last_segments(shared, make_clock(1e6))[1]
     assert sent.forward_s - alone.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
     # Gathered again, and its gradient scattered, while the matrix products run.
     assert sent.backward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6)
-    (embedding,) = make_first_segments(shared, COMPUTING, efficiency=IDEAL, network=Network(nvlink_bytes_per_s=1e6))
+    (embedding,) = make_first_segments(shared, make_clock(1e6))
     assert embedding.forward_s == pytest.approx(2 * 64 * 32 / 1e6)
