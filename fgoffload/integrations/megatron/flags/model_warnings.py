@@ -7,7 +7,7 @@ from typing import Any
 from fgoffload.captured_tags import NO_GRAPHS
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.integrations.megatron.flags.model_flags import list_unknown
-from fgoffload.integrations.megatron.flags.other_flags import find_effect, list_effects
+from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import MICROBATCHES_OF_A_CHUNK
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
 from fgoffload.planner.model.parallelism import Parallelism
@@ -89,17 +89,17 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
 
 def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
     """Warn of flags in `left` that a plan does not know, and of the errors that unmodelled flags cause, in one line each."""
-    flags = list_unknown(left)
-    effects = list_effects(flags)
+    effects: dict[str, list[str]] = {}
+    unknown = []
+    for flag in list_unknown(left):
+        if (effect := find_effect(flag)) is not None:
+            effects.setdefault(effect, []).append(flag)
+        else:
+            nearest = parser.find_nearest(flag)
+            unknown.append(flag if nearest is None else f"{flag} ({nearest}?)")
     for effect, found in effects.items():
         logger.warning("%s: not modelled, so that %s: %s.", source, effect, " ".join(found))
-    unknown = [_show_with_nearest(flag, parser) for flag in flags if find_effect(flag) is None]
     if len(unknown) > _MOST_SHOWN:
         unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
     if unknown:
         logger.warning("%s: a plan does not know %s and ignores it.", source, ", ".join(unknown))
-
-
-def _show_with_nearest(flag: str, parser: FlagParser) -> str:
-    nearest = parser.find_nearest(flag)
-    return flag if nearest is None else f"{flag} ({nearest}?)"
