@@ -25,11 +25,9 @@ _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Return the assumptions in Megatron's flags. Values without a flag have their defaults.
+    """Return the assumptions in Megatron's flags, by name with `_` for `-`. Absent flags have no entry.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        has_optimizer: Whether steps update the parameters.
+    `has_optimizer` tells whether steps update the parameters.
 
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
@@ -57,9 +55,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        has_optimizer: Whether steps update the parameters. If not, only gradients count.
+    Without an optimizer, steps update no parameter and only gradients count.
 
     Raises:
         ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.

@@ -34,8 +34,7 @@ _DEFAULT_TOPK = 2
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     """Return the experts of a layer, or None if it has none.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.

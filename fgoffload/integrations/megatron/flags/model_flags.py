@@ -92,9 +92,8 @@ _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefet
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser of the flags that a plan depends on. Absent flags set no value.
 
-    Args:
-        source: Name of the source of the flags, for errors.
-        own_flags: Flags that other code reads from the same source, for suggestions after typing errors.
+    `source` names the source of the flags in errors. `own_flags` are flags that other code reads from the same source, for
+    suggestions after typing errors.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     for spellings in _NUMBERS.split():
@@ -121,10 +120,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words` that change a plan or are unknown, without duplicates.
-
-    Args:
-        words: Words that the parser did not recognize: flags and their values.
-    """
+    """Return the flags among `words`, which the parser did not recognize, that change a plan or are unknown."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

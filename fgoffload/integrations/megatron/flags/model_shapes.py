@@ -122,8 +122,7 @@ def read_model(
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
-        if "num_experts" in values and values.get("tensor_model_parallel_size", 1) > 1 and "sequence_parallel" not in values:
-            values["sequence_parallel"] = True
+        if "num_experts" in values and _assume_sequence_parallel(values):
             logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
@@ -153,10 +152,7 @@ def read_parallelism(
         ConfigError: A flag has an invalid value, or the ranks cannot share the model.
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
-    shares_layers = values.get("tensor_model_parallel_size", 1) > 1
-    takes_sequence_parallel = shares_layers and "sequence_parallel" not in values
-    if takes_sequence_parallel:
-        values["sequence_parallel"] = True
+    takes_sequence_parallel = _assume_sequence_parallel(values)
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
@@ -171,13 +167,12 @@ def read_parallelism(
         )
         logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
     if "global_batch_size" not in values:
+        microbatches = parallelism.microbatches
+        sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
             "--global-batch-size %d.",
-            source,
-            parallelism.microbatches,
-            MICROBATCHES_OF_A_CHUNK,
-            parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size,
+            *(source, microbatches, MICROBATCHES_OF_A_CHUNK, sequences),
         )
     return model, parallelism
 
@@ -224,6 +219,14 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
         values["vocab_size"] = size
     return values
+
+
+def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
+    """Switch on sequence parallelism if ranks share layers and no flag sets it, and return whether that was so."""
+    if values.get("tensor_model_parallel_size", 1) <= 1 or "sequence_parallel" in values:
+        return False
+    values["sequence_parallel"] = True
+    return True
 
 
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
