@@ -13,7 +13,7 @@ from fgoffload.cli.errors import show_line
 from fgoffload.cli.plan_device import check_static, choose_budget, choose_host_budget, describe_too_small, find_device
 from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
 from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
-from fgoffload.cli.plan_options import FRONTIER, SHORT_FLAGS, PlanOptions, check_host_of_link, check_options
+from fgoffload.cli.plan_options import FRONTIER, SHORT_FLAGS, PlanOptions, check_options
 from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
@@ -53,14 +53,8 @@ EXIT_PLANNED = 0
 
 OWN_FLAGS = (
     *EXAMPLE_VALUES,
-    "--with-optimizer",
-    "--no-optimizer",
-    "--list",
-    "--sweep",
-    "--thorough",
-    "--launch-bound",
-    "--not-launch-bound",
-    "--verbose",
+    *("--with-optimizer", "--no-optimizer", "--list", "--sweep", "--thorough", "--verbose"),
+    *("--launch-bound", "--not-launch-bound"),
 )
 """This command's own flags without the short ones, for suggestions."""
 
@@ -133,10 +127,8 @@ def _plan(checked: PlanOptions) -> int:
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
 
-    found = find_device(checked.gpu, checked.hardware, checked.profile)
+    found = find_device(checked)
     hardware = found.hardware
-    if hardware is not None and found.profile is not None:
-        check_host_of_link(checked.host)
     budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
     console = PipeConsole()
     model, parallelism = _read_model_or_suggest(console, checked, hardware)
@@ -213,7 +205,10 @@ def _build_ranks(
     hardware, profile = found.hardware, found.profile
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
-        ranks = found.use_link(build_ranks(model, parallelism, hardware, assumptions=assumptions))
+        ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
+        if profile is not None:  # rates by copy size, and the slowdown of compute
+            link = profile.link.to_model()
+            ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
         from fgoffload.cli.plan_profile import build_profiled_ranks
 

@@ -1,6 +1,5 @@
 """The device that `fgoffload plan` plans for: from the table, a file or a profile."""
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import format_bytes
 
 if TYPE_CHECKING:
+    from fgoffload.cli.plan_options import PlanOptions
     from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
     from fgoffload.planner.timing.profile import Profile
@@ -38,36 +38,19 @@ class PlannedDevice:
         except ConfigError:
             return None  # a CPU, or a device from the user's file
 
-    def use_link(self, ranks: "Sequence[RankModel]") -> "tuple[RankModel, ...]":
-        """Return `ranks`, built for `hardware`, with the measured link: rates by copy size and the slowdown of compute."""
-        if self.profile is None:
-            return tuple(ranks)
-        link = self.profile.link.to_model()
-        return tuple(dataclasses.replace(rank, link=link) for rank in ranks)
 
-
-def check_device(options: argparse.Namespace, example: str) -> None:
-    """Refuse options that name two devices or none. Only reading a profile shows whether it describes a whole device.
-
-    Raises:
-        ConfigError: With the flags and the fix; `example` is a complete command line.
-    """
-    if options.gpu is not None and options.hardware is not None:
-        raise ConfigError("--gpu and --hardware both name the device. Give one of them.")
-    if options.gpu is options.hardware is options.profile is None:
-        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100, or give --hardware or --profile. Example: {example}.")
-
-
-def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) -> PlannedDevice:
-    """Return the device: `gpu` of the table or a `hardware` file, and a `profile` of a training or of the link alone.
+def find_device(checked: "PlanOptions") -> PlannedDevice:
+    """Return the device: of the table, of a hardware file, or of a profile of a training. One of the link has only the link.
 
     Raises:
         ConfigError: A file cannot be read, the name is unknown, or the flags name two devices.
     """
-    if profile is None:
-        return PlannedDevice(hardware=_read_hardware(gpu, hardware), profile=None)
+    from fgoffload.planner.host_overhead import HostGuess
     from fgoffload.planner.timing.profile import Profile
 
+    gpu, hardware, profile = checked.gpu, checked.hardware, checked.profile
+    if profile is None:
+        return PlannedDevice(hardware=_read_hardware(gpu, hardware), profile=None)
     measured = Profile.load(profile)
     if measured.ranks:
         if gpu is not None or hardware is not None:
@@ -77,6 +60,8 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
             )
         return PlannedDevice(hardware=None, profile=measured)
     device = _replace_link(_read_hardware(gpu, hardware, measured, profile), measured)
+    if checked.host is HostGuess.IN_TIME:
+        raise ConfigError("--not-launch-bound is the default with a profile of the link alone. Leave it out.")
     link = measured.link.to_model()
     line = (
         f"Link: from {profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s to the "

@@ -34,14 +34,10 @@ def check_picture(path: Path) -> None:
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
-    """Plot the device memory of a rank over a step. With many microbatches the plot ends a little after the peak.
+    """Plot the device memory of a pipeline rank over a step. With many microbatches the plot ends a little after the peak.
 
-    Args:
-        path: Output file; its suffix is the format.
-        results: Results by name, simulated with `Detail.TIMELINE`. The last one is the plan.
-        rank: The pipeline rank.
-        budget_bytes: Drawn as a dashed line.
-        title: Title of the picture.
+    `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line. The suffix of
+    `path` is the format.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -79,11 +75,7 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
     """Plot the frontier of plans and of Megatron's own flags: step time over the baseline's against peak memory.
 
-    Args:
-        path: Output file; its suffix is the format.
-        baselines: Results by name, drawn as points. The legend names results above the picture.
-        solutions: Plans, drawn as a line.
-        title: Title of the picture.
+    Baselines are points, and the legend names those above the picture. Plans are a line. The suffix of `path` is the format.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -17,6 +17,7 @@ _ROUTER_FLAGS = {
     "has_pre_softmax": "moe_router_pre_softmax",
     "has_expert_bias": "moe_router_enable_expert_bias",
 }
+_SWITCHED_FIELDS = {"has_fused_permutation": "moe_permute_fusion", "has_shared_overlap": "moe_shared_expert_overlap"}
 _FIELD_FLAGS = {
     **_ROUTER_FLAGS,
     "num_experts": "num_experts",
@@ -64,13 +65,11 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     changes: dict[str, Any] = {"router": _change_router(experts.router, values), "dispatcher": _find_dispatcher(values)}
-    if "moe_permute_fusion" in values:
-        changes["has_fused_permutation"] = values["moe_permute_fusion"]
-    if "moe_shared_expert_overlap" in values:
-        changes["has_shared_overlap"] = values["moe_shared_expert_overlap"]
-    if values.get("moe_router_force_load_balancing"):
-        changes["imbalance"] = 1.0
-    changes["imbalance"] = _limit_imbalance(changes.get("imbalance", experts.imbalance), values)
+    for field, flag in _SWITCHED_FIELDS.items():
+        if flag in values:
+            changes[field] = values[flag]
+    imbalance = 1.0 if values.get("moe_router_force_load_balancing") else experts.imbalance
+    changes["imbalance"] = _limit_imbalance(imbalance, values)
     with _named_by_flags():
         return dataclasses.replace(experts, **changes)
 

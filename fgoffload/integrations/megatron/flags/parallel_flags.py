@@ -52,11 +52,9 @@ def make_parallelism(
 ) -> Parallelism:
     """Return the ranks and microbatches from flags.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        model: Model that the ranks share.
-        num_gpus: Number of ranks if `values` has none. None selects the fewest that hold the model and its experts.
-        fills_pipeline: Without `--global-batch-size`, use enough microbatches to fill the pipeline instead of Megatron's one.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, ranks are the
+    fewest that hold the model and its experts. Without `--global-batch-size`, a step has Megatron's one microbatch, or with
+    `fills_pipeline` enough to fill the pipeline.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
