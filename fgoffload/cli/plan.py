@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from fgoffload.cli.errors import show_line
 from fgoffload.cli.plan_device import check_static, choose_budget, choose_host_budget, describe_too_small, find_device
 from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
 from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
-from fgoffload.cli.plan_options import FRONTIER, OUTPUTS, SHORT_FLAGS, PlanOptions, check_host_of_link, check_options
+from fgoffload.cli.plan_options import FRONTIER, SHORT_FLAGS, PlanOptions, check_options
 from fgoffload.cli.shipped_models import list_models
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
@@ -22,6 +22,7 @@ from fgoffload.units import SIZE_UNITS
 if TYPE_CHECKING:
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_device import PlannedDevice
+    from fgoffload.cli.plan_tables import Subject
     from fgoffload.planner.model.model_shape import ModelShape
     from fgoffload.planner.model.parallelism import Parallelism
     from fgoffload.planner.model_ranks import Assumptions
@@ -52,14 +53,8 @@ EXIT_PLANNED = 0
 
 OWN_FLAGS = (
     *EXAMPLE_VALUES,
-    "--with-optimizer",
-    "--no-optimizer",
-    "--list",
-    "--sweep",
-    "--thorough",
-    "--launch-bound",
-    "--not-launch-bound",
-    "--verbose",
+    *("--with-optimizer", "--no-optimizer", "--list", "--sweep", "--thorough", "--verbose"),
+    *("--launch-bound", "--not-launch-bound"),
 )
 """This command's own flags without the short ones, for suggestions."""
 
@@ -128,26 +123,15 @@ def _show_models() -> None:
 def _plan(checked: PlanOptions) -> int:
     from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.plan_fits import show_fits
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
-    from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, THOROUGH_LAYER_PASSES
 
-    found = find_device(checked.gpu, checked.hardware, checked.profile)
-    hardware, profile = found.hardware, found.profile
-    if hardware is not None and profile is not None:
-        check_host_of_link(checked.host)
+    found = find_device(checked)
+    hardware = found.hardware
     budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
     console = PipeConsole()
-    try:
-        model, parallelism = _read_model(checked)
-    except ConfigError:
-        if hardware is not None and "--num-gpus" in checked.megatron_flags:
-            _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
-        raise
-    if checked.model.suffix == ".json" and parallelism.world_size == 1 and "--num-gpus" not in checked.megatron_flags:
-        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
+    model, parallelism = _read_model_or_suggest(console, checked, hardware)
     _warn_of_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
@@ -165,48 +149,36 @@ def _plan(checked: PlanOptions) -> int:
     )
     if not console.is_terminal:
         console.width = 160 if checked.is_verbose or checked.sweeps else WIDTH
-
-    def show_lack() -> None:
-        if hardware is not None and checked.budget_bytes is None:
-            show_fits(console, model, parallelism, hardware, assumptions)
-            # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
-            _suggest_layouts(console, checked, hardware, ("--etp",), ())
-
-    with _without_cycle_collection(), _explain_lack(hardware, checked.reserve_bytes, show_lack):
+    with _without_cycle_collection(), _explain_lack(console, checked, subject, assumptions):
         if hardware is not None:
             check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
         if budget_bytes is None:
-            show_sweep(
-                console,
-                subject,
-                ranks,
-                points=SWEEP_POINTS,
-                host_budget_bytes=host_budget_bytes,
-                plot=checked.plot,
-                json_path=checked.json,
-            )
-            return EXIT_PLANNED
-        show_plan(
-            console,
-            subject,
-            ranks,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            files={name: getattr(checked, name) for name in OUTPUTS},
-            layer_passes=THOROUGH_LAYER_PASSES if checked.is_thorough else DEFAULT_LAYER_PASSES,
-            verbose=checked.is_verbose,
-        )
+            show_sweep(console, subject, ranks, checked, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes)
+        else:
+            show_plan(console, subject, ranks, checked, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
     return EXIT_PLANNED
+
+
+def _read_model_or_suggest(
+    console: "PipeConsole", checked: PlanOptions, hardware: "Hardware | None"
+) -> "tuple[ModelShape, Parallelism]":
+    """Return the model and its ranks. Show layouts that fit if the model cannot be spread over the typed number of GPUs."""
+    has_count = "--num-gpus" in checked.megatron_flags
+    try:
+        model, parallelism = _read_model(checked)
+    except ConfigError:
+        if hardware is not None and has_count:
+            _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
+        raise
+    if checked.model.suffix == ".json" and parallelism.world_size == 1 and not has_count:
+        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
+    return model, parallelism
 
 
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
     """Show layouts that fit, with as many GPUs as the command and the file give, or more.
 
-    Args:
-        console: Where to print.
-        checked: The options.
-        hardware: Device of each rank.
-        tried: Short flags to set to 1, so that the number of GPUs is possible: the first that are.
+    `tried` are short flags to set to 1, so that the number of GPUs is possible: the first that are.
     """
     from fgoffload.cli.plan_fits import show_layouts
 
@@ -233,19 +205,15 @@ def _build_ranks(
     hardware, profile = found.hardware, found.profile
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
-        ranks = found.use_link(build_ranks(model, parallelism, hardware, assumptions=assumptions))
+        ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
+        if profile is not None:  # rates by copy size, and the slowdown of compute
+            link = profile.link.to_model()
+            ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
-        from fgoffload.cli.plan_profile import PlannedTraining, build_profiled_ranks
+        from fgoffload.cli.plan_profile import build_profiled_ranks
 
         reserve_bytes = checked.reserve_bytes or 0
-        planned = PlannedTraining(
-            source=str(checked.model),
-            model=model,
-            parallelism=parallelism,
-            assumptions=assumptions,
-            has_optimizer=checked.has_optimizer,
-        )
-        ranks = build_profiled_ranks(profile, planned, path=checked.profile, reserve_bytes=reserve_bytes)
+        ranks = build_profiled_ranks(profile, checked.profile, checked, model, parallelism, assumptions)
         device = f"{profile.device}, profiled {'with' if profile.has_optimizer else 'without'} an optimizer"
     if checked.host is not None:
         device, ranks = f"{device}, {checked.host.value.removeprefix('a ')}", assume_host(ranks, checked.host)
@@ -253,17 +221,25 @@ def _build_ranks(
 
 
 @contextlib.contextmanager
-def _explain_lack(hardware: "Hardware | None", reserve_bytes: int | None, show_lack: Callable[[], None]) -> Iterator[None]:
+def _explain_lack(
+    console: "PipeConsole", checked: PlanOptions, subject: "Subject", assumptions: "Assumptions"
+) -> Iterator[None]:
     """If the whole device is too small, show the memory of each rank and replace the error about the budget."""
+    from fgoffload.cli.plan_fits import show_fits
+
+    hardware = subject.hardware
     try:
         yield
-    except BudgetError as error:
-        if hardware is None or error.least_bytes <= hardware.device_memory_bytes:
+    except PlanError as error:
+        lack = error if isinstance(error, BudgetError) else None
+        if lack is not None and (hardware is None or lack.least_bytes <= hardware.device_memory_bytes):
             raise
-        show_lack()
-        raise PlanError(describe_too_small(error.why, hardware, reserve_bytes)) from error
-    except PlanError:
-        show_lack()
+        if hardware is not None and checked.budget_bytes is None:
+            show_fits(console, subject.model, subject.parallelism, hardware, assumptions)
+            # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
+            _suggest_layouts(console, checked, hardware, ("--etp",), ())
+        if lack is not None and hardware is not None:
+            raise PlanError(describe_too_small(lack.why, hardware, checked.reserve_bytes)) from error
         raise
 
 

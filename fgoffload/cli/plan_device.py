@@ -1,6 +1,5 @@
 """The device that `fgoffload plan` plans for: from the table, a file or a profile."""
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import format_bytes
 
 if TYPE_CHECKING:
+    from fgoffload.cli.plan_options import PlanOptions
     from fgoffload.planner.ranks.rank_model import RankModel
     from fgoffload.planner.timing.hardware import Hardware
     from fgoffload.planner.timing.profile import Profile
@@ -38,45 +38,19 @@ class PlannedDevice:
         except ConfigError:
             return None  # a CPU, or a device from the user's file
 
-    def use_link(self, ranks: "Sequence[RankModel]") -> "tuple[RankModel, ...]":
-        """Return `ranks`, built for `hardware`, with the measured link: rates by copy size and the slowdown of compute."""
-        if self.profile is None:
-            return tuple(ranks)
-        link = self.profile.link.to_model()
-        return tuple(dataclasses.replace(rank, link=link) for rank in ranks)
 
-
-def check_device(options: argparse.Namespace, example: str) -> None:
-    """Refuse options that name two devices or none. Only reading a profile shows whether it describes a whole device.
-
-    Args:
-        options: The parsed options.
-        example: A complete command line.
+def find_device(checked: "PlanOptions") -> PlannedDevice:
+    """Return the device: of the table, of a hardware file, or of a profile of a training. One of the link has only the link.
 
     Raises:
-        ConfigError: With the flags and the fix.
+        ConfigError: A file cannot be read, the name is unknown, or the flags name two devices.
     """
-    if options.gpu is not None and options.hardware is not None:
-        raise ConfigError("--gpu and --hardware both name the device. Give one of them.")
-    if options.gpu is options.hardware is options.profile is None:
-        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100, or give --hardware or --profile. Example: {example}.")
-
-
-def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) -> PlannedDevice:
-    """Return the device that the three flags describe.
-
-    Args:
-        gpu: Name in the table, as typed.
-        hardware: Hardware file. `gpu` or this is None.
-        profile: Profile file. A profile of a training describes the whole device; a profile of the link only the link.
-
-    Raises:
-        ConfigError: A file cannot be read, the name is unknown, or the flags name two devices or none.
-    """
-    if profile is None:
-        return PlannedDevice(hardware=_read_hardware(gpu, hardware), profile=None)
+    from fgoffload.planner.host_overhead import HostGuess
     from fgoffload.planner.timing.profile import Profile
 
+    gpu, hardware, profile = checked.gpu, checked.hardware, checked.profile
+    if profile is None:
+        return PlannedDevice(hardware=_read_hardware(gpu, hardware), profile=None)
     measured = Profile.load(profile)
     if measured.ranks:
         if gpu is not None or hardware is not None:
@@ -85,9 +59,9 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
                 "the device. Give one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
-    is_named = gpu is not None or hardware is not None
-    device = _read_hardware(gpu, hardware) if is_named else _find_measured_device(measured, profile)
-    device = _replace_link(device, measured)
+    device = _replace_link(_read_hardware(gpu, hardware, measured, profile), measured)
+    if checked.host is HostGuess.IN_TIME:
+        raise ConfigError("--not-launch-bound is the default with a profile of the link alone. Leave it out.")
     link = measured.link.to_model()
     line = (
         f"Link: from {profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s to the "
@@ -95,23 +69,6 @@ def find_device(gpu: str | None, hardware: Path | None, profile: Path | None) ->
         f"{link.copy_latency_s * 1e6:.1f} us before each copy. Everything else comes from {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
-
-
-def _find_measured_device(profile: "Profile", path: Path) -> "Hardware":
-    """Return the device of the table on which a link was measured.
-
-    Raises:
-        ConfigError: The device is not in the table.
-    """
-    from fgoffload.planner.timing.hardware import get_hardware
-
-    try:
-        return get_hardware(profile.device)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--profile {path} has only the link, measured on {profile.device!r}, which is not in the hardware table. Give "
-            "the device too, as in --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
-        ) from error
 
 
 def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
@@ -129,14 +86,22 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
     return dataclasses.replace(hardware, link=link)
 
 
-def _read_hardware(gpu: str | None, path: Path | None) -> "Hardware":
+def _read_hardware(
+    gpu: str | None, path: Path | None, measured: "Profile | None" = None, profile: Path | None = None
+) -> "Hardware":
+    """Return the named device, or else the one on which the link of `profile` was measured."""
     from fgoffload.planner.timing.hardware import HARDWARE, Hardware, get_hardware
 
     if path is not None:
         return Hardware.load(path)
     try:
-        return get_hardware(str(gpu))
+        return get_hardware(measured.device if gpu is None and measured is not None else str(gpu))
     except ConfigError as error:
+        if gpu is None and measured is not None:
+            raise ConfigError(
+                f"--profile {profile} has only the link, measured on {measured.device!r}, which is not in the hardware table. "
+                "Give the device too, as in --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+            ) from error
         known, _, _ = str(error).removeprefix("hardware ").partition(" Give one of:")
         raise ConfigError(f"--gpu {known} Give one of: {', '.join(HARDWARE)}; or your own device: --hardware FILE.") from error
 
@@ -144,12 +109,8 @@ def _read_hardware(gpu: str | None, path: Path | None) -> "Hardware":
 def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
     """Return the memory budget of each rank: the given one, or all of the device's memory.
 
-    Args:
-        given_bytes: Value of `--offload-memory-budget`, or None.
-        hardware: The device; None with a profile of a training.
-
     Raises:
-        ConfigError: The device has less memory, or its memory is unknown.
+        ConfigError: The device has less memory, or a profile of a training takes its place.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:
@@ -188,15 +149,7 @@ def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", wor
 def check_static(
     ranks: "Sequence[RankModel]", budget_bytes: int | None, hardware: "Hardware", *, typed_reserve_bytes: int | None
 ) -> None:
-    """Refuse a model whose static memory exceeds the device: no plan can help.
-
-    A sweep has no budget: the device's memory takes its place.
-
-    Args:
-        ranks: All pipeline ranks.
-        budget_bytes: Budget of each device; None for a sweep.
-        hardware: The device.
-        typed_reserve_bytes: Value of `--reserve`, or None.
+    """Refuse a model whose static memory exceeds the device: no plan can help. A sweep has no budget.
 
     Raises:
         PlanError: The model does not fit; with the fix.

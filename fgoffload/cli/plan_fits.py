@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +33,7 @@ _HIDDEN_BYTES = 2
 """Bytes of an activation element, in bf16."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RankFit:
+class RankFit(NamedTuple):
     """Memory of a pipeline rank."""
 
     static_bytes: int
@@ -51,26 +50,24 @@ def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumpti
     Raises:
         ConfigError: The ranks cannot share the model.
     """
-    layer_bytes: dict[int, int] = {}
-    for number in model.numbers:
-        layer_bytes[number] = sum(
-            tensor.size_bytes for tensor in list_saved_tensors(make_layer_shape(model, parallelism, number))
-        )
-    shape = make_layer_shape(model, parallelism, 0)
-    input_bytes = _HIDDEN_BYTES * shape.tokens * model.hidden_size
+    layer_bytes = {
+        number: sum(tensor.size_bytes for tensor in list_saved_tensors(make_layer_shape(model, parallelism, number)))
+        for number in model.numbers
+    }
+    input_bytes = _HIDDEN_BYTES * make_layer_shape(model, parallelism, 0).tokens * model.hidden_size
     output = count_output_bytes(model, parallelism)
     fits = []
     for rank, chunks in enumerate(list_chunks(model, parallelism)):
         kept = [sum(layer_bytes[number] for number in chunk.layers) for chunk in chunks]
         inputs = [input_bytes * len(chunk.layers) for chunk in chunks]
         passes = [(one.kind is PassKind.FORWARD, one.chunk) for one in list_passes(parallelism.pipeline, rank=rank)]
+        largest = max((layer_bytes[number] for chunk in chunks for number in chunk.layers), default=0)
         has_output = any(chunk.has_output for chunk in chunks)
-        numbers = [number for chunk in chunks for number in chunk.layers]
         fits.append(
             RankFit(
                 static_bytes=list_rank_memory(model, parallelism, rank, assumptions=assumptions).total_bytes,
                 activation_bytes=_find_peak(passes, kept),
-                recomputed_bytes=_find_peak(passes, inputs) + max((layer_bytes[number] for number in numbers), default=0),
+                recomputed_bytes=_find_peak(passes, inputs) + largest,
                 logits_bytes=output.saved_bytes + output.forward_extra_bytes if has_output else 0,
             )
         )
@@ -85,8 +82,7 @@ def show_fits(
     for name in ("rank", "static", "activations", "under full recompute", "logits", "device"):
         table.add_column(name, justify="right")
     for rank, fit in enumerate(list_fits(model, parallelism, assumptions)):
-        sizes = (fit.static_bytes, fit.activation_bytes, fit.recomputed_bytes, fit.logits_bytes, hardware.device_memory_bytes)
-        table.add_row(str(rank), *map(format_bytes, sizes))
+        table.add_row(str(rank), *map(format_bytes, (*fit, hardware.device_memory_bytes)))
     console.print(table)
 
 
@@ -100,13 +96,7 @@ def show_layouts(
 ) -> None:
     """Show layouts that would fit, with the number of GPUs of `parallelism` or more.
 
-    Args:
-        console: Where to print.
-        model: Shape of the model.
-        parallelism: Parallel sizes with the smallest number of GPUs.
-        hardware: Device of each rank.
-        assumptions: Assumptions about static memory.
-        read_model: Reads the model with flags on top of the command's. Raises ConfigError if they do not suit the model.
+    `read_model` reads the model with flags on top of the command's, and raises ConfigError if they do not suit the model.
     """
     shown = 0
     accounts = [f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss")]
@@ -143,8 +133,8 @@ def _find_layouts(
     samples = parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
     contexts = (1, 2, 4, 8) if model.seq_length >= LONG_SEQUENCE else (1,)
     sizes = sorted(itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), contexts, (1, 2, 4, 8, 16, 32, 64)), key=sum)
-    gpus = parallelism.world_size
-    while gpus <= MOST_GPUS:
+    counts = (parallelism.world_size << doublings for doublings in itertools.count())
+    for gpus in itertools.takewhile(lambda gpus: gpus <= MOST_GPUS, counts):
         for tensor, pipeline, context, expert in sizes:
             if gpus % (tensor * pipeline * context) or tensor > domain or experts % expert:
                 continue
@@ -152,11 +142,7 @@ def _find_layouts(
             if parallelism.pipeline_layout is not None and pipeline != parallelism.pipeline_parallel_size:
                 continue
             data = gpus // (tensor * pipeline * context)
-            is_uneven = model.num_layers % pipeline > 0 and parallelism.pipeline_layout is None
-            first = -(-model.num_layers // pipeline)
-            last = model.num_layers - (pipeline - 1) * first
-            has_first = parallelism.num_layers_in_first_pipeline_stage is not None  # overrides that of the file
-            has_last = is_uneven or parallelism.num_layers_in_last_pipeline_stage is not None
+            first, last = _split_layers(model, parallelism, pipeline)
             try:
                 layout = Parallelism(
                     tensor_parallel_size=tensor,
@@ -169,16 +155,24 @@ def _find_layouts(
                     has_sequence_parallel=tensor > 1,
                     has_distributed_optimizer=parallelism.has_distributed_optimizer,
                     pipeline_layout=parallelism.pipeline_layout,
-                    num_layers_in_first_pipeline_stage=first if has_first else None,
-                    num_layers_in_last_pipeline_stage=last if has_last else None,
+                    num_layers_in_first_pipeline_stage=first,
+                    num_layers_in_last_pipeline_stage=last,
                 )
                 padded = pad_vocab_size(model.vocab_size, divisible_by=1, tensor_parallel_size=tensor)
-                fits = _fits(dataclasses.replace(model, vocab_size=padded), layout, hardware, assumptions)
+                if _fits(dataclasses.replace(model, vocab_size=padded), layout, hardware, assumptions):
+                    yield layout
             except ConfigError:
                 continue
-            if fits:
-                yield layout
-        gpus *= 2
+
+
+def _split_layers(model: ModelShape, parallelism: Parallelism, pipeline: int) -> tuple[int | None, int | None]:
+    """Return the layers of the first and the last of `pipeline` stages, if they need flags or the model's file has them."""
+    first = -(-model.num_layers // pipeline)
+    is_uneven = model.num_layers % pipeline > 0 and parallelism.pipeline_layout is None
+    has_first = parallelism.num_layers_in_first_pipeline_stage is not None
+    has_last = is_uneven or parallelism.num_layers_in_last_pipeline_stage is not None
+    last = model.num_layers - (pipeline - 1) * first
+    return first if has_first else None, last if has_last else None
 
 
 def _list_flags(layout: Parallelism) -> list[str]:

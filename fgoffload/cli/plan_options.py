@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
-from fgoffload.cli.plan_device import check_device
 from fgoffload.cli.shipped_models import find_model, suggest_model
 from fgoffload.errors import ConfigError
 from fgoffload.units import parse_bytes
@@ -79,17 +78,13 @@ class PlanOptions:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
-    """Return the checked options, without heavy imports.
-
-    Args:
-        options: The parsed options.
-        megatron_flags: Words that the parser does not know.
+    """Return the checked options, without heavy imports. `megatron_flags` are the words that the parser does not know.
 
     Raises:
         ConfigError: An option has a wrong value.
     """
     path = _find_model_path(options.model)
-    check_device(options, EXAMPLE)
+    _check_device(options)
     _check_sweep(options)
     if options.sweep and options.plot is None:
         options.plot = FRONTIER
@@ -113,7 +108,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
         sweeps=options.sweep,
         is_thorough=options.thorough,
         is_verbose=options.verbose,
-        host=find_host(options),
+        host=_find_host(options),
         **outputs,
     )
 
@@ -138,6 +133,14 @@ def _find_model_path(name: str | None) -> Path:
     if path.suffix in (".py", ".yaml", ".yml"):
         raise ConfigError(f"model {name!r} is neither a bash script nor a config.json. Give one of them, as in: {EXAMPLE}.")
     return path
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    """Refuse options that name two devices or none. Only reading a profile shows whether it describes a whole device."""
+    if options.gpu is not None and options.hardware is not None:
+        raise ConfigError("--gpu and --hardware both name the device. Give one of them.")
+    if options.gpu is options.hardware is options.profile is None:
+        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100, or give --hardware or --profile. Example: {EXAMPLE}.")
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
@@ -171,24 +174,8 @@ def _find_path(name: str | None) -> Path | None:
     return None if name is None else Path(os.path.expanduser(name))
 
 
-def check_host_of_link(host: "HostGuess | None") -> None:
-    """Refuse `--not-launch-bound` beside a profile of the link alone, which says nothing about launches.
-
-    Raises:
-        ConfigError: With the fix.
-    """
-    from fgoffload.planner.host_overhead import HostGuess
-
-    if host is HostGuess.IN_TIME:
-        raise ConfigError("--not-launch-bound is the default with a profile of the link alone. Leave it out.")
-
-
-def find_host(options: argparse.Namespace) -> "HostGuess | None":
-    """Return the host that `--launch-bound` or `--not-launch-bound` asks for, or None without them.
-
-    Raises:
-        ConfigError: Both were given, or the latter without a profile, where it has no effect.
-    """
+def _find_host(options: argparse.Namespace) -> "HostGuess | None":
+    """Return the host that `--launch-bound` or `--not-launch-bound` asks for, or None without them."""
     if options.not_launch_bound and options.launch_bound:
         raise ConfigError("--launch-bound and --not-launch-bound exclude each other. Give one of them.")
     if options.not_launch_bound and options.profile is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import replacing
@@ -33,23 +34,15 @@ def check_picture(path: Path) -> None:
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
-    """Plot the device memory of a rank over a step. With many microbatches the plot ends a little after the peak.
+    """Plot the device memory of a pipeline rank over a step. With many microbatches the plot ends a little after the peak.
 
-    Args:
-        path: Output file; its suffix is the format.
-        results: Results by name, simulated with `Detail.TIMELINE`. The last one is the plan.
-        rank: The pipeline rank.
-        budget_bytes: Drawn as a dashed line.
-        title: Title of the picture.
+    `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line. The suffix of
+    `path` is the format.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    # Imported here, since it takes as long as a plan. pyplot would need a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 4), layout="constrained")
-    axes = figure.subplots()
+    axes = _draw_axes(4, title, x="ms of the step, predicted", y=f"GiB on pipeline rank {rank}, the plan's fullest")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]
@@ -66,12 +59,8 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
     )
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, end_s * 1e3)
-    axes.set_xlabel("ms of the step, predicted")
-    axes.set_ylabel(f"GiB on pipeline rank {rank}, the plan's fullest")
-    axes.set_title(title, fontsize=8)
     axes.legend(fontsize=8, loc="lower right")
-    axes.grid(alpha=0.3)
-    _save(figure, path)
+    _save(axes, path)
 
 
 def _find_shown_end(result: StepResult, rank: int) -> float:
@@ -86,19 +75,12 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
     """Plot the frontier of plans and of Megatron's own flags: step time over the baseline's against peak memory.
 
-    Args:
-        path: Output file; its suffix is the format.
-        baselines: Results by name, drawn as points. The legend names results above the picture.
-        solutions: Plans, drawn as a line.
-        title: Title of the picture.
+    Baselines are points, and the legend names those above the picture. Plans are a line. The suffix of `path` is the format.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 4.5), layout="constrained")
-    axes = figure.subplots()
+    axes = _draw_axes(4.5, title, x="peak memory of the fullest rank, GiB, predicted", y="step time over baseline")
     baseline_s = baselines["baseline"].step_s
 
     def locate(results: Iterable[StepResult]) -> tuple[list[float], list[float]]:
@@ -114,19 +96,28 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
         label = name if ratio <= MOST_OVERHEAD else f"{name}: {ratio:.2f} at {result.peak_bytes / GIB:.1f} GiB"
         axes.plot(result.peak_bytes / GIB, ratio, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=label)
     axes.set_ylim(top=MOST_OVERHEAD)
-    axes.set_xlabel("peak memory of the fullest rank, GiB, predicted")
-    axes.set_ylabel("step time over baseline")
-    axes.set_title(title, fontsize=8)
     axes.legend(fontsize=8)
+    _save(axes, path)
+
+
+def _draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
+    """Return empty axes of a new picture; `height` is in inches, `x` and `y` are the labels."""
+    # Imported here, since it takes as long as a plan. pyplot would need a display.
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(8.5, height), layout="constrained").subplots()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=8)
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    return axes
 
 
-def _save(figure: "object", path: Path) -> None:
+def _save(axes: Any, path: Path) -> None:
     try:
         # matplotlib adds a suffix if there is none.
         with replacing(path if path.suffix else path.with_suffix(".png")) as partial:
-            figure.savefig(partial, dpi=120)  # type: ignore[attr-defined]
+            axes.figure.savefig(partial, dpi=120)
     except (OSError, ValueError) as error:
         # matplotlib raises ValueError for an unsupported suffix.
         raise ConfigError(f"--plot {path} cannot be written: {error}. Give another file, as in plan.png.") from error

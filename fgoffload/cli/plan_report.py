@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.progress import track
 
 from fgoffload.cli.console import PipeConsole
 from fgoffload.cli.errors import show_line
+from fgoffload.cli.plan_options import PlanOptions
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.cli.plan_summary import (
     build_summary_table,
@@ -38,7 +39,13 @@ from fgoffload.planner.entry import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, Solution, find_least_budget, sweep
+from fgoffload.planner.solving.solver import (
+    DEFAULT_LAYER_PASSES,
+    THOROUGH_LAYER_PASSES,
+    Solution,
+    find_least_budget,
+    sweep,
+)
 from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, KIB, MIB, format_bytes
@@ -53,52 +60,42 @@ def show_plan(
     console: Console,
     subject: Subject,
     ranks: Sequence[RankModel],
+    checked: PlanOptions,
     *,
     budget_bytes: int,
     host_budget_bytes: int | None,
-    files: Mapping[str, Path | None],
-    layer_passes: int = DEFAULT_LAYER_PASSES,
-    verbose: bool = False,
 ) -> None:
-    """Plan, print the summary, and write the files.
-
-    Args:
-        console: Where tables go.
-        subject: The planned training.
-        ranks: All pipeline ranks.
-        budget_bytes: Budget of each device.
-        host_budget_bytes: Budget of each rank; None for no limit.
-        files: Output file or None for each of `json`, `plot` and `timeline`.
-        layer_passes: Effort of the search.
-        verbose: Print treatments by layer, prices and ranks too.
+    """Plan, print the summary, and write the files. Budgets are those of each rank; None is no limit.
 
     Raises:
         ConfigError: A file cannot be written, or the step is too long to draw.
         PlanError: No plan fits.
     """
-    check_drawn(ranks, files)
+    check_drawn(ranks, checked)
+    passes = THOROUGH_LAYER_PASSES if checked.is_thorough else DEFAULT_LAYER_PASSES
     with _working("planning"):
-        report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
-    summary = [describe_notes(report, subject), subject.link_line, describe_budget(subject, budget_bytes)]
+        report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=passes)
+    solution = report.solution
     console.print(subject.title)
     console.print(build_summary_table(report, subject))
-    for text in (*summary, describe_treatments(report.solution)):
+    notes = (describe_notes(report, subject), subject.link_line, describe_budget(subject, budget_bytes))
+    for text in (*notes, describe_treatments(solution)):
         if text:
             console.print(text, highlight=False)
-    if verbose:
+    if checked.is_verbose:
         with _working("pricing"):
-            tables = [build_decision_table(report), build_kept_table(report)] if report.solution.plan.actions else []
+            tables = [build_decision_table(report), build_kept_table(report)] if solution.plan.actions else []
         for table in (*tables, build_peak_table(report), build_rank_table(report)):
             console.print(table)
-    if (path := files["json"]) is not None:
-        plan = dataclasses.replace(report.solution.plan, made_for=list_facts(subject.model, subject.parallelism))
-        _write(path, plan.to_json(predicted=list_prediction(report, subject)))
-    console.print(describe_use(report.solution, path), soft_wrap=True, highlight=False)
-    if not verbose and report.solution.plan.actions:
+    if checked.json is not None:
+        plan = dataclasses.replace(solution.plan, made_for=list_facts(subject.model, subject.parallelism))
+        _write(checked.json, plan.to_json(predicted=list_prediction(report, subject)))
+    console.print(describe_use(solution, checked.json), soft_wrap=True, highlight=False)
+    if not checked.is_verbose and solution.plan.actions:
         console.print("--verbose shows each kind of layer, each rank, and why.")
-    if files["plot"] is not None or files["timeline"] is not None:
+    if checked.plot is not None or checked.timeline is not None:
         with _working("drawing"):
-            _draw_step(report, files, budget_bytes=budget_bytes, title=subject.title)
+            _draw_step(report, checked, budget_bytes=budget_bytes, title=subject.title)
 
 
 @contextlib.contextmanager
@@ -118,30 +115,27 @@ def _working(what: str) -> Iterator[None]:
             late.cancel()
 
 
-def _draw_step(report: PlanReport, files: Mapping[str, Path | None], *, budget_bytes: int, title: str) -> None:
+def _draw_step(report: PlanReport, checked: PlanOptions, *, budget_bytes: int, title: str) -> None:
     """Write the picture and the trace of the rank that is fullest under the plan."""
     only = report.solution.result.worst_rank.rank
     detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE, only=only)
-    if (path := files["plot"]) is not None:
+    if checked.plot is not None:
         baseline = simulate(report.ranks, NOTHING, detail=Detail.TIMELINE, only=only)
-        write_memory_picture(path, {"baseline": baseline, PLAN: detailed}, rank=only, budget_bytes=budget_bytes, title=title)
-    if (path := files["timeline"]) is not None:
+        results = {"baseline": baseline, PLAN: detailed}
+        write_memory_picture(checked.plot, results, rank=only, budget_bytes=budget_bytes, title=title)
+    if checked.timeline is not None:
         from fgoffload.planner.simulation.timeline import write_chrome_trace
 
-        write_chrome_trace(detailed, path, rank=only)
+        write_chrome_trace(detailed, checked.timeline, rank=only)
 
 
-def check_drawn(ranks: Sequence[RankModel], files: Mapping[str, Path | None]) -> None:
+def check_drawn(ranks: Sequence[RankModel], checked: PlanOptions) -> None:
     """Refuse to draw a step with too many microbatches.
-
-    Args:
-        ranks: All pipeline ranks.
-        files: Output file or None, by option.
 
     Raises:
         ConfigError: With the number, the limit and the fix.
     """
-    name = next((name for name in ("plot", "timeline") if files[name] is not None), None)
+    name = next((name for name in ("plot", "timeline") if getattr(checked, name) is not None), None)
     layers = sum(len(chunk.layers) * len(rank.passes) // len(rank.chunks) for rank in ranks for chunk in rank.chunks)
     if name is not None and layers > MOST_DRAWN_LAYERS:
         raise ConfigError(
@@ -154,22 +148,12 @@ def show_sweep(
     console: Console,
     subject: Subject,
     ranks: Sequence[RankModel],
+    checked: PlanOptions,
     *,
     points: int,
     host_budget_bytes: int | None,
-    plot: Path | None,
-    json_path: Path | None,
 ) -> None:
-    """Plan for many budgets, print the frontier, and write its files.
-
-    Args:
-        console: Where the table goes.
-        subject: The planned training.
-        ranks: All pipeline ranks.
-        points: Number of budgets, without the peaks of the baselines.
-        host_budget_bytes: Budget of each rank; None for no limit.
-        plot: Where to write the picture, or None.
-        json_path: Where to write the numbers, or None.
+    """Plan for `points` budgets and the peaks of the baselines, print the frontier, and write its files.
 
     Raises:
         ConfigError: A file cannot be written.
@@ -194,21 +178,16 @@ def show_sweep(
     console.print(describe_budget(subject, None), soft_wrap=True)
     if subject.hardware is not None:
         console.print(describe_fitting(subject.hardware, solutions), soft_wrap=True)
-    if json_path is not None:
-        _write(json_path, json.dumps(list_sweep(report.baselines, solutions, subject), indent=1))
-    if plot is not None:
-        write_sweep_picture(plot, report.baselines, solutions, title=subject.title)
+    if checked.json is not None:
+        _write(checked.json, json.dumps(list_sweep(report.baselines, solutions, subject), indent=1))
+    if checked.plot is not None:
+        write_sweep_picture(checked.plot, report.baselines, solutions, title=subject.title)
         # matplotlib adds a missing suffix.
-        console.print(f"Frontier: {plot if plot.suffix else f'{plot}.png'}", soft_wrap=True)
+        console.print(f"Frontier: {checked.plot}{'' if checked.plot.suffix else '.png'}", soft_wrap=True)
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
-    """Return one line about the budget: its parts, the flag for a training, and the host budget.
-
-    Args:
-        subject: The planned training.
-        budget_bytes: Budget of each device; None for a sweep.
-    """
+    """Return one line about the budget, None for a sweep: its parts, the flag for a training, and the host budget."""
     reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
     at_run_time = "; for a training give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
     if budget_bytes is None:

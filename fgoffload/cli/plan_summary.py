@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead, make_table
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
@@ -28,10 +28,8 @@ _ACTIONS = {
 
 def build_summary_table(report: PlanReport, subject: Subject) -> Table:
     """Return a row for each baseline and one for the plan: peak, step, overhead, and whether it fits the budget."""
-    table = Table(width=WIDTH)
-    table.add_column("")
-    for heading in ("peak", f"step ±{find_uncertainty(subject):.0%}", "over baseline", "fits"):
-        table.add_column(heading, justify="right")
+    headings = ("peak", f"step ±{find_uncertainty(subject):.0%}", "over baseline", "fits")
+    table = make_table(left=("",), right=headings, width=WIDTH)
     baseline_s = report.baselines["baseline"].step_s
     for name, result in {**report.baselines, PLAN: report.solution.result}.items():
         fits = result.peak_bytes <= report.solution.budget_bytes

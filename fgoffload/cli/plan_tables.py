@@ -1,7 +1,9 @@
 """The tables of `fgoffload plan`."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -53,17 +55,12 @@ class Subject:
     def title(self) -> str:
         """One line with the model, its ranks and the device."""
         sizes = self.parallelism
-        parts = [f"tp {sizes.tensor_parallel_size}", f"pp {sizes.pipeline_parallel_size}"]
-        for name, size in (
-            ("vp", sizes.chunks),
-            ("cp", sizes.context_parallel_size),
-            ("ep", sizes.expert_parallel_size),
-            ("dp", sizes.data_parallel_size),
-        ):
-            parts += [f"{name} {size}"] if size > 1 else []
+        parts = {"tp": sizes.tensor_parallel_size, "pp": sizes.pipeline_parallel_size, "vp": sizes.chunks}
+        parts |= {"cp": sizes.context_parallel_size, "ep": sizes.expert_parallel_size, "dp": sizes.data_parallel_size}
+        shown = " ".join(f"{name} {size}" for name, size in parts.items() if size > 1 or name in ("tp", "pp"))
         count = sizes.microbatches
         return (
-            f"{self.model.name}: {self.model.num_layers} layers, {' '.join(parts)}, {sizes.world_size} x {self.device}; "
+            f"{self.model.name}: {self.model.num_layers} layers, {shown}, {sizes.world_size} x {self.device}; "
             f"{count} microbatch{'es' if count > 1 else ''} of {sizes.micro_batch_size} x {self.model.seq_length}"
         )
 
@@ -75,18 +72,28 @@ def find_uncertainty(subject: Subject) -> float:
     return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
 
 
+def make_table(*, left: Sequence[str] = (), right: Sequence[str] = (), last: str | None = None, **options: Any) -> Table:
+    """Return an empty table: columns of text, columns of numbers, and one more of text."""
+    table = Table(**options)
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right")
+    if last is not None:
+        table.add_column(last)
+    return table
+
+
 def build_decision_table(report: PlanReport) -> Table:
     """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
-    table = Table(
+    table = make_table(
+        left=("layers of kind", "tag or unit", "action"),
+        right=("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"),
+        last="why",
         title="What the plan does",
         caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
         "costs: added to a step of the rank that needs it most, by itself; negative: other copies wait less, which saves time",
     )
-    for heading in ("layers of kind", "tag or unit", "action"):
-        table.add_column(heading)
-    for heading in ("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"):
-        table.add_column(heading, justify="right")
-    table.add_column("why")
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
@@ -105,8 +112,7 @@ def build_decision_table(report: PlanReport) -> Table:
             _format_range((decision.freed_bytes for decision in decisions), format_bytes),
             _format_range((decision.moved_bytes for decision in decisions), format_bytes),
             _format_range((decision.recompute_s for decision in decisions), format_ms),
-            format_ms(copies[0]) if copies else "-",
-            format_ms(copies[1]) if copies else "-",
+            *(map(format_ms, copies) if copies else "--"),
             "?" if price is None else _format_cost(price.cost_s),
             "another choice of the plan needs it" if price is None else price.describe(),
         )
@@ -115,16 +121,11 @@ def build_decision_table(report: PlanReport) -> Table:
 
 def build_kept_table(report: PlanReport) -> Table:
     """Return the kept tags and units with the reason: those with the same kind of layer, count and reason share a row."""
-    table = Table(title="What it keeps")
-    for heading in ("layers of kind", "tags and units"):
-        table.add_column(heading)
-    table.add_column("layers", justify="right")
-    table.add_column("why")
-    counts: dict[tuple[str, str, str], int] = {}
+    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last="why", title="What it keeps")
+    counts: Counter[tuple[str, str, str]] = Counter()
     for decision in report.solution.decisions:
         if decision.action is Action.KEEP:
-            key = (decision.kind, decision.reason, decision.tag)
-            counts[key] = counts.get(key, 0) + len(decision.layers)
+            counts[decision.kind, decision.reason, decision.tag] += len(decision.layers)
     rows: dict[tuple[str, str, int], list[str]] = {}
     for (kind, reason, tag), count in counts.items():
         rows.setdefault((kind, reason, count), []).append(tag)
@@ -136,59 +137,39 @@ def build_kept_table(report: PlanReport) -> Table:
 def build_peak_table(report: PlanReport) -> Table:
     """Return peak by pipeline rank, and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
-    table = Table(title="Peak by pipeline rank")
-    for heading in ("rank", "layers", "static", *results):
-        table.add_column(heading, justify="right")
-    table.add_column("where the plan peaks")
+    headings = ("rank", "layers", "static", *results)
+    table = make_table(right=headings, last="where the plan peaks", title="Peak by pipeline rank")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
-        table.add_row(
-            str(rank.rank),
-            str(sum(len(chunk.layers) for chunk in rank.chunks)),
-            format_bytes(planned.static_bytes),
-            *(format_bytes(result.ranks[place].peak_bytes) for result in results.values()),
-            planned.peak_at,
-            end_section=place == len(report.ranks) - 1,
-        )
+        peaks = (result.ranks[place].peak_bytes for result in results.values())
+        layers = sum(len(chunk.layers) for chunk in rank.chunks)
+        sizes = map(format_bytes, (planned.static_bytes, *peaks))
+        table.add_row(str(rank.rank), str(layers), *sizes, planned.peak_at, end_section=place == len(report.ranks) - 1)
     table.add_row("step", "", "", *(format_ms(result.step_s) for result in results.values()), "")
     return table
 
 
 def build_rank_table(report: PlanReport) -> Table:
     """Return a row for each pipeline rank, with the parts of its step time under the plan."""
-    table = Table(title="This plan by pipeline rank")
     headings = ("rank", "step", "compute", "slowed by copies", "waits for copies", "launch-bound", "for neighbours", "host")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = make_table(right=headings, title="This plan by pipeline rank")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
-        table.add_row(
-            str(rank.rank),
-            format_ms(result.step_s),
-            format_ms(result.compute_s),
-            format_ms(result.slowed_s),
-            format_ms(result.waits.copies_s),
-            format_ms(result.waits.late_s),
-            format_ms(result.waits.neighbours_s),
-            format_bytes(result.host_peak_bytes) if result.host_peak_bytes else "-",
-        )
+        waits = result.waits
+        times = (result.step_s, result.compute_s, result.slowed_s, waits.copies_s, waits.late_s, waits.neighbours_s)
+        table.add_row(str(rank.rank), *map(format_ms, times), _format_or_dash(result.host_peak_bytes, format_bytes))
     return table
 
 
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
     """Return a row for each baseline, then one for each budget from the largest to the smallest."""
-    caption = f"predicted, for the worst rank\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise"
-    table = Table(title=subject.title, caption=caption, title_justify="left")
-    table.add_column("")
-    for heading in (
-        "budget",
-        "peak",
-        f"step ±{find_uncertainty(subject):.0%}",
-        "over baseline",
-        "offloads a step",
-        "recompute",
-        "waits for copies",
-    ):
-        table.add_column(heading, justify="right")
+    step = f"step ±{find_uncertainty(subject):.0%}"
+    table = make_table(
+        left=("",),
+        right=("budget", "peak", step, "over baseline", "offloads a step", "recompute", "waits for copies"),
+        title=subject.title,
+        caption=f"predicted, for the worst rank\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise",
+        title_justify="left",
+    )
     baseline_s = baselines["baseline"].step_s
     for name, result in baselines.items():
         table.add_row(name, "", *_list_sweep_cells(result, baseline_s), end_section=name == list(baselines)[-1])
@@ -200,8 +181,11 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
 def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
     """Return one formatted number, or a range if layers of one kind differ."""
     found = sorted(numbers)
-    ends = dict.fromkeys((write(found[0]), write(found[-1])))
-    return " to ".join(ends) if any(found) else "-"
+    return " to ".join(dict.fromkeys((write(found[0]), write(found[-1])))) if any(found) else "-"
+
+
+def _format_or_dash(value: float, write: Callable[[float], str]) -> str:
+    return write(value) if value else "-"
 
 
 def format_overhead(ratio: float) -> str:
@@ -229,9 +213,9 @@ def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
         format_bytes(result.peak_bytes),
         format_ms(result.step_s),
         format_overhead(result.step_s / baseline_s),
-        format_bytes(moved_bytes) if moved_bytes else "-",
-        format_ms(recompute_s) if recompute_s else "-",
-        format_ms(waits_s) if waits_s else "-",
+        _format_or_dash(moved_bytes, format_bytes),
+        _format_or_dash(recompute_s, format_ms),
+        _format_or_dash(waits_s, format_ms),
     )
 
 

@@ -16,13 +16,14 @@ variable is left as written, and is empty in a condition.
 import dataclasses
 import itertools
 import logging
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.launch_lines import count_gpus, read_header
-from fgoffload.integrations.megatron.flags.shell_words import Operator, Variables, Word, split_script
+from fgoffload.integrations.megatron.flags.shell_words import Variables, Word, split_script
 from fgoffload.text_files import read_text_file
 
 logger = logging.getLogger(__name__)
@@ -39,21 +40,12 @@ _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"}
 """Words after which a command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 """Operators that end a command."""
-_COMPARISONS = {
-    "-eq": int.__eq__,
-    "-ne": int.__ne__,
-    "-gt": int.__gt__,
-    "-ge": int.__ge__,
-    "-lt": int.__lt__,
-    "-le": int.__le__,
-}
+_COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _STARTS = re.compile(r"\.py$|^(source|\.)$")
 _BEHIND = re.compile(r"\d?>|[|&;]")
 """Beginning of a word after the flags of a command in a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
-
-_Item = Word | Operator
 
 
 def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -137,18 +129,18 @@ class _Reader:
             raise ConfigError(f"{self._source} has no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
         return tuple(flags)
 
-    def read(self, items: Sequence[_Item]) -> None:
+    def read(self, items: Sequence[Word]) -> None:
         """Read the commands in `items`."""
         for command in self._split_commands(items):
             first = command[0]
-            if isinstance(first, Word) and first.plain == "if":
+            if first.plain == "if":
                 self._read_branches(first, _split_branches(command))
-            elif isinstance(first, Word) and first.plain in _BRACKETS:
+            elif first.plain in _BRACKETS:
                 self._read_branches(first, _split_list(command))
-            elif isinstance(first, Word) and (first.plain in _BLOCKS or _is_function(command)):
+            elif not first.operator and (first.plain in _BLOCKS or [one.operator for one in command[1:2]] == ["("]):
                 self._skip_block(command, first.plain)
-            elif isinstance(first, Word):
-                self._read_command(list(_drop_redirections(command)))
+            elif not first.operator and (words := list(_drop_redirections(command))):
+                self._read_command(words)
 
     def _read_command(self, words: list[Word]) -> None:
         first, rest = words[0], words[1:]
@@ -189,7 +181,7 @@ class _Reader:
         self.variables.assign(match["name"], value, appends=bool(match["append"]))
         return True
 
-    def _read_branches(self, first: _Item, branches: Iterable[tuple[Sequence[_Item], Sequence[_Item]]]) -> None:
+    def _read_branches(self, first: Word, branches: Iterable[tuple[Sequence[Word], Sequence[Word]]]) -> None:
         """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
         reason = ""
         skipped = [first]
@@ -197,7 +189,7 @@ class _Reader:
         for condition, body in branches:
             holds = self._test(condition) if is_open else False
             if is_open and self._test(condition, unknown=None) is None:
-                words = (self.variables.expand_whole(one) for one in condition if isinstance(one, Word))
+                words = (self.variables.expand_whole(one) for one in condition)
                 reason = reason or f"if {next((word for word in words if '$' in word), '')}".strip()
             is_open = is_open and holds is False
             if holds:
@@ -207,7 +199,7 @@ class _Reader:
         if reason:
             self._skip_block(skipped, reason)
 
-    def _test(self, condition: Sequence[_Item], *, unknown: str | None = "") -> bool | None:
+    def _test(self, condition: Sequence[Word], *, unknown: str | None = "") -> bool | None:
         """Return whether a condition holds, or None if only running it could tell.
 
         Args:
@@ -215,21 +207,15 @@ class _Reader:
             unknown: Text of a variable that the script does not assign; None if it is not to be guessed.
         """
         result: bool | None = True
-        joins = "&&"
-        test: list[Word] = []
-        for item in (*condition, Operator("\n", 0)):
-            if isinstance(item, Word):
-                test.append(item)
+        decisive = False
+        for is_operator, group in itertools.groupby(condition, lambda one: bool(one.operator)):
+            words = list(group)
+            if is_operator:
+                joins = [word.operator for word in words if word.operator in ("&&", "||")]
+                decisive = joins[-1] == "||" if joins else decisive
                 continue
-            if test:
-                holds = self._test_one(test, unknown)
-                if joins == "&&":
-                    result = False if result is False or holds is False else (None if None in (result, holds) else True)
-                else:
-                    result = True if result or holds else (None if None in (result, holds) else False)
-                test = []
-            if item.text in ("&&", "||"):
-                joins = item.text
+            both = (result, self._test_one(words, unknown))
+            result = decisive if decisive in both else (None if None in both else not decisive)
         return result
 
     def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
@@ -240,14 +226,8 @@ class _Reader:
             return None
         negated = bool(texts) and texts[0] == "!"
         match texts[negated:]:
-            case ["-n", text]:
-                holds: bool | None = bool(text)
-            case ["-z", text]:
-                holds = not text
-            case ["-z"]:
-                holds = True
-            case ["-n"]:
-                holds = False
+            case ["-n" | "-z" as test, *rest] if len(rest) < 2:
+                holds: bool | None = any(rest) == (test == "-n")
             case [left, "=" | "==", right]:
                 holds = left == right
             case [left, "!=", right]:
@@ -258,25 +238,23 @@ class _Reader:
                 holds = None
         return holds if holds is None or not negated else not holds
 
-    def _split_commands(self, items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    def _split_commands(self, items: Sequence[Word]) -> Iterator[list[Word]]:
         """Yield each command. A block is one command with all its contents."""
-        command: list[_Item] = []
+        command: list[Word] = []
         ends: list[str] = []
         for item in items:
-            if isinstance(item, Operator) and item.text in _ENDS and not ends:
+            if item.operator in _ENDS and not ends:
                 if _is_within_list(command, item):
-                    command += [] if item.text == "\n" else [item]
+                    command += [] if item.operator == "\n" else [item]
                 elif command:
                     yield command
                     command = []
                 continue
             is_first = _begins_command(command[-1:])
             command.append(item)
-            if not isinstance(item, Word) or not is_first:
-                continue
-            if ends and item.plain == ends[-1]:
+            if is_first and ends and item.plain == ends[-1]:
                 ends.pop()
-            elif item.plain in _BLOCKS:
+            elif is_first and item.plain in _BLOCKS:
                 ends.append(_BLOCKS[item.plain])
         if ends:
             raise ConfigError(
@@ -285,34 +263,31 @@ class _Reader:
         if command:
             yield command
 
-    def _skip_block(self, command: Sequence[_Item], name: str) -> None:
+    def _skip_block(self, command: Sequence[Word], name: str) -> None:
         """Report a block as skipped if it assigns a variable, or reads or starts a script."""
-        if any(_find_assignment(item) or (isinstance(item, Word) and _STARTS.search(item.plain)) for item in command):
+        if any(_find_assignment(item) or _STARTS.search(item.plain) for item in command):
             self._skip(command[0], name)
 
-    def _skip(self, item: _Item, name: str) -> None:
+    def _skip(self, item: Word, name: str) -> None:
         self.skipped.append(f"{name[:40]} (line {item.line})")
 
 
-def _drop_redirections(command: Sequence[_Item]) -> Iterator[Word]:
+def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
     """Yield the words of a command without redirections such as `2>&1` and `> log`."""
-    for before, item, behind in zip((None, *command), command, (*command[1:], None), strict=False):
-        is_target = isinstance(before, Operator) and before.text[0] in "<>&"
-        is_channel = isinstance(item, Word) and item.plain.isdigit() and isinstance(behind, Operator) and behind.text[0] in "<>"
-        if isinstance(item, Word) and not is_target and not is_channel:
+    last = Word((), 0)
+    for before, item, behind in zip((last, *command), command, (*command[1:], last), strict=False):
+        is_target = before.operator.startswith(("<", ">", "&"))
+        is_channel = item.plain.isdigit() and behind.operator.startswith(("<", ">"))
+        if not item.operator and not is_target and not is_channel:
             yield item
 
 
-def _is_function(command: Sequence[_Item]) -> bool:
-    return any(isinstance(one, Operator) and one.text == "(" for one in command[1:2])
-
-
-def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
+def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
     """Yield condition and body of each branch of an `if`. The condition of `else` is empty and holds."""
-    parts: list[tuple[str, list[_Item]]] = []
+    parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):
-        name = item.plain if isinstance(item, Word) and _begins_command(command[:place][-1:]) else ""
+        name = item.plain if _begins_command(command[:place][-1:]) else ""
         depth += (name == "if") - (name == "fi")
         if depth == 1 and name in ("if", "then", "elif", "else"):
             parts.append((name, []))
@@ -325,28 +300,28 @@ def _split_branches(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item],
         yield (), parts[-1][1]
 
 
-def _is_within_list(command: Sequence[_Item], item: Operator) -> bool:
+def _is_within_list(command: Sequence[Word], item: Word) -> bool:
     """Return whether `[ condition ] && command` goes on after `item`."""
-    begins = bool(command) and isinstance(command[0], Word) and command[0].plain in _BRACKETS
-    return begins and (item.text in ("&&", "||") or isinstance(command[-1], Operator))
+    begins = bool(command) and command[0].plain in _BRACKETS
+    return begins and (item.operator in ("&&", "||") or bool(command[-1].operator))
 
 
-def _split_list(command: Sequence[_Item]) -> Iterator[tuple[Sequence[_Item], Sequence[_Item]]]:
+def _split_list(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
     """Yield the branches of `[ condition ] && command || command`, as if it were an `if`."""
-    joins = {place: item.text for place, item in enumerate(command) if isinstance(item, Operator) and item.text in ("&&", "||")}
+    joins = {place: item.operator for place, item in enumerate(command) if item.operator in ("&&", "||")}
     for place, following in ((place, command[place + 1]) for place in joins if place + 1 < len(command)):
-        if isinstance(following, Word) and following.plain not in _BRACKETS:
+        if not following.operator and following.plain not in _BRACKETS:
             other = next((one for one, text in joins.items() if one >= place and text == "||"), len(command))
             yield command[:place], command[place + 1 : other]
             yield (), command[other + 1 :]
             return
 
 
-def _begins_command(before: Sequence[_Item]) -> bool:
+def _begins_command(before: Sequence[Word]) -> bool:
     """Return whether a word after `before` is the first of a command."""
-    return not before or isinstance(before[-1], Operator) or before[-1].plain in _OPENERS
+    return not before or bool(before[-1].operator) or before[-1].plain in _OPENERS
 
 
-def _find_assignment(word: _Item) -> re.Match[str] | None:
-    is_plain = isinstance(word, Word) and word.pieces and word.pieces[0].kind == "plain"
-    return _ASSIGNMENT.match(word.pieces[0].text) if isinstance(word, Word) and is_plain else None
+def _find_assignment(word: Word) -> re.Match[str] | None:
+    is_plain = bool(word.pieces) and word.pieces[0].kind == "plain"
+    return _ASSIGNMENT.match(word.pieces[0].text) if is_plain else None

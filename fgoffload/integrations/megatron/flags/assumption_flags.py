@@ -15,33 +15,6 @@ from fgoffload.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-ASSUMPTION_FLAGS = frozenset(
-    {
-        "accumulate_allreduce_grads_in_fp32",
-        "bias_dropout_fusion",
-        "cuda_graph_impl",
-        "cuda_graph_modules",
-        "data_parallel_sharding_strategy",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-        "fp8_param_gather",
-        "grad_reduce_in_bf16",
-        "gradient_accumulation_fusion",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "min_offloaded_tensor_size",
-        "offload_prefetch",
-        "offload_window",
-        "optimizer",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "use_megatron_fsdp",
-        "use_precision_aware_optimizer",
-        "use_torch_fsdp2",
-    }
-)
-"""Flags, with `_` for `-`, that the assumptions of a prediction come from."""
-
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of a number, by the type names of Megatron's flags."""
 
@@ -52,11 +25,9 @@ _OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Return the assumptions in Megatron's flags. Values without a flag have their defaults.
+    """Return the assumptions in Megatron's flags, by name with `_` for `-`. Absent flags have no entry.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        has_optimizer: Whether steps update the parameters.
+    `has_optimizer` tells whether steps update the parameters.
 
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
@@ -84,9 +55,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        has_optimizer: Whether steps update the parameters. If not, only gradients count.
+    Without an optimizer, steps update no parameter and only gradients count.
 
     Raises:
         ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.

@@ -12,35 +12,19 @@ from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, Dispatcher, E
 
 logger = logging.getLogger(__name__)
 
-EXPERTS_FLAGS = frozenset(
-    {
-        "moe_aux_loss_coeff",
-        "moe_expert_capacity_factor",
-        "moe_expert_rank_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_permute_fusion",
-        "moe_router_dtype",
-        "moe_router_enable_expert_bias",
-        "moe_router_force_load_balancing",
-        "moe_router_load_balancing_type",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "moe_flex_dispatcher_backend",
-    }
-)
-"""Flags, with `_` for `-`, that define how experts run, but not their number or size."""
-
+_ROUTER_FLAGS = {
+    "score_function": "moe_router_score_function",
+    "has_pre_softmax": "moe_router_pre_softmax",
+    "has_expert_bias": "moe_router_enable_expert_bias",
+}
+_SWITCHED_FIELDS = {"has_fused_permutation": "moe_permute_fusion", "has_shared_overlap": "moe_shared_expert_overlap"}
 _FIELD_FLAGS = {
+    **_ROUTER_FLAGS,
     "num_experts": "num_experts",
     "topk": "moe_router_topk",
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
     "has_shared_overlap": "moe_shared_expert_overlap",
-    "has_expert_bias": "moe_router_enable_expert_bias",
-    "score_function": "moe_router_score_function",
-    "has_pre_softmax": "moe_router_pre_softmax",
 }
 """Flag of each field of experts and their router, with `_` for `-`."""
 
@@ -51,8 +35,7 @@ _DEFAULT_TOPK = 2
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     """Return the experts of a layer, or None if it has none.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
@@ -76,19 +59,17 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
 
 
 def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsShape:
-    """Return `experts` with the changes from the flags of `EXPERTS_FLAGS`.
+    """Return `experts` with the changes from the flags that say how experts run.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     changes: dict[str, Any] = {"router": _change_router(experts.router, values), "dispatcher": _find_dispatcher(values)}
-    if "moe_permute_fusion" in values:
-        changes["has_fused_permutation"] = values["moe_permute_fusion"]
-    if "moe_shared_expert_overlap" in values:
-        changes["has_shared_overlap"] = values["moe_shared_expert_overlap"]
-    if values.get("moe_router_force_load_balancing"):
-        changes["imbalance"] = 1.0
-    changes["imbalance"] = _limit_imbalance(changes.get("imbalance", experts.imbalance), values)
+    for field, flag in _SWITCHED_FIELDS.items():
+        if flag in values:
+            changes[field] = values[flag]
+    imbalance = 1.0 if values.get("moe_router_force_load_balancing") else experts.imbalance
+    changes["imbalance"] = _limit_imbalance(imbalance, values)
     with _named_by_flags():
         return dataclasses.replace(experts, **changes)
 
@@ -124,14 +105,7 @@ def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
 
 
 def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShape:
-    changes: dict[str, Any] = {}
-    for field, flag in (
-        ("score_function", "moe_router_score_function"),
-        ("has_pre_softmax", "moe_router_pre_softmax"),
-        ("has_expert_bias", "moe_router_enable_expert_bias"),
-    ):
-        if flag in values:
-            changes[field] = values[flag]
+    changes = {field: values[flag] for field, flag in _ROUTER_FLAGS.items() if flag in values}
     if changes.get("score_function") == "sigmoid":
         changes["has_pre_softmax"] = False  # has no effect with sigmoid
     if values.get("moe_router_dtype") == "fp64":
@@ -165,7 +139,7 @@ def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "s
         logger.warning(
             "--moe-router-load-balancing-type global_aux_loss is counted as aux_loss, since its saved bytes are unknown."
         )
-        return "aux_loss"
+        kind = "aux_loss"
     known: tuple[Literal["none", "aux_loss", "seq_aux_loss"], ...] = ("none", "aux_loss", "seq_aux_loss")
     for one in known:
         if kind == one:

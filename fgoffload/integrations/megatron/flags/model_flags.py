@@ -9,143 +9,103 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fgoffload.integrations.megatron.flags.assumption_flags import DTYPE_BYTES, SHARDING_STRATEGIES
-from fgoffload.integrations.megatron.flags.field_flags import FlagParser, layer_pattern, number, one_of, size_pair, whole_number
+from fgoffload.integrations.megatron.flags.field_flags import (
+    FlagParser,
+    layer_pattern,
+    number,
+    one_of,
+    size_pair,
+    to_flag,
+    whole_number,
+)
 from fgoffload.integrations.megatron.flags.graph_modes import add_graph_flags
 from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, has_no_effect
 from fgoffload.planner.model.layer_shape import DISPATCHERS, FP8_RECIPES
 
-OWN_FLAGS = ("--num-gpus",)
-"""Flags that Megatron does not have, since it gets the number of processes from the launcher."""
+_NUMBERS = """
+num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
+vocab-size padded-vocab-size make-vocab-size-divisible-by seq-length max-position-embeddings mtp-num-layers
+q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+num-experts,num-moe-experts moe-router-topk moe-ffn-hidden-size moe-router-group-topk moe-router-num-groups
+moe-shared-expert-intermediate-size
+tensor-model-parallel-size,tp pipeline-model-parallel-size,pp context-parallel-size,cp
+expert-model-parallel-size,ep expert-tensor-parallel-size,etp
+num-virtual-stages-per-pipeline-rank,virtual-pipeline-model-parallel-size,vp num-layers-per-virtual-pipeline-stage
+microbatch-group-size-per-virtual-pipeline-stage,microbatch-group-size-per-vp-stage
+decoder-first-pipeline-num-layers,num-layers-in-first-pipeline-stage
+decoder-last-pipeline-num-layers,num-layers-in-last-pipeline-stage
+micro-batch-size global-batch-size min-offloaded-tensor-size
+num-gpus
+"""
+"""Flags with integer values; commas join the spellings of one flag. The short ones are ours, and those of other launchers.
 
-_NUMBERS: tuple[tuple[str, ...], ...] = (
-    ("--num-layers",),
-    ("--hidden-size",),
-    ("--ffn-hidden-size",),
-    ("--num-attention-heads",),
-    ("--num-query-groups",),
-    ("--kv-channels",),
-    ("--vocab-size",),
-    ("--padded-vocab-size",),
-    ("--make-vocab-size-divisible-by",),
-    ("--seq-length",),
-    ("--max-position-embeddings",),
-    ("--mtp-num-layers",),
-    ("--q-lora-rank",),
-    ("--kv-lora-rank",),
-    ("--qk-head-dim",),
-    ("--qk-pos-emb-head-dim",),
-    ("--v-head-dim",),
-    ("--num-experts", "--num-moe-experts"),
-    ("--moe-router-topk",),
-    ("--moe-ffn-hidden-size",),
-    ("--moe-router-group-topk",),
-    ("--moe-router-num-groups",),
-    ("--moe-shared-expert-intermediate-size",),
-    ("--tensor-model-parallel-size", "--tp"),
-    ("--pipeline-model-parallel-size", "--pp"),
-    ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size", "--vp"),
-    ("--num-layers-per-virtual-pipeline-stage",),
-    ("--context-parallel-size", "--cp"),
-    ("--expert-model-parallel-size", "--ep"),
-    ("--expert-tensor-parallel-size", "--etp"),
-    ("--microbatch-group-size-per-virtual-pipeline-stage", "--microbatch-group-size-per-vp-stage"),
-    ("--decoder-first-pipeline-num-layers", "--num-layers-in-first-pipeline-stage"),
-    ("--decoder-last-pipeline-num-layers", "--num-layers-in-last-pipeline-stage"),
-    ("--micro-batch-size",),
-    ("--global-batch-size",),
-    ("--min-offloaded-tensor-size",),
-    OWN_FLAGS,
-)
-"""Flags with integer values. The short ones are ours, and those of other launchers."""
+Megatron has no `--num-gpus`, since it gets the number of processes from the launcher.
+"""
 
-_SWITCHES: tuple[tuple[str, ...], ...] = (
-    ("--use-rotary-position-embeddings",),
-    ("--swiglu",),
-    ("--quick-geglu",),
-    ("--gated-linear-unit",),
-    ("--bias-swiglu-fusion", "--bias-activation-fusion"),
-    ("--disable-bias-linear",),
-    ("--add-qkv-bias",),
-    ("--group-query-attention",),
-    ("--multi-latent-attention",),
-    ("--qk-layernorm",),
-    ("--untie-embeddings-and-output-weights",),
-    ("--sequence-parallel",),
-    ("--use-distributed-optimizer",),
-    ("--overlap-moe-expert-parallel-comm",),
-    ("--moe-shared-expert-overlap",),
-    ("--moe-grouped-gemm",),
-    ("--moe-permute-fusion",),
-    ("--moe-router-pre-softmax",),
-    ("--moe-router-enable-expert-bias",),
-    ("--moe-router-force-load-balancing",),
-    ("--account-for-embedding-in-pipeline-split",),
-    ("--account-for-loss-in-pipeline-split",),
-    ("--rope-fusion", "--apply-rope-fusion"),
-    ("--bf16",),
-    ("--fp16",),
-    ("--grad-reduce-in-bf16",),
-    ("--accumulate-allreduce-grads-in-fp32",),
-    ("--use-precision-aware-optimizer",),
-    ("--bias-dropout-fusion",),
-    ("--fp8-param-gather", "--fp8-param"),
-    ("--use-megatron-fsdp",),
-    ("--use-torch-fsdp2",),
-    ("--optimizer-cpu-offload",),
-    ("--moe-pad-expert-input-to-capacity",),
-    ("--gradient-accumulation-fusion",),
-)
+_SWITCHES = """
+bf16 fp16 swiglu quick-geglu gated-linear-unit bias-swiglu-fusion,bias-activation-fusion disable-bias-linear add-qkv-bias
+group-query-attention multi-latent-attention qk-layernorm untie-embeddings-and-output-weights
+use-rotary-position-embeddings rope-fusion,apply-rope-fusion
+sequence-parallel account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+overlap-moe-expert-parallel-comm moe-shared-expert-overlap moe-grouped-gemm moe-permute-fusion
+moe-router-pre-softmax moe-router-enable-expert-bias moe-router-force-load-balancing moe-pad-expert-input-to-capacity
+use-distributed-optimizer use-precision-aware-optimizer optimizer-cpu-offload use-megatron-fsdp use-torch-fsdp2
+grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 gradient-accumulation-fusion bias-dropout-fusion
+fp8-param-gather,fp8-param
+"""
 """Flags that switch a setting on, and off as `--no-...`."""
 
-_OTHERS: Mapping[tuple[str, ...], Mapping[str, Any]] = {
-    ("--rotary-percent",): {"type": number},
-    ("--hidden-dropout",): {"type": number},
-    ("--moe-aux-loss-coeff",): {"type": number, "nargs": "+"},
-    ("--moe-router-load-balancing-type",): {"nargs": "+"},
-    ("--moe-layer-freq",): {"type": layer_pattern},
-    ("--window-attn-skip-freq",): {"type": layer_pattern},
-    ("--window-size",): {"type": size_pair},
-    ("--normalization",): {"type": one_of(("RMSNorm", "LayerNorm"))},
-    ("--position-embedding-type",): {"type": one_of(("learned_absolute", "rope", "mrope", "yarn", "none"))},
-    ("--softmax-type",): {"type": one_of(("vanilla", "off-by-one", "learnable"))},
-    ("--moe-router-score-function",): {"type": one_of(("softmax", "sigmoid"))},
-    ("--moe-router-dtype",): {"type": one_of(("fp32", "fp64"))},
-    ("--fp8-format",): {"type": one_of(("e4m3", "hybrid"))},
-    ("--fp8-recipe",): {"type": one_of(FP8_RECIPES)},
-    ("--pipeline-model-parallel-layout",): {},
-    ("--moe-token-dispatcher-type",): {"type": one_of(("alltoall", "allgather", "flex"))},
-    ("--moe-flex-dispatcher-backend",): {"type": one_of(DISPATCHERS[1:])},
-    ("--attention-backend",): {"type": one_of(("flash", "fused", "unfused", "local", "auto"))},
-    ("--transformer-impl",): {"type": one_of(("local", "transformer_engine", "inference_optimized"))},
-    ("--optimizer",): {},
-    ("--optimizer-offload-fraction",): {"type": number},
-    ("--data-parallel-sharding-strategy",): {"type": one_of(SHARDING_STRATEGIES)},
-    ("--moe-expert-capacity-factor",): {"type": number},
-    ("--moe-expert-rank-capacity-factor",): {"type": number},
-    ("--main-grads-dtype",): {"type": one_of(("fp32", "bf16"))},
-    ("--main-params-dtype",): {"type": one_of(("fp32", "fp16"))},
-    ("--exp-avg-dtype",): {"type": one_of(DTYPE_BYTES)},
-    ("--exp-avg-sq-dtype",): {"type": one_of(DTYPE_BYTES)},
-    ("--offload-window",): {},
-    ("--offload-prefetch",): {},
+_OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "moe-aux-loss-coeff": {"type": number, "nargs": "+"},
+    "moe-router-load-balancing-type": {"nargs": "+"},
+    "moe-layer-freq": {"type": layer_pattern},
+    "window-attn-skip-freq": {"type": layer_pattern},
+    "window-size": {"type": size_pair},
+    "normalization": {"type": one_of(("RMSNorm", "LayerNorm"))},
+    "position-embedding-type": {"type": one_of(("learned_absolute", "rope", "mrope", "yarn", "none"))},
+    "softmax-type": {"type": one_of(("vanilla", "off-by-one", "learnable"))},
+    "moe-router-score-function": {"type": one_of(("softmax", "sigmoid"))},
+    "moe-router-dtype": {"type": one_of(("fp32", "fp64"))},
+    "fp8-format": {"type": one_of(("e4m3", "hybrid"))},
+    "fp8-recipe": {"type": one_of(FP8_RECIPES)},
+    "moe-token-dispatcher-type": {"type": one_of(("alltoall", "allgather", "flex"))},
+    "moe-flex-dispatcher-backend": {"type": one_of(DISPATCHERS[1:])},
+    "attention-backend": {"type": one_of(("flash", "fused", "unfused", "local", "auto"))},
+    "transformer-impl": {"type": one_of(("local", "transformer_engine", "inference_optimized"))},
+    "data-parallel-sharding-strategy": {"type": one_of(SHARDING_STRATEGIES)},
+    "main-grads-dtype": {"type": one_of(("fp32", "bf16"))},
+    "main-params-dtype": {"type": one_of(("fp32", "fp16"))},
+    "exp-avg-dtype": {"type": one_of(DTYPE_BYTES)},
+    "exp-avg-sq-dtype": {"type": one_of(DTYPE_BYTES)},
 }
 """Other flags, each with its options for argparse."""
+
+_REALS = """
+rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacity-factor optimizer-offload-fraction
+"""
+"""Flags with real values."""
+
+_TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefetch"
+"""Flags with values that other code reads."""
 
 
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser of the flags that a plan depends on. Absent flags set no value.
 
-    Args:
-        source: Name of the source of the flags, for errors.
-        own_flags: Flags that other code reads from the same source, for suggestions after typing errors.
+    `source` names the source of the flags in errors. `own_flags` are flags that other code reads from the same source, for
+    suggestions after typing errors.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
-    for flags in _NUMBERS:
-        parser.add_argument(*flags, type=whole_number)
-    for flags in _SWITCHES:
-        parser.add_argument(*flags, action=argparse.BooleanOptionalAction)
-    for flags, options in _OTHERS.items():
-        parser.add_argument(*flags, **options)
+    for spellings in _NUMBERS.split():
+        parser.add_argument(*map(to_flag, spellings.split(",")), type=whole_number)
+    for spellings in _SWITCHES.split():
+        parser.add_argument(*map(to_flag, spellings.split(",")), action=argparse.BooleanOptionalAction)
+    for name in _REALS.split():
+        parser.add_argument(to_flag(name), type=number)
+    for name in _TEXTS.split():
+        parser.add_argument(to_flag(name))
+    for name, options in _OTHERS.items():
+        parser.add_argument(to_flag(name), **options)
     add_graph_flags(parser)
     return parser
 
@@ -160,10 +120,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words` that change a plan or are unknown, without duplicates.
-
-    Args:
-        words: Words that the parser did not recognize: flags and their values.
-    """
+    """Return the flags among `words`, which the parser did not recognize, that change a plan or are unknown."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

@@ -16,8 +16,8 @@ from typing import Any
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.argument_files import read_script_file
-from fgoffload.integrations.megatron.flags.assumption_flags import ASSUMPTION_FLAGS, make_assumptions
-from fgoffload.integrations.megatron.flags.experts_flags import EXPERTS_FLAGS, change_experts, make_experts
+from fgoffload.integrations.megatron.flags.assumption_flags import make_assumptions
+from fgoffload.integrations.megatron.flags.experts_flags import change_experts, make_experts
 from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, drop_unset, list_unknown
@@ -26,7 +26,6 @@ from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import (
     FIELD_FLAGS,
     MICROBATCHES_OF_A_CHUNK,
-    PARALLEL_FLAGS,
     VIRTUAL_STAGE_FLAGS,
     make_parallelism,
 )
@@ -44,30 +43,23 @@ from fgoffload.planner.model_ranks import Assumptions
 
 logger = logging.getLogger(__name__)
 
-_MODEL_FLAGS = {
-    name: name
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "vocab_size",
-        "seq_length",
-        "mtp_num_layers",
-        "moe_layer_freq",
-        "window_attn_skip_freq",
-        "rotary_percent",
-        "make_vocab_size_divisible_by",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-    )
-}
+_MODEL_FLAGS = """
+num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size seq_length mtp_num_layers
+moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
+q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+"""
 """Fields of a model, and of its list of layers, that have the name of their flag, with `_` for `-`."""
+
+_SET_BY_CONFIGURATION = """
+num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
+padded_vocab_size multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+position_embedding_type use_rotary_position_embeddings rotary_percent max_position_embeddings window_size
+window_attn_skip_freq normalization qk_layernorm softmax_type swiglu quick_geglu gated_linear_unit disable_bias_linear
+add_qkv_bias untie_embeddings_and_output_weights num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk
+moe_router_group_topk moe_router_num_groups moe_shared_expert_intermediate_size moe_grouped_gemm
+attention_backend transformer_impl fp16
+"""
+"""Flags, with `_` for `-`, that a model from another source, such as Hugging Face's files, does not take."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
 """Required flags, with example values."""
@@ -78,14 +70,6 @@ differ, so its flag is required."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """Default of `fgoffload train`, which reads bytes. Megatron-LM gets it from the tokenizer."""
-
-_CHANGEABLE = frozenset(
-    {"seq_length", "mtp_num_layers", "rope_fusion", "bias_swiglu_fusion", "hidden_dropout", "fp8_format", "fp8_recipe"}
-)
-"""Flags, with `_` for `-`, that change a model from another source, in addition to those of experts."""
-
-_OF_TYPES_AND_PADDING = frozenset({"bf16", "make_vocab_size_divisible_by"})
-"""Further flags that are allowed for a model from another source."""
 
 
 def read_model_file(
@@ -138,14 +122,13 @@ def read_model(
             if name not in values:
                 raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
-        if "num_experts" in values and values.get("tensor_model_parallel_size", 1) > 1 and "sequence_parallel" not in values:
-            values["sequence_parallel"] = True
+        if "num_experts" in values and _assume_sequence_parallel(values):
             logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
         list_chunks(model, parallelism)  # raises if the ranks cannot share the model
     except ConfigError as error:
-        message = name_flags(str(error), {**FIELD_FLAGS, **_MODEL_FLAGS})
+        message = name_flags(str(error), {**FIELD_FLAGS, **{name: name for name in _MODEL_FLAGS.split()}})
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
     warn_of_flags(values, parallelism, source)
     return model, parallelism
@@ -169,10 +152,7 @@ def read_parallelism(
         ConfigError: A flag has an invalid value, or the ranks cannot share the model.
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
-    shares_layers = values.get("tensor_model_parallel_size", 1) > 1
-    takes_sequence_parallel = shares_layers and "sequence_parallel" not in values
-    if takes_sequence_parallel:
-        values["sequence_parallel"] = True
+    takes_sequence_parallel = _assume_sequence_parallel(values)
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
@@ -187,13 +167,12 @@ def read_parallelism(
         )
         logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
     if "global_batch_size" not in values:
+        microbatches = parallelism.microbatches
+        sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
         logger.warning(
             "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
             "--global-batch-size %d.",
-            source,
-            parallelism.microbatches,
-            MICROBATCHES_OF_A_CHUNK,
-            parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size,
+            *(source, microbatches, MICROBATCHES_OF_A_CHUNK, sequences),
         )
     return model, parallelism
 
@@ -242,6 +221,14 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     return values
 
 
+def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
+    """Switch on sequence parallelism if ranks share layers and no flag sets it, and return whether that was so."""
+    if values.get("tensor_model_parallel_size", 1) <= 1 or "sequence_parallel" in values:
+        return False
+    values["sequence_parallel"] = True
+    return True
+
+
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
@@ -286,11 +273,10 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
 
 def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
     """Return a model from another source with the changes from the flags."""
-    known = _CHANGEABLE | _OF_TYPES_AND_PADDING | PARALLEL_FLAGS | EXPERTS_FLAGS | ASSUMPTION_FLAGS
     for name in values:
-        if name not in known:
+        if name in _SET_BY_CONFIGURATION.split():
             raise ConfigError(f"{to_flag(name)} is set by the configuration of {model.name}. Leave it out.")
-        if name in EXPERTS_FLAGS and model.experts is None:
+        if name.startswith("moe_") and model.experts is None:
             raise ConfigError(f"{to_flag(name)} is for experts, but {model.name} has none. Leave it out.")
     if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
@@ -303,7 +289,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that the flags of `_CHANGEABLE` set."""
+    """Return the fields of a model that the flags set, whatever the source of the model."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]

@@ -1,13 +1,13 @@
 """Warns of flags that are missing or not modelled, before a plan is made for a model that the user may not mean."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fgoffload.captured_tags import NO_GRAPHS
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.integrations.megatron.flags.model_flags import list_unknown
-from fgoffload.integrations.megatron.flags.other_flags import find_effect, list_effects
+from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import MICROBATCHES_OF_A_CHUNK
 from fgoffload.integrations.megatron.graphs.graph_checks import read_graphs
 from fgoffload.planner.model.parallelism import Parallelism
@@ -32,48 +32,38 @@ _KEEPING_SCORES = ("unfused", "local")
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
     """Warn of defaults that users often do not mean, and of flags that no formula covers.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        parallelism: Ranks and microbatches from the flags.
-        source: Name of the source of the flags.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry.
     """
+    for message in _list_warnings(values, parallelism):
+        logger.warning("%s: %s", source, message)
+
+
+def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Iterator[str]:
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
-        logger.warning(
-            "%s: without --moe-token-dispatcher-type a plan assumes alltoall; Megatron's default, allgather, is not modelled.",
-            source,
-        )
+        yield "without --moe-token-dispatcher-type a plan assumes alltoall; Megatron's default, allgather, is not modelled."
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
-        logger.warning(
-            "%s: without --moe-grouped-gemm a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
-            "recomputes no part of an expert alone. Only a profile knows what other experts save.",
-            source,
+        yield (
+            "without --moe-grouped-gemm a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
+            "recomputes no part of an expert alone. Only a profile knows what other experts save."
         )
-    if values.get("transformer_impl", _COVERED_LAYERS) != _COVERED_LAYERS:
-        logger.warning(
-            "%s: --transformer-impl %s saves other tensors than Transformer Engine's layers, which a plan assumes. Only a "
-            "profile knows them.",
-            source,
-            values["transformer_impl"],
+    if (layers := values.get("transformer_impl", _COVERED_LAYERS)) != _COVERED_LAYERS:
+        yield (
+            f"--transformer-impl {layers} saves other tensors than Transformer Engine's layers, which a plan assumes. Only a "
+            "profile knows them."
         )
     if read_graphs(values).impl != NO_GRAPHS:
-        logger.warning("%s: a plan does not count the unused memory in CUDA graph pools, so a step reserves more.", source)
-    if values.get("attention_backend") in _KEEPING_SCORES:
-        logger.warning(
-            "%s: --attention-backend %s saves the attention scores, which only a profile knows. A plan assumes fused "
-            "attention, which saves none.",
-            source,
-            values["attention_backend"],
+        yield "a plan does not count the unused memory in CUDA graph pools, so a step reserves more."
+    if (backend := values.get("attention_backend")) in _KEEPING_SCORES:
+        yield (
+            f"--attention-backend {backend} saves the attention scores, which only a profile knows. A plan assumes fused "
+            "attention, which saves none."
         )
     if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
-        logger.warning(
-            "%s: without --global-batch-size a step is 1 microbatch, as in Megatron, too few for a pipeline. Give it, as in "
-            "--global-batch-size %d.",
-            source,
-            MICROBATCHES_OF_A_CHUNK
-            * parallelism.pipeline_parallel_size
-            * parallelism.chunks
-            * parallelism.micro_batch_size
-            * parallelism.data_parallel_size,
+        chunks = parallelism.pipeline_parallel_size * parallelism.chunks
+        sequences = MICROBATCHES_OF_A_CHUNK * chunks * parallelism.micro_batch_size * parallelism.data_parallel_size
+        yield (
+            "without --global-batch-size a step is 1 microbatch, as in Megatron, too few for a pipeline. Give it, as in "
+            f"--global-batch-size {sequences}."
         )
 
 
@@ -89,17 +79,17 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
 
 def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
     """Warn of flags in `left` that a plan does not know, and of the errors that unmodelled flags cause, in one line each."""
-    flags = list_unknown(left)
-    effects = list_effects(flags)
+    effects: dict[str, list[str]] = {}
+    unknown = []
+    for flag in list_unknown(left):
+        if (effect := find_effect(flag)) is not None:
+            effects.setdefault(effect, []).append(flag)
+        else:
+            nearest = parser.find_nearest(flag)
+            unknown.append(flag if nearest is None else f"{flag} ({nearest}?)")
     for effect, found in effects.items():
         logger.warning("%s: not modelled, so that %s: %s.", source, effect, " ".join(found))
-    unknown = [_show_with_nearest(flag, parser) for flag in flags if find_effect(flag) is None]
     if len(unknown) > _MOST_SHOWN:
         unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
     if unknown:
         logger.warning("%s: a plan does not know %s and ignores it.", source, ", ".join(unknown))
-
-
-def _show_with_nearest(flag: str, parser: FlagParser) -> str:
-    nearest = parser.find_nearest(flag)
-    return flag if nearest is None else f"{flag} ({nearest}?)"

@@ -42,14 +42,5 @@ def trains_adapters(words: Iterable[str]) -> bool:
     return any(word.startswith("--") and find_effect(word.partition("=")[0]) == effect for word in words)
 
 
-def list_effects(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Return the flags that are not modelled, by their effect on a prediction."""
-    effects: dict[str, list[str]] = {}
-    for flag in flags:
-        if (effect := find_effect(flag)) is not None:
-            effects.setdefault(effect, []).append(flag)
-    return effects
-
-
 def _drop_no(flag: str) -> str:
     return "--" + flag.removeprefix("--no-").removeprefix("--disable-").removeprefix("--")

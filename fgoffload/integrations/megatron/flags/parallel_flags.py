@@ -39,9 +39,6 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
 )
 """The same for all fields except the data-parallel size and the microbatches, which depend on several flags."""
 
-PARALLEL_FLAGS = frozenset({*FIELD_FLAGS.values(), "global_batch_size", "num_gpus", "num_layers_per_virtual_pipeline_stage"})
-"""Flags, with `_` for `-`, that ranks and microbatches depend on."""
-
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """The two flags, with `_` for `-`, that set the number of chunks of a rank. Megatron-LM accepts one of them."""
 
@@ -55,11 +52,9 @@ def make_parallelism(
 ) -> Parallelism:
     """Return the ranks and microbatches from flags.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        model: Model that the ranks share.
-        num_gpus: Number of ranks if `values` has none. None selects the fewest that hold the model and its experts.
-        fills_pipeline: Without `--global-batch-size`, use enough microbatches to fill the pipeline instead of Megatron's one.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, ranks are the
+    fewest that hold the model and its experts. Without `--global-batch-size`, a step has Megatron's one microbatch, or with
+    `fills_pipeline` enough to fill the pipeline.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
@@ -71,24 +66,15 @@ def make_parallelism(
     data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     stages = sizes["pipeline_parallel_size"]
     virtual_size = _count_chunks(values, model.num_layers, stages)
-    one = 1
-    if fills_pipeline:
-        one = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size)
-    return Parallelism(
+    default = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size) if fills_pipeline else 1
+    fields = {"has_sequence_parallel": False, **{field: values[flag] for field, flag in FIELD_FLAGS.items() if flag in values}}
+    fields |= {
         **sizes,
-        virtual_pipeline_size=virtual_size,
-        data_parallel_size=data_parallel_size,
-        microbatches=_count_microbatches(values, sizes["micro_batch_size"], data_parallel_size, default=one),
-        microbatch_group_size=values.get("microbatch_group_size_per_virtual_pipeline_stage"),
-        has_sequence_parallel=values.get("sequence_parallel", False),
-        has_distributed_optimizer=values.get("use_distributed_optimizer", True),
-        has_expert_overlap=values.get("overlap_moe_expert_parallel_comm", False),
-        num_layers_in_first_pipeline_stage=values.get("decoder_first_pipeline_num_layers"),
-        num_layers_in_last_pipeline_stage=values.get("decoder_last_pipeline_num_layers"),
-        account_for_embedding_in_pipeline_split=values.get("account_for_embedding_in_pipeline_split", False),
-        account_for_loss_in_pipeline_split=values.get("account_for_loss_in_pipeline_split", False),
-        pipeline_layout=values.get("pipeline_model_parallel_layout"),
-    )
+        "virtual_pipeline_size": virtual_size,
+        "data_parallel_size": data_parallel_size,
+        "microbatches": _count_microbatches(values, sizes["micro_batch_size"], data_parallel_size, default=default),
+    }
+    return Parallelism(**fields)
 
 
 def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:

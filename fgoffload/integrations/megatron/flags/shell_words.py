@@ -6,6 +6,7 @@ variables, are left as written.
 """
 
 import ast
+import bisect
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,15 @@ from fgoffload.errors import ConfigError
 
 _LARGEST_EXPANSION = 16 * 1024 * 1024
 """Most characters of all variables of a script. A line such as `X="$X$X"` doubles them."""
-_OPERATOR = re.compile(r"&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
+_BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
+"""Blanks, continuations and comments between words."""
+_OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
+_END = re.compile(r"[\s|&;<>()]|\\\n")
+"""What ends a word outside of quotes."""
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
-_PLAIN = re.compile(r"[^\s\"'\\$`|&;<>()]+")
-_QUOTED = re.compile(r"[^\"\\$`]+")
+_LITERAL = re.compile(r"(?P<plain>[^\s\"'\\$`|&;<>()]+)|'(?P<single>[^']*)'|\\(?P<escaped>.?)", re.DOTALL)
+_IN_DOUBLE = re.compile(r"([^\"\\$`]+|\\(?![$`\"\\\n]))|\\([$`\"\\\n])")
+_BACKTICKS = re.compile(r"`([^`]*)`")
 _NAME = re.compile(r"\$(\w+|[@*#?$!-])")
 _EXPANSION = re.compile(r"(?P<name>\w+|[@*])(?:(?P<array>\[[@*]\])|(?P<operator>:?[-=+])(?P<word>.*))?", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
@@ -35,11 +41,13 @@ class Piece(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word and its pieces."""
+    """A word and its pieces, or an operator."""
 
     pieces: tuple[Piece, ...]
     line: int
     """Number of the line, from 1."""
+    operator: str = ""
+    """`;`, the end of a line, `&&`, a redirection or similar, which has no pieces; empty for a word."""
 
     @property
     def plain(self) -> str:
@@ -47,14 +55,7 @@ class Word(NamedTuple):
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
-class Operator(NamedTuple):
-    """Separator of words: `;`, the end of a line, `&&`, a redirection or similar."""
-
-    text: str
-    line: int
-
-
-def split_script(text: str, source: str) -> list[Word | Operator]:
+def split_script(text: str, source: str) -> list[Word]:
     """Return the words and operators of `text`, without comments, continuations and here-documents.
 
     Raises:
@@ -64,138 +65,116 @@ def split_script(text: str, source: str) -> list[Word | Operator]:
 
 
 class _Scanner:
-    def __init__(self, text: str, source: str, *, line: int = 1) -> None:
+    def __init__(self, text: str, source: str) -> None:
         self._text = text
         self._source = source
         self._at = 0
-        self._line = line
+        self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._documents: list[str] = []
         """End markers of the here-documents after the current line."""
 
-    def scan(self, *, in_array: bool = False) -> list[Word | Operator]:
-        first = self._line
-        items: list[Word | Operator] = []
+    def scan(self, *, in_array: bool = False) -> list[Word]:
+        begin = self._at
+        words: list[Word] = []
         while self._at < len(self._text):
-            character = self._text[self._at]
-            if character == "\n":
-                items.append(Operator("\n", self._line))
-                self._move(1)
-                self._skip_documents()
-            elif character.isspace() or self._text.startswith("\\\n", self._at):
-                self._move(1 if character.isspace() else 2)
-            elif character == "#":
-                end = self._text.find("\n", self._at)
-                self._move((len(self._text) if end < 0 else end) - self._at)
-            elif in_array and character == ")":
-                self._move(1)
-                return items
-            elif match := _OPERATOR.match(self._text, self._at):
-                items.append(Operator(match.group(), self._line))
-                self._move(len(match.group()))
-                if match.group().startswith("<<") and match.group() != "<<<":
-                    name = _DOCUMENT.match(self._text, self._at)
-                    self._documents += [name[1]] if name else []
+            line = self._find_line(self._at)
+            if self._take(_BLANK):
+                continue
+            if in_array and self._text[self._at] == ")":
+                self._at += 1
+                return words
+            if match := self._take(_OPERATOR):
+                words.append(Word((), line, match[0]))
+                if match[0] == "\n":
+                    self._skip_documents()
+                elif match[0] in ("<<", "<<-") and (name := _DOCUMENT.match(self._text, self._at)):
+                    self._documents.append(name[1])
             else:
-                items.append(self._scan_word())
+                words.append(Word(tuple(self._scan_pieces()), line))
         if in_array:
-            raise self._refuse("the array that begins here has no end. Close it with )", first)
-        return items
+            raise self._refuse("the array that begins here has no end. Close it with )", begin)
+        return words
 
-    def _scan_word(self) -> Word:
-        line = self._line
-        pieces: list[Piece] = []
+    def _scan_pieces(self) -> Iterator[Piece]:
+        first: Piece | None = None
+        count = 0
         while self._at < len(self._text):
-            character, rest = self._text[self._at], self._text[self._at : self._at + 2]
-            if character == "(" and len(pieces) == 1 and _ASSIGNMENT.fullmatch(pieces[0].text):
-                self._move(1)
-                words = self.scan(in_array=True)
-                pieces.append(Piece("array", "", tuple(one for one in words if isinstance(one, Word))))
-            elif character.isspace() or rest == "\\\n" or _OPERATOR.match(character):
-                break
-            elif character in "\"'\\$`":
-                pieces.append(self._scan_piece())
+            if self._text[self._at] == "(" and first and count == 1 and _ASSIGNMENT.fullmatch(first.text):
+                self._at += 1
+                piece = Piece("array", "", tuple(one for one in self.scan(in_array=True) if not one.operator))
+            elif _END.match(self._text, self._at):
+                return
             else:
-                match = _PLAIN.match(self._text, self._at)
-                text = match.group() if match else character
-                self._move(len(text))
-                pieces.append(Piece("plain", text))
-        return Word(tuple(pieces), line)
+                piece = self._scan_piece()
+            first = first or piece
+            count += 1
+            yield piece
 
     def _scan_piece(self) -> Piece:
-        """Scan a quote, an escape or an expansion."""
-        character = self._text[self._at]
-        if character == "'":
-            return Piece("quoted", self._take_until("'", "a quote that is not closed"))
-        if character == "\\":
-            self._move(2)
-            return Piece("quoted", self._text[self._at - 1 : self._at])
-        if character == '"':
+        if match := self._take(_LITERAL):
+            kind = str(match.lastgroup)
+            return Piece("plain" if kind == "plain" else "quoted", match[kind])
+        if self._text[self._at] == '"':
             return self._scan_double()
+        if self._text[self._at] == "'":
+            raise self._refuse("a quote that is not closed", self._at)
         return self._scan_expansion()
 
     def _scan_double(self) -> Piece:
-        first = self._line
-        self._move(1)
+        begin = self._at
+        self._at += 1
         pieces: list[Piece] = []
         while self._at < len(self._text):
-            character, following = self._text[self._at], self._text[self._at + 1 : self._at + 2]
-            if character == '"':
-                self._move(1)
+            if match := self._take(_IN_DOUBLE):
+                pieces.append(Piece("quoted", match[1] or match[2].strip("\n")))
+            elif self._text[self._at] == '"':
+                self._at += 1
                 return Piece("double", "", tuple(pieces))
-            if character == "\\" and following in ("$", "`", '"', "\\", "\n"):
-                pieces.append(Piece("quoted", "" if following == "\n" else following))
-                self._move(2)
-            elif character in "$`":
-                pieces.append(self._scan_expansion())
             else:
-                match = _QUOTED.match(self._text, self._at)
-                pieces.append(Piece("quoted", match.group() if match else character))
-                self._move(len(pieces[-1].text))
-        raise self._refuse("a quote that is not closed", first)
+                pieces.append(self._scan_expansion())
+        raise self._refuse("a quote that is not closed", begin)
 
     def _scan_expansion(self) -> Piece:
         for opened, closed, kind in (("$((", "))", "arithmetic"), ("$(", ")", "command"), ("${", "}", "variable")):
             if self._text.startswith(opened, self._at):
-                self._move(len(opened))
+                self._at += len(opened)
                 return Piece(kind, self._take_brackets(opened[-1], closed))
+        if match := self._take(_BACKTICKS):
+            return Piece("command", match[1])
         if self._text[self._at] == "`":
-            return Piece("command", self._take_until("`", "a command substitution that is not closed"))
-        match = _NAME.match(self._text, self._at)
-        self._move(len(match.group()) if match else 1)
-        return Piece("variable", match[1]) if match else Piece("quoted", "$")
+            raise self._refuse("a command substitution that is not closed", self._at)
+        if match := self._take(_NAME):
+            return Piece("variable", match[1])
+        self._at += 1
+        return Piece("quoted", "$")
 
     def _take_brackets(self, opened: str, closed: str) -> str:
         """Return the text up to the matching closing bracket, with nested brackets."""
-        begin, first, depth = self._at, self._line, 0
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if depth == 0 and self._text.startswith(closed, self._at):
-                self._move(len(closed))
-                return self._text[begin : self._at - len(closed)]
-            depth += (character == opened) - (character == closed[0])
-            self._move(1)
-        raise self._refuse("an expansion that is not closed", first)
-
-    def _take_until(self, end: str, problem: str) -> str:
-        place = self._text.find(end, self._at + 1)
-        if place < 0:
-            raise self._refuse(problem, self._line)
-        text = self._text[self._at + 1 : place]
-        self._move(len(text) + 2)
-        return text
+        begin, depth = self._at, 0
+        for place in range(begin, len(self._text)):
+            if depth == 0 and self._text.startswith(closed, place):
+                self._at = place + len(closed)
+                return self._text[begin:place]
+            depth += (self._text[place] == opened) - (self._text[place] == closed[0])
+        raise self._refuse("an expansion that is not closed", begin)
 
     def _skip_documents(self) -> None:
         while self._documents:
-            end = self._documents.pop(0)
-            match = re.compile(rf"^\t*{end}$", re.MULTILINE).search(self._text, self._at)
-            self._move((match.end() if match else len(self._text)) - self._at)
+            end = re.compile(rf"^\t*{self._documents.pop(0)}$", re.MULTILINE)
+            match = end.search(self._text, self._at)
+            self._at = match.end() if match else len(self._text)
 
-    def _move(self, count: int) -> None:
-        self._line += self._text.count("\n", self._at, self._at + count)
-        self._at += count
+    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        match = pattern.match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return match
 
-    def _refuse(self, problem: str, line: int) -> ConfigError:
-        return ConfigError(f"{self._source}, line {line}: {problem}. Argument files are read as bash reads them: close it.")
+    def _find_line(self, place: int) -> int:
+        return bisect.bisect_left(self._newlines, place) + 1
+
+    def _refuse(self, problem: str, place: int) -> ConfigError:
+        where = f"{self._source}, line {self._find_line(place)}"
+        return ConfigError(f"{where}: {problem}. Argument files are read as bash reads them: close it.")
 
 
 class Variables:
@@ -259,64 +238,57 @@ class Variables:
 
     def expand(self, word: Word) -> list[str]:
         """Return the words that bash expands `word` to: none for an empty variable, several for an array."""
-        done: list[str] = []
-        current: str | None = None
+        # NUL separates words. Quotes begin with another mark, so that an empty word in quotes stays.
+        text = ""
         for piece in word.pieces:
-            quoted = piece.kind == "double"
-            texts, splits = self._expand_piece(piece)
-            if splits:
-                texts, ends = _split_fields(texts)
+            texts = self._expand_piece(piece)
+            if piece.kind == "variable":
+                text += "\0".join(re.sub(r"\s+", "\0", one) for one in texts)
             else:
-                ends = False
-            for place, text in enumerate(texts):
-                if place or (ends and current is not None and text == ""):
-                    done += [] if current is None else [current]
-                    current = None
-                if text or quoted or piece.kind in ("quoted", "plain"):
-                    current = (current or "") + text
-        return done if current is None else [*done, current]
+                text += "\0".join(f"\1{one}" for one in texts)
+        return [one.replace("\1", "") for one in text.split("\0") if one]
 
     def expand_whole(self, word: Word, *, unknown: str | None = None) -> str:
         """Return `word` as one string, as in an assignment. An unknown variable becomes `unknown`, or is left as written."""
-        return "".join(" ".join(self._expand_piece(piece, unknown=unknown)[0]) for piece in word.pieces)
+        return "".join(" ".join(self._expand_piece(piece, unknown=unknown)) for piece in word.pieces)
 
-    def _expand_piece(self, piece: Piece, *, unknown: str | None = None) -> tuple[list[str], bool]:
-        """Return the strings of a piece, and whether bash splits them at blanks."""
+    def _expand_piece(self, piece: Piece, *, unknown: str | None = None) -> list[str]:
         if piece.kind in ("plain", "quoted"):
-            return [piece.text], False
+            return [piece.text]
         if piece.kind == "double":
             texts = [""]
             for one in piece.inner:
                 if isinstance(one, Piece):
-                    first, *more = self._expand_piece(one, unknown=unknown)[0] or [""]
+                    first, *more = self._expand_piece(one, unknown=unknown) or [""]
                     texts[-1] += first
                     texts += more
-            return texts, False
+            return texts
         if piece.kind == "variable":
-            return self._expand_variable(piece.text, unknown), True
+            return self._expand_variable(piece.text, unknown)
         if piece.kind == "arithmetic":
-            return [_compute(self.expand_whole(_scan_text(piece.text, self._source)), self._scalars)], False
-        return [f"$({piece.text})" if unknown is None else unknown], False
+            return [_compute(self.expand_whole(_scan_text(piece.text, self._source)), self._scalars)]
+        return [f"$({piece.text})" if unknown is None else unknown]
 
     def _expand_variable(self, text: str, unknown: str | None) -> list[str]:
+        as_written = f"${text}" if text.isalnum() else f"${{{text}}}"
         match = _EXPANSION.fullmatch(text)
-        name = match["name"] if match else ""
-        if match and match["array"] and (name in self._arrays or unknown is not None):
-            self._used.add(name)
+        if match is None:
+            return [as_written if unknown is None else unknown]
+        name, operation = match["name"], match["operator"] or ""
+        if match["array"]:
+            if name in self._arrays or unknown is not None:
+                self._used.add(name)
             return self._count(self._arrays.get(name, []))
         value = self._arrays[name][0] if self._arrays.get(name) else self._scalars.get(name)
-        kind = match["operator"] if match else None
-        if match and (kind is None or kind[-1] in "-="):
-            if value is not None and not match["array"] and (value or kind not in (":-", ":=")):
-                self._used.add(name)
-                return self._count([value])
-            if kind is not None:
-                return [self.expand_whole(_scan_text(match["word"], self._source), unknown=unknown)]
-        elif match and kind:
-            return [self.expand_whole(_scan_text(match["word"], self._source), unknown=unknown)] if value else []
-        if match and (value == "" or match["array"]):
+        has_value = bool(value) if operation.startswith(":") or operation == "+" else value is not None
+        if operation and has_value == operation.endswith("+"):
+            return [self.expand_whole(_scan_text(match["word"], self._source), unknown=unknown)]
+        if operation.endswith("+"):
             return []
-        return [f"${text}" if text.isalnum() else f"${{{text}}}"] if unknown is None else [unknown]
+        if value is not None:
+            self._used.add(name)
+            return self._count([value])
+        return [as_written if unknown is None else unknown]
 
     def _count(self, texts: list[str]) -> list[str]:
         self._size += sum(map(len, texts)) + len(texts)
@@ -328,24 +300,11 @@ class Variables:
         return texts
 
 
-def _split_fields(texts: list[str]) -> tuple[list[str], bool]:
-    """Return `texts` split at blanks. An empty string at either end marks the boundary of a word."""
-    fields: list[str] = []
-    for text in texts:
-        parts = text.split()
-        if parts and text[:1].isspace():
-            parts.insert(0, "")
-        if parts and text[-1:].isspace():
-            parts.append("")
-        fields += parts
-    return fields, bool(fields) and fields[0] == ""
-
-
 def _scan_text(text: str, source: str) -> Word:
     """Return `text` as if it were inside double quotes."""
     stripped = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
-    (word,) = _Scanner('"' + stripped.replace('"', '\\"') + '"', source).scan()
-    return word if isinstance(word, Word) else Word((), 1)
+    (word,) = split_script('"' + stripped.replace('"', '\\"') + '"', source)
+    return word
 
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
