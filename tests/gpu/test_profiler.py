@@ -37,7 +37,8 @@ def test_a_profile_names_the_groups_and_shows_their_copies_on_other_streams_than
     if not compute:
         pytest.skip("the profiler gets no kernels from CUPTI on this machine")
     to_host, to_device = find_streams(events, "gpu_memcpy", "Memcpy DtoH"), find_streams(events, "gpu_memcpy", "Memcpy HtoD")
-    assert len(to_host) == len(to_device) == 1
+    assert 1 <= len(to_host) <= 2  # see [Note: Pieces of a copy]
+    assert 1 <= len(to_device) <= 2
     assert to_host.isdisjoint(to_device)
     assert compute.isdisjoint(to_host | to_device)
 
