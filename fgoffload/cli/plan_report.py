@@ -31,7 +31,6 @@ from fgoffload.cli.plan_tables import (
     build_rank_table,
     build_sweep_table,
 )
-from fgoffload.cli.streams import discard_native_output
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
 from fgoffload.plan import NOTHING
@@ -102,17 +101,16 @@ def show_plan(
 def _working(what: str) -> Iterator[None]:
     """Show a spinner on a terminal, and elsewhere a line if it takes more than two seconds."""
     bar = PipeConsole(stderr=True)
-    with discard_native_output():
-        if bar.is_terminal:
-            with bar.status(what):
-                yield
-            return
-        late = threading.Timer(PATIENCE_S, show_line, (f"{what} ...",))
-        late.start()
-        try:
+    if bar.is_terminal:
+        with bar.status(what):
             yield
-        finally:
-            late.cancel()
+        return
+    late = threading.Timer(PATIENCE_S, show_line, (f"{what} ...",))
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def _draw_step(report: PlanReport, checked: PlanOptions, *, budget_bytes: int, title: str) -> None:
@@ -170,7 +168,7 @@ def show_sweep(
     found = sweep(ranks, budgets, host_budget_bytes=host_budget_bytes)
     bar = PipeConsole(stderr=True)
     shown = track(found, "planning", total=len(budgets), console=bar, transient=True, disable=not bar.is_terminal)
-    with discard_native_output() if bar.is_terminal else _working(f"planning for {len(budgets)} budgets"):
+    with contextlib.nullcontext() if bar.is_terminal else _working(f"planning for {len(budgets)} budgets"):
         solutions = list(shown)[::-1]
     console.print(build_sweep_table(report.baselines, solutions, subject))
     if subject.link_line:

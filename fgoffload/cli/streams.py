@@ -1,7 +1,6 @@
 """Terminal output beside the results: library messages and closed pipes."""
 
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -134,20 +133,3 @@ def drop_unread_output() -> None:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, stream.fileno())
             os.close(devnull)
-
-
-@contextlib.contextmanager
-def discard_native_output() -> Iterator[None]:
-    """Discard what C++ code prints to stdout in the body: no option switches off some lines of HiGHS."""
-    libc = ctypes.CDLL(None)
-    sys.stdout.flush()
-    libc.fflush(None)
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        libc.fflush(None)
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nowhere)

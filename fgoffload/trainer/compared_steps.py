@@ -25,6 +25,8 @@ from fgoffload.plan import NOTHING, OffloadPlan
 from fgoffload.planner.profiled_ranks import make_rank_models
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import FULL_RECOMPUTE, MegatronFlags
+from fgoffload.planner.solving.solver import solve
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.tags import default_tags
@@ -128,9 +130,6 @@ def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan,
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
     """Return the plan that offloads, in all layers, the largest tags whose copies compute can hide."""
-    # Imported here, since SciPy is the slowest import, and only one process plans.
-    from fgoffload.planner.solving.megatron_flags import MegatronFlags
-
     tags = default_tags()
     keeping_s = simulate(ranks, NOTHING).step_s
     best = NOTHING
@@ -168,9 +167,6 @@ def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
 
 def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
     """Return the plan for a budget halfway between full recompute and the baseline, or the empty plan if none fits."""
-    from fgoffload.planner.solving.megatron_flags import FULL_RECOMPUTE
-    from fgoffload.planner.solving.solver import solve
-
     keeping_bytes, least_bytes = (simulate(ranks, plan).peak_bytes for plan in (NOTHING, FULL_RECOMPUTE.make_plan(ranks)))
     try:
         return solve(ranks, budget_bytes=(keeping_bytes + least_bytes) // 2, host_budget_bytes=host_budget_bytes).plan

@@ -1,7 +1,7 @@
 """The fastest plan within a memory budget, for all pipeline ranks.
 
-    ranks -> treatments of each kind of layer with costs -> a mixed-integer program for each rank -> placed in layers
-          -> simulated and corrected -> walks -> simulated together -> Solution
+    ranks -> treatments of each kind of layer with costs -> price sweeps for each rank -> local search
+          -> simulated together -> Solution
 
 Every prediction in a `Solution` is the simulator's.
 """

@@ -31,7 +31,11 @@ from collections.abc import Mapping
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
+from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import MegatronFlags
+from fgoffload.planner.solving.solver import count_planned_bytes, solve_leaving_free
 from fgoffload.planner.timing.link_profile import LinkProfile
 from fgoffload.planner.timing.profile import CPU, Profile, RankProfile, make_rank_model, merge_processes
 from fgoffload.planner.tried_plan import Tried
@@ -149,11 +153,6 @@ class MeasuredStep:
         Raises:
             PlanError: No plan fits, or layers cannot follow the older plan.
         """
-        # Imported here, since SciPy loads slower than everything else and only one process plans.
-        from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
-        from fgoffload.planner.simulation.simulator import simulate
-        from fgoffload.planner.solving.solver import solve_leaving_free
-
         models = self._make_models(call.microbatches)
         if known is not None:
             plan = known.planned.plan
@@ -181,10 +180,6 @@ class MeasuredStep:
         Raises:
             PlanError: The step exceeds the budget even if all layers are offloaded.
         """
-        from fgoffload.planner.simulation.simulator import simulate
-        from fgoffload.planner.solving.megatron_flags import MegatronFlags
-        from fgoffload.planner.solving.solver import count_planned_bytes
-
         # The measured step runs without a plan.
         models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]
         planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
