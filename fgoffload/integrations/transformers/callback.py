@@ -1,8 +1,10 @@
 """Callback that offloads the activations of a `Trainer`'s model."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fgoffload.engine import TimeKind
@@ -12,7 +14,6 @@ from fgoffload.integrations.pytorch.entry import NO_MEMORY, offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
-from fgoffload.integrations.transformers.rivals import warn_of_rivals
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import GIB, is_size
 
@@ -83,7 +84,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
         if self.handle is None:
-            warn_of_rivals(args, model)
+            _warn_of_rivals(args, model)
         elif not self.handle.is_of(model):
             self.handle.close()
         elif self._memory is not None:
@@ -152,3 +153,27 @@ def _list_numbers(handle: ModelOffload) -> dict[str, float]:
     if stats is not None and handle.config.is_timed:
         found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
     return found
+
+
+def _warn_of_rivals(args: TrainingArguments, model: torch.nn.Module) -> None:
+    """Warn once about other switches, in `args` or in wrappers of `model`, that offload activations."""
+    rivals = list(_find_rivals(args, model))
+    if rivals:
+        logger.warning(
+            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the "
+            "others off. Results stay bitwise identical.",
+            " and ".join(rivals),
+            "are" if len(rivals) > 1 else "is",
+        )
+
+
+def _find_rivals(args: TrainingArguments, model: torch.nn.Module) -> Iterator[str]:
+    """Yield each switch that offloads activations, as the user types it."""
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
+    found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
+    if found:
+        yield f"transformers' {found}={{'offload': True}}"
+    if any(type(module).__name__ == "OffloadWrapper" for module in model.modules()):
+        yield "accelerate's fsdp_activation_checkpointing_offload"
+    if getattr(args, "activation_offloading", False):
+        yield "TRL's activation_offloading"
