@@ -43,10 +43,12 @@ def enable_activation_offloading(
             f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models use `fgoffload.offload`."
         )
     # FSDP1 gathers in its wrapper's forward, so the region and the checkpoint go around the wrapped module.
-    units = [dataclasses.replace(unit, module=unwrap(unit.module)) for unit in find_fsdp_units(model)]
+    units = [
+        dataclasses.replace(unit, module=unwrap(unit.module), is_checkpointed=enable_ckpt) for unit in find_fsdp_units(model)
+    ]
     if not units:
         raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers, then call this.")
-    handle = offload_sites(model, [dataclasses.replace(unit, is_checkpointed=enable_ckpt) for unit in units], config)
+    handle = offload_sites(model, units, config)
     if enable_ckpt and handle.config.enabled:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):

@@ -20,8 +20,8 @@ _MOST_COPIES = 256
 _REPEATS = 3
 """Repeats of each timing. The best one counts, since other load only lowers the rate."""
 
-_PRODUCT_SIZE = {"cpu": 256, "cuda": 4096}
-"""Rows of the square matrices, by device type. On an H100, one bf16 product of size 4096 takes a quarter of a millisecond."""
+_PRODUCT_SIZE = 4096
+"""Rows of the square matrices. On an H100, one bf16 product takes a quarter of a millisecond."""
 _PRODUCTS = 40
 
 
@@ -64,13 +64,11 @@ class _Buffers:
     def copy(self, size_bytes: int, *, to_host: bool) -> None:
         """Queue one copy on the stream of its direction."""
         device = self.device
-        index, stream = (0, device.d2h_stream) if to_host else (1, device.h2d_stream)
-        on_host, on_device = self._slabs[index].buffer[:size_bytes], self._on_device[index][:size_bytes]
+        stream = device.d2h_stream if to_host else device.h2d_stream
+        on_host, on_device = self._slabs[to_host].buffer[:size_bytes], self._on_device[to_host][:size_bytes]
+        source, destination = (on_device, on_host) if to_host else (on_host, on_device)
         with device.copying_on(stream):
-            if to_host:
-                device.copy_bytes(destination=on_host, source=on_device, stream=stream)
-            else:
-                device.copy_bytes(destination=on_device, source=on_host, stream=stream)
+            device.copy_bytes(destination=destination, source=source, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
         """Return the seconds of `count` concurrent copies in each of `directions`: those of the slower direction."""
@@ -104,8 +102,9 @@ def _measure_size(buffers: _Buffers, size_bytes: int) -> CopyRate:
 def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
     """Return the fraction by which concurrent copies in both directions slow down matrix products."""
     device = buffers.device
-    size = _PRODUCT_SIZE.get(device.type, 4096)
-    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device.type)
+    if device.has_blocking_copies:
+        return 0.0  # copies block: they end before a product begins
+    matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=torch.bfloat16, device=device.type)
     out = torch.empty_like(matrix)
 
     def time_products() -> float:
@@ -120,8 +119,6 @@ def _measure_slowdown(buffers: _Buffers, size_bytes: int) -> float:
     alone_s = min(time_products() for _ in range(1 + _REPEATS))
     copy_s = buffers.time_copies(size_bytes, 2, (True, False)) / 2
     count = 2 + int(2 * alone_s / copy_s)  # enough copies to outlast the products
-    if device.has_blocking_copies:
-        return 0.0  # copies block: they end before a product begins
     beside_s = float("inf")
     for _ in range(_REPEATS):
         for _ in range(count):

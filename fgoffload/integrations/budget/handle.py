@@ -24,7 +24,7 @@ from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.layers import find_parts
 from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, check_memory, find_budget, find_meter, read_size
 from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, describe, make_first_plan, merge_blocks
-from fgoffload.integrations.budget.trial import REST, MeasuredBlock, Trial, note_state
+from fgoffload.integrations.budget.trial import REST, MeasuredBlock, State, Trial
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.pytorch.devices import DeviceChoice
@@ -103,11 +103,9 @@ class BudgetOffload(ModelOffload):
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
         """Return `forward` or its replacement: a checkpoint, a trial, or a watched forward of the model."""
-        if self._trial is not None:
-            if tag is None or tag == LAYER:
-                return forward
-            return functools.partial(self._run_part, module, forward, tag)
-        if is_inert():
+        if self._trial is not None and tag is not None and tag != LAYER:
+            return functools.partial(self._trial.run_part, module, tag, forward)
+        if self._trial is not None or is_inert():
             return forward
         if tag is None:
             self._begin_step(module, given)
@@ -127,11 +125,10 @@ class BudgetOffload(ModelOffload):
         return None if forward is None else KeptRun(forward)
 
     def _find_action(self, layer: int, tag: str) -> Action:
-        if self._planned is None or self._numel > self._planned_numel:
+        planned = self._planned
+        if planned is None or self._numel > self._planned_numel or not planned.blocks[layer].is_measured:
             return Action.KEEP if tag == LAYER else Action.OFFLOAD
-        if not self._planned.blocks[layer].is_measured:
-            return Action.KEEP if tag == LAYER else Action.OFFLOAD
-        return self._planned.plan.actions.get(Site(chunk=0, layer=layer, tag=tag), Action.KEEP)
+        return planned.plan.actions.get(Site(chunk=0, layer=layer, tag=tag), Action.KEEP)
 
     def _is_offloaded(self, layer: int, tag: str) -> bool:
         if tag != LAYER:
@@ -176,7 +173,7 @@ class BudgetOffload(ModelOffload):
         engine.device.synchronize(engine.device.record_event(engine.device.current_stream()))
         return time.perf_counter()
 
-    def _watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _watch(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, and read peak and time at the end of its backward, before the optimizer's share."""
         if self._meter is None or not (self._measures or self._is_compared(self._step)):
             return forward(*args, **kwargs)
@@ -193,8 +190,8 @@ class BudgetOffload(ModelOffload):
             self._step_s = self._read_clock() - self._begun_s
 
     @skip
-    def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
-        before = note_state(module, (args, kwargs))
+    def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, /, *args: Any, **kwargs: Any) -> Any:
+        before = State(module, (args, kwargs))
         output = forward(*args, **kwargs)
         model, meter = self._model(), self._meter
         if model is None or meter is None:
@@ -208,10 +205,6 @@ class BudgetOffload(ModelOffload):
                 self._trial = None
         return output
 
-    @skip
-    def _run_part(self, module: torch.nn.Module, forward: Callable[..., Any], tag: str, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self._trial is None else self._trial.run_part(module, tag, forward, args, kwargs)
-
     def _compare(self, meter: PeakMeter) -> None:
         """Plan after a measured step, or correct the plan after a compared step. All processes do so together."""
         grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self._planned is None else 0
@@ -223,23 +216,24 @@ class BudgetOffload(ModelOffload):
         if self._measures:
             self._plan(reading)
             return
-        if self._planned is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
+        planned, planner = self._planned, self._planner
+        if planned is None or planner is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
             return
         age = self._step - 1 - self._planned_at
         if _SETTLED - _TIMED < age <= _SETTLED:
             self._times_s.append(reading.step_s)
             reading = reading._replace(step_s=min(self._times_s))
-        self._planned.measured = reading
+        planned.measured = reading
         # A plan within the budget is corrected at most once. Otherwise two plans with different errors would alternate.
-        is_far = abs(reading.peak_bytes - self._planned.peak_bytes) > _FAR * self._planned.peak_bytes
-        is_above = reading.peak_bytes > self._budget_bytes and not self._planned.is_nearest
+        is_far = abs(reading.peak_bytes - planned.peak_bytes) > _FAR * planned.peak_bytes
+        is_above = reading.peak_bytes > self._budget_bytes and not planned.is_nearest
         if is_above or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
-            self._correct(self._planned, reading)
-        elif age == _SETTLED and self._planner is not None:
-            self._planned.step_s = self._planner.fit(self._planned.plan, reading)
+            self._correct(planned, planner, reading)
+        elif age == _SETTLED:
+            planned.step_s = planner.fit(planned.plan, reading)
         elif age < _SETTLED:
-            self._planned.measured = reading._replace(step_s=0.0)
+            planned.measured = reading._replace(step_s=0.0)
 
     def _plan(self, reading: StepReading) -> None:
         numel = max(gather(self._numel))
@@ -253,16 +247,15 @@ class BudgetOffload(ModelOffload):
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
         merged = merge_blocks(gather(blocks))
-        self._planner = Planner(
+        planner = self._planner = Planner(
             merged,
             link=min(gather(link), key=lambda one: one.duplex_bytes_per_s),
             policy=self._policy,
             budget_bytes=min(gather(self._budget_bytes)),
-            min_offloaded_bytes=self.config.min_offloaded_bytes,
-            host_budget_bytes=self.config.host_budget_bytes,
+            config=self.config,
         )
-        self._planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), StepReading(reading.peak_bytes, 0.0))
-        planned = self._ask(self._planner)
+        planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), StepReading(reading.peak_bytes, 0.0))
+        planned = ask_first(planner.solve)
         self._measures, self._tried_numel, self._corrections = False, numel, 0
         if isinstance(planned, BudgetError):
             if self._planned is None:
@@ -270,36 +263,25 @@ class BudgetOffload(ModelOffload):
             logger.warning("all activations of larger inputs of %s are offloaded: %s", self.name, planned)
             return
         self._planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
-        self._policy = self._planner.policy
+        self._policy = planner.policy
         engine.set_policy(self._policy)
         logger.info("%s", self.explain())
 
-    def _correct(self, planned: BudgetPlan, reading: StepReading) -> None:
-        if self._planner is None:
-            return
+    def _correct(self, planned: BudgetPlan, planner: Planner, reading: StepReading) -> None:
         logger.info(
             "%s reached a peak of %s, but the plan predicted %s: planning again.",
             self.name,
             format_bytes(reading.peak_bytes),
             format_bytes(planned.peak_bytes),
         )
-        self._planner.fit(planned.plan, reading._replace(step_s=0.0))
-        found = self._ask(self._planner)
+        planner.fit(planned.plan, reading._replace(step_s=0.0))
+        found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
             planned.is_nearest = True
             logger.warning("the plan of %s exceeded its predicted peak, and training goes on with it: %s", self.name, found)
             return
         self._planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
-
-    def _ask(self, planner: Planner) -> BudgetPlan | BudgetError:
-        def solve() -> BudgetPlan | BudgetError:
-            try:
-                return planner.solve()
-            except BudgetError as error:
-                return error
-
-        return ask_first(solve)
 
     def _derive_policy(self, lane: Lane) -> None:
         """Derive the policy only before there is a plan. Later steps use the plan's policy."""
@@ -329,7 +311,7 @@ def _read_reserve(reserve: str | int | None) -> int:
     return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
 
 
-def _recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run `forward` in a checkpoint that saves the arguments with gradients, positional and by keyword."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     moved = [kwargs.pop(name) for name in names]

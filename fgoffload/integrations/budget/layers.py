@@ -30,9 +30,9 @@ def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
                 f"memory: FSDP shards parts of {type(inner).__name__} separately, and a recompute would gather them again. "
                 "Shard whole layers, or name modules instead of a budget."
             )
-        is_compiled = getattr(layer, "_compiled_call_impl", None) is not None or hasattr(layer, "_orig_mod")
-        sites.append(ModuleSite(layer if hasattr(layer, "_orig_mod") else inner, f"layer {number}", LAYER, number))
-        if not is_compiled:
+        is_wrapped = hasattr(layer, "_orig_mod")
+        sites.append(ModuleSite(layer if is_wrapped else inner, f"layer {number}", LAYER, number))
+        if not is_wrapped and getattr(layer, "_compiled_call_impl", None) is None:
             sites += [ModuleSite(part, f"layer {number} {tag}", tag, number) for tag, part in _list_parts(inner)]
     return sites
 
@@ -68,4 +68,5 @@ def _list_parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str
         if isinstance(child, _CONTAINERS):
             yield from _list_parts(child, f"{prefix}{name}_")
         elif any(True for _ in child.parameters()):
-            yield f"{prefix}{name}" if not (prefix + name)[0].isdecimal() else f"part_{prefix}{name}", child
+            tag = f"{prefix}{name}"
+            yield f"part_{tag}" if tag[0].isdecimal() else tag, child

@@ -1,6 +1,5 @@
 """Measures the device bytes of a step, from the allocator or, on a CPU, from a ledger of activations."""
 
-import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -15,83 +14,69 @@ DEFAULT_RESERVE = "2GiB"
 """Memory that `memory="auto"` leaves for the CUDA context, NCCL and fragmentation."""
 
 
-class PeakMeter(abc.ABC):
-    """Counts device bytes between two calls of `take`."""
-
-    @abc.abstractmethod
-    def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a forward of the model."""
-
-    @abc.abstractmethod
-    def read(self) -> tuple[int, int]:
-        """Return the current bytes, and the peak bytes since the last call."""
-
-    @abc.abstractmethod
-    def take(self) -> int:
-        """Return the peak bytes since the last call of `take`, also over calls of `read` in between."""
-
-    @abc.abstractmethod
-    def left_out(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context whose bytes are not counted in `take`."""
-
-
-class AllocatorMeter(PeakMeter):
-    """Reads the bytes that torch's allocator has allocated, and resets its peak."""
+class PeakMeter:
+    """Counts device bytes between two calls of `take`: those that torch's allocator has allocated. Resets its peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
 
-    def watch(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+    def watch(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a forward of the model."""
         return contextlib.nullcontext()
 
-    def read(self) -> tuple[int, int]:  # noqa: D102
+    def read(self) -> tuple[int, int]:
+        """Return the current bytes, and the peak bytes since the last call."""
         allocated_bytes, peak_bytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return allocated_bytes, peak_bytes
 
-    def take(self) -> int:  # noqa: D102
+    def take(self) -> int:
+        """Return the peak bytes since the last call of `take`, also over calls of `read` in between."""
         self.read()
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:  # noqa: D102
+    def left_out(self) -> Iterator[None]:
+        """Leave the bytes of the body out of `take`."""
         peak_bytes = self.take()
         yield
         self.read()
         self._peak_bytes = peak_bytes
 
 
-class LedgerMeter(PeakMeter):
+class _LedgerMeter(PeakMeter):
     """Counts parameters, their gradients, and the activations that a ledger finds alive."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
+        super().__init__()
         self._engine = engine
         self._parameters = [one for one in model.parameters() if not one.is_meta]
         self._ledger = ActivationLedger(parameters=self._parameters)
 
-    def watch(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
+    def watch(self) -> contextlib.AbstractContextManager[object]:
         self._ledger = ActivationLedger(parameters=self._parameters)
         self._engine.observers.append(self._ledger)
         return self._ledger.watch()
 
-    def read(self) -> tuple[int, int]:  # noqa: D102
+    def read(self) -> tuple[int, int]:
         return 0, 0
 
-    def take(self) -> int:  # noqa: D102
+    def take(self) -> int:
         if self._ledger in self._engine.observers:
             self._engine.observers.remove(self._ledger)
         static_bytes = sum((1 + one.requires_grad) * one.numel() * one.element_size() for one in self._parameters)
         return static_bytes + self._ledger.peak_bytes
 
-    def left_out(self) -> contextlib.AbstractContextManager[object]:  # noqa: D102
-        return contextlib.nullcontext()  # a trial has its own hooks
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        yield  # a trial has its own hooks
 
 
 def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
     """Return the meter for the device of `engine`."""
-    return AllocatorMeter() if engine.device.type == "cuda" else LedgerMeter(model, engine)
+    return PeakMeter() if engine.device.type == "cuda" else _LedgerMeter(model, engine)
 
 
 def read_size(value: Any, *, name: str) -> int:

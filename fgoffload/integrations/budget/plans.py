@@ -10,7 +10,10 @@ from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import SavedTensor
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT, LayerPart, MeasuredLayer, make_rank
-from fgoffload.planner.ranks.rank_model import LinkModel, RankModel
+from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.solver import solve
+from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
@@ -51,8 +54,7 @@ class Planner:
         link: Link between the device and its host.
         policy: Window and prefetch sizes.
         budget_bytes: Memory budget, as the allocator counts bytes.
-        min_offloaded_bytes: Minimum size. Smaller storages stay on the device.
-        host_budget_bytes: Host memory of this process. None for no limit.
+        config: Options of offload, for its minimum size and its limit of host memory.
     """
 
     def __init__(
@@ -62,18 +64,20 @@ class Planner:
         link: LinkModel,
         policy: TransferPolicy,
         budget_bytes: int,
-        min_offloaded_bytes: int,
-        host_budget_bytes: int | None,
+        config: TransferConfig,
     ) -> None:
         self._blocks = tuple(blocks)
         self._budget_bytes = budget_bytes
-        layers = _make_layers(blocks, min_offloaded_bytes)
+        layers = _make_layers(blocks, config.min_offloaded_bytes)
         # A part is one group to the planner. It must fit into the window, and be reloaded as a whole before backward needs it.
-        largest_bytes = max(_count_part_bytes(layer) for layer in layers)
-        policy = TransferPolicy(
+        largest_bytes = max(
+            sum(one.size_bytes for one in layer.tensors if part.name in one.tags) for layer in layers for part in layer.parts
+        )
+        self.policy = TransferPolicy(
             window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
         )
-        rank = make_rank(layers, link=link, static_bytes=0, policy=policy, host_budget_bytes=host_budget_bytes)
+        """Window and prefetch sizes for which the plan is simulated, and with which it must run."""
+        rank = make_rank(layers, link=link, static_bytes=0, policy=self.policy, host_budget_bytes=config.host_budget_bytes)
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
@@ -83,8 +87,6 @@ class Planner:
             plan: Plan of the step.
             reading: Measured step. A time of 0 leaves the time unchanged.
         """
-        from fgoffload.planner.simulation.simulator import simulate  # SciPy loads slowly
-
         found = simulate([self._rank], plan)
         outside_s = max(0.0, reading.step_s - found.step_s) if reading.step_s else 0.0
         self._rank = dataclasses.replace(
@@ -94,14 +96,8 @@ class Planner:
         )
         return found.step_s + outside_s
 
-    def solve(self) -> BudgetPlan:
-        """Return the fastest plan that fits.
-
-        Raises:
-            BudgetError: No plan fits. The error has the budget of the nearest plan that was found.
-        """
-        from fgoffload.planner.solving.solver import solve
-
+    def solve(self) -> BudgetPlan | BudgetError:
+        """Return the fastest plan that fits, or an error with the budget of the nearest plan that was found."""
         try:
             solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
@@ -109,24 +105,9 @@ class Planner:
                 f"memory {format_bytes(self._budget_bytes)} is below what recompute and offload of the layers reach: the "
                 f"nearest plan is predicted to take {format_bytes(error.least_bytes)}."
             )
-            raise BudgetError(why, round(_SAFETY * error.least_bytes)) from None
+            return BudgetError(why, round(_SAFETY * error.least_bytes))
         result = solution.result
         return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
-
-    @property
-    def policy(self) -> TransferPolicy:
-        """Window and prefetch sizes for which the plan is simulated, and with which it must run."""
-        return self._rank.policy
-
-    @property
-    def rank(self) -> RankModel:
-        """Rank model for the simulator."""
-        return self._rank
-
-
-def _count_part_bytes(layer: MeasuredLayer) -> int:
-    """Return the bytes that the largest part of `layer` offloads."""
-    return max(sum(one.size_bytes for one in layer.tensors if part.name in one.tags) for part in layer.parts)
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
@@ -135,9 +116,9 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
             for number, block in enumerate(blocks)
-            for tag in dict.fromkeys(
-                tag for size, tags in block.storages for tag in tags if size >= min_offloaded_bytes and tag != LAYER_INPUT
-            )
+            for size, tags in block.storages
+            for tag in tags
+            if size >= min_offloaded_bytes and tag != LAYER_INPUT
         }
     )
 
@@ -150,16 +131,16 @@ def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock
     """
     if len({tuple((one.name, tuple(one.parts), len(one.storages)) for one in blocks) for blocks in ranks}) > 1:
         raise ConfigError("memory: the processes measured different layers. Give all of them the same model.")
-    return [_merge(same) for same in zip(*ranks, strict=True)]
+    return [_merge(same, max) for same in zip(*ranks, strict=True)]
 
 
-def _merge(same: Sequence[MeasuredBlock]) -> MeasuredBlock:
+def _merge(same: Sequence[MeasuredBlock], choose: Callable[[list[float]], float]) -> MeasuredBlock:
     first = same[0]
     sizes = zip(*(one.storages for one in same), strict=True)
     return MeasuredBlock(
         first.name,
-        _merge_parts([one.whole for one in same], max),
-        {tag: _merge_parts([one.parts[tag] for one in same], max) for tag in first.parts},
+        _merge_parts([one.whole for one in same], choose),
+        {tag: _merge_parts([one.parts[tag] for one in same], choose) for tag in first.parts},
         [(max(size for size, _ in alike), alike[0][1]) for alike in sizes],
     )
 
@@ -184,16 +165,14 @@ def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> l
         keys.append(key)
         alike.setdefault(key, []).append(block)
     made = {
-        key: _make_layer(same, kind=f"{same[0].name}_{number}", min_offloaded_bytes=min_offloaded_bytes)
+        key: _make_layer(_merge(same, statistics.median), number, min_offloaded_bytes)
         for number, (key, same) in enumerate(alike.items())
     }
     return [made[key] for key in keys]
 
 
-def _make_layer(same: Sequence[MeasuredBlock], *, kind: str, min_offloaded_bytes: int) -> MeasuredLayer:
-    first = same[0]
-    whole = _merge_parts([one.whole for one in same], statistics.median)
-    parts = {tag: _merge_parts([one.parts[tag] for one in same], statistics.median) for tag in first.parts}
+def _make_layer(block: MeasuredBlock, number: int, min_offloaded_bytes: int) -> MeasuredLayer:
+    whole, parts = block.whole, block.parts
     parts[REST] = Measured(
         forward_s=max(0.0, whole.forward_s - sum(part.forward_s for part in parts.values())),
         backward_s=max(0.0, whole.backward_s - sum(part.backward_s for part in parts.values())),
@@ -201,28 +180,23 @@ def _make_layer(same: Sequence[MeasuredBlock], *, kind: str, min_offloaded_bytes
     )
     tensors = [
         SavedTensor(name=f"t{n}", tags=tags, size_bytes=size, stays=size < min_offloaded_bytes)
-        for n, (size, tags) in enumerate(first.storages)
+        for n, (size, tags) in enumerate(block.storages)
     ]
     return MeasuredLayer(
-        kind=kind,
-        parts=tuple(_make_part(tag, part, tensors) for tag, part in parts.items()),
+        kind=f"{block.name}_{number}",
+        parts=tuple(
+            LayerPart(
+                name=tag,
+                forward_s=part.forward_s,
+                backward_s=part.backward_s,
+                backward_extra_bytes=part.backward_extra_bytes,
+                input=None if part.refusal is not None or part.input is None else tensors[part.input],
+            )
+            for tag, part in parts.items()
+        ),
         # A storage that is only a part's or the layer's input is saved only if that part or layer is recomputed.
         tensors=tuple(tensor for tensor in tensors if tensor.tags and tensor.tags != (LAYER_INPUT,)),
         input=None if whole.refusal is not None or whole.input is None else tensors[whole.input],
-    )
-
-
-def _make_part(tag: str, part: Measured, tensors: Sequence[SavedTensor]) -> LayerPart:
-    can_recompute = part.refusal is None and part.input is not None
-    return LayerPart(
-        name=tag,
-        forward_s=part.forward_s,
-        backward_s=part.backward_s,
-        backward_extra_bytes=part.backward_extra_bytes,
-        input=tensors[part.input] if can_recompute and part.input is not None else None,
-        allowed=frozenset(
-            {Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD} if can_recompute else {Action.OFFLOAD}
-        ),
     )
 
 
@@ -236,8 +210,9 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | Non
         chosen = ", ".join(f"{tag}: {act}" for tag, act in acts.items()) or "keep"
         chosen = chosen if block.is_measured else "offload, since it could not be measured"
         lines.append(f"  layer {number} ({block.name}), {format_bytes(saved)} saved: {chosen}")
-    for tag, why in dict.fromkeys(_list_refusals(planned.blocks)):
-        lines.append(f"  {tag} cannot be recomputed: {why}")
+    named = [(tag, part) for block in planned.blocks for tag, part in ((LAYER, block.whole), *block.parts.items())]
+    refused = dict.fromkeys(f"  {tag} cannot be recomputed: {part.refusal}" for tag, part in named if part.refusal is not None)
+    lines += refused
     read = planned.measured
     is_settled = read is not None and read.step_s > 0
     where = "forward and backward" if is_settled else "forward and backward of the layers"
@@ -247,8 +222,3 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | Non
         later = "" if is_settled else "; the time is measured in the 13th step of the plan"
         lines.append(f"measured: {time}{format_bytes(read.peak_bytes)} at peak{later}")
     return "\n".join(lines)
-
-
-def _list_refusals(blocks: Sequence[MeasuredBlock]) -> list[tuple[str, str]]:
-    named = [(tag, part) for block in blocks for tag, part in ((LAYER, block.whole), *block.parts.items())]
-    return [(tag, part.refusal) for tag, part in named if part.refusal is not None]

@@ -15,7 +15,8 @@ import torch
 from fgoffload.engine import Device
 from fgoffload.engine.identity import get_key, get_version
 from fgoffload.engine.torch_internals import skip, tree_map_only
-from fgoffload.integrations.pytorch.outputs import list_tensors
+from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
+from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 
 REST = "rest"
 """Part for all ops of a layer outside of its submodules."""
@@ -57,11 +58,11 @@ class MeasuredBlock:
         return self.whole.forward_s > 0
 
 
-class _State:
+class State:
     """State that a run may change: random states, buffers, inputs and plain attributes."""
 
     def __init__(self, module: torch.nn.Module, given: Any) -> None:
-        self.random = get_random_states()
+        self.random = _get_random_states()
         self.python = random.getstate()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
         self.versions = [get_version(tensor) for tensor in list_tensors(given)]
@@ -69,19 +70,14 @@ class _State:
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
         """Return what has changed since the construction, except torch's random states, or None."""
-        now = _State(module, given)
+        now = State(module, given)
         if now.python != self.python:
             return "it draws from Python's random numbers"
-        if not are_equal(self.buffers, now.buffers):
+        if not _are_equal(self.buffers, now.buffers):
             return _BUFFER
         if now.versions != self.versions:
             return "it changes its input in place"
-        if len(now.attributes) != len(self.attributes) or any(
-            one[0] != other[0] or (one[1] is not other[1] and one[1] != other[1])
-            for one, other in zip(self.attributes, now.attributes, strict=True)
-        ):
-            return "it changes an attribute"
-        return None
+        return "it changes an attribute" if now.attributes != self.attributes else None
 
 
 def _list_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -92,21 +88,18 @@ def _list_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def get_random_states() -> list[torch.Tensor]:
-    """Return the random states of the CPU and of the current accelerator."""
+def _get_random_states() -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() else states
 
 
-def set_random_states(states: list[torch.Tensor]) -> None:
-    """Set the random states that `get_random_states` returned."""
+def _set_random_states(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)
 
 
-def are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
-    """Return whether two lists of tensors are bitwise identical."""
+def _are_equal(first: Iterable[torch.Tensor], second: Iterable[torch.Tensor]) -> bool:
     ones, others = list(first), list(second)
     return len(ones) == len(others) and all(_is_same(one, other) for one, other in zip(ones, others, strict=True))
 
@@ -140,24 +133,24 @@ class Trial:
         self._saved: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self._runs: dict[str, list[_Run]] = {}
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: "_State") -> MeasuredBlock:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: State) -> MeasuredBlock:
         """Rerun the layer, then each part alone. The real forward began in the state `before` and returned `output`."""
-        after, buffers = get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
+        after, buffers = _get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
         refusal = before.find_change(self._layer, (args, kwargs)) or _find_odd(args, kwargs)
         whole, parts = Measured(refusal=refusal), {}
         try:
             if refusal in (None, _BUFFER):
-                whole = self._measure(_Run(self._layer, forward, args, kwargs, before.random, output, after), saves=True)
+                whole = self._measure(_Run(self._layer, forward, (args, kwargs), before.random, output, after), saves=True)
                 whole.refusal = refusal or whole.refusal
             for tag, runs in self._runs.items():
                 parts[tag] = self._measure(runs[0])
                 if len(runs) > 1:
                     parts[tag].refusal = "it runs more than once in a layer"
-            whole.input = self._find_input((args, kwargs), "layer_input")
+            whole.input = self._find_input((args, kwargs), LAYER_INPUT)
             for tag, part in parts.items():
-                part.input = self._find_input((self._runs[tag][0].args, self._runs[tag][0].kwargs), None)
+                part.input = self._find_input(self._runs[tag][0].given)
         finally:
-            set_random_states(after)
+            _set_random_states(after)
             for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
                 if not _is_same(buffer, value):
                     buffer.data.copy_(value)  # without a new version, since the real graph may have saved it
@@ -165,18 +158,17 @@ class Trial:
         return MeasuredBlock(type(self._layer).__name__, whole, parts, storages)
 
     @skip
-    def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of the layer inside of the trial and record its calls."""
         if tag in self._open or not self._notes_parts:
             return forward(*args, **kwargs)
-        state = _State(module, (args, kwargs))
+        state = State(module, (args, kwargs))
         self._open.append(tag)
         output = forward(*args, **kwargs)
         self._open.pop()
         refusal = state.find_change(module, (args, kwargs)) or _find_odd(args, kwargs)
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        given, named = _detach((args, kwargs))
-        run = _Run(module, forward, given, named, state.random, kept, get_random_states(), refusal)
+        run = _Run(module, forward, _detach((args, kwargs)), state.random, kept, _get_random_states(), refusal)
         self._runs.setdefault(tag, []).append(run)
         return output
 
@@ -189,20 +181,20 @@ class Trial:
 
     def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
         self._notes_parts, keep = saves, self._save if saves else torch.Tensor.detach
-        args, kwargs = _detach((run.args, run.kwargs))
-        set_random_states(run.before)
+        args, kwargs = _detach(run.given)
+        _set_random_states(run.before)
         device, stream = self._device, self._device.current_stream()
         device.stall(_HEAD_START_S)
         times = [device.record_event(stream, is_timed=True)]
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = run.forward(*args, **kwargs)
         times.append(device.record_event(stream, is_timed=True))
-        same_random = are_equal(run.after, get_random_states())
+        same_random = _are_equal(run.after, _get_random_states())
         outputs = [tensor for tensor in list_tensors(output) if tensor.requires_grad]
         leaves = [tensor for tensor in list_tensors((args, kwargs)) if tensor.requires_grad]
         leaves += [one for one in run.module.parameters() if one.requires_grad and not one._backward_hooks]  # noqa: SLF001
         measured = Measured()
-        if not are_equal(list_tensors(run.output), list_tensors(output)):
+        if not _are_equal(list_tensors(run.output), list_tensors(output)):
             measured.refusal = "a second run returns different bits"
         elif not same_random:
             measured.refusal = "a second run draws different random numbers"
@@ -224,21 +216,17 @@ class Trial:
             self._note(key, kept, self._open[-1] if self._open else REST)
         return kept
 
-    def _note(self, key: int, tensor: torch.Tensor, tag: str) -> None:
+    def _note(self, key: int, tensor: torch.Tensor, *new: str) -> None:
         _, tags = self._saved.setdefault(key, (tensor, []))
-        if tag not in tags:
-            tags.append(tag)
+        tags.extend(tag for tag in new if tag not in tags)
 
-    def _find_input(self, given: Any, tag: str | None) -> int | None:
+    def _find_input(self, given: Any, *tags: str) -> int | None:
         """Return the index of the storage of the first input with a gradient."""
-        tensor = next((one for one in list_tensors(given) if one.requires_grad), None)
+        tensor = find_tensor(given)
         if tensor is None:
             return None
         key = get_key(tensor)
-        if tag is not None:
-            self._note(key, tensor.detach(), tag)
-        else:
-            self._saved.setdefault(key, (tensor.detach(), []))
+        self._note(key, tensor.detach(), *tags)
         return list(self._saved).index(key)
 
 
@@ -246,17 +234,11 @@ class Trial:
 class _Run:
     module: torch.nn.Module
     forward: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    given: tuple[Any, Any]
     before: list[torch.Tensor]
     output: Any
     after: list[torch.Tensor]
     refusal: str | None = None
-
-
-def note_state(module: torch.nn.Module, given: Any) -> _State:
-    """Record the current state that a run of `module` may change."""
-    return _State(module, given)
 
 
 def _detach(given: Any) -> Any:

@@ -27,7 +27,17 @@ def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
         memory: Memory budget: bytes, a size or `auto`. None offloads the layers.
     """
     made: list[str] = []
-    patch = functools.partial(_patch, made=made, memory=memory)
+
+    def patch(module: ModuleType) -> None:
+        original = module.Trainer.__init__
+
+        @functools.wraps(original)
+        def make(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            _add_callback(self, made, memory)
+
+        module.Trainer.__init__ = make
+
     finder = _Finder(patch)
     if _MODULE in sys.modules:
         patch(sys.modules[_MODULE])
@@ -39,17 +49,6 @@ def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
         if _MODULE in sys.modules:
             trainer = sys.modules[_MODULE].Trainer
             trainer.__init__ = trainer.__init__.__wrapped__
-
-
-def _patch(module: ModuleType, *, made: list[str], memory: str | int | None) -> None:
-    original = module.Trainer.__init__
-
-    @functools.wraps(original)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _add_callback(self, made, memory)
-
-    module.Trainer.__init__ = make
 
 
 def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> None:
