@@ -41,18 +41,16 @@ def offload(
             model places its regions with `fgoffload.region`.
         config: Options of offload.
         device: Device of the tensors. None takes the accelerator of the model or of its first input, else the CPU.
-        memory: GPU memory for the whole training process, as `torch.cuda.max_memory_allocated` counts it, such as `60GiB`, or
-            `auto` for the device's memory. The first step measures. From the second step on each part of each layer is kept,
-            offloaded or recomputed. See `fgoffload.explain`.
+        memory: GPU memory of the training process, such as `60GiB`, or `auto` for the device's memory. It is what
+            `torch.cuda.max_memory_allocated` counts; steps that compare it with the plan reset that counter. The first step
+            measures. From the second step on each part of each layer is kept, offloaded or recomputed.
         memory_reserve: Memory that `auto` leaves for the CUDA context, NCCL and fragmentation. None leaves 2 GiB.
 
     Returns:
-        The handle, which is also a context manager that closes it. A second call with the same arguments returns the existing
-        handle.
+        The handle, a context manager that closes it. A second call with the same arguments returns the same handle.
 
     Raises:
-        ConfigError: An argument is wrong, a pattern matches no module, a tag is not one word, or the model is already
-            offloaded with other arguments.
+        ConfigError: An argument is wrong, or the model is already offloaded with other arguments.
     """
     if memory is None:
         if memory_reserve is not None:

@@ -85,9 +85,7 @@ def estimate_savings(
         forward: Function that runs one forward and returns an output that holds its graph. It needs the device memory of a
             forward without offload.
         model: As for `offload`. None estimates `saved_tensors` around `forward`.
-        modules: As for `offload`.
-        config: As for `offload`.
-        device: As for `offload` or `saved_tensors`.
+        modules: As for `offload`, like `config` and `device`.
 
     Raises:
         ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are named without a model.
