@@ -121,11 +121,11 @@ def _show_models() -> None:
 
 
 def _plan(checked: PlanOptions) -> int:
-    from fgoffload.captured_tags import NO_CAPTURE
     from fgoffload.cli.console import PipeConsole
     from fgoffload.cli.plan_report import show_plan, show_sweep
     from fgoffload.cli.plan_summary import WIDTH
     from fgoffload.cli.plan_tables import Subject
+    from fgoffload.cuda_graphs import NO_CAPTURE
 
     found = find_device(checked)
     hardware = found.hardware

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fgoffload.captured_tags import NO_CAPTURE
 from fgoffload.cli.plan_options import PlanOptions
+from fgoffload.cuda_graphs import NO_CAPTURE
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model
 from fgoffload.planner.model.model_shape import ModelShape

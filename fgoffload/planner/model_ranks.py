@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from fgoffload.captured_tags import FULL_ITERATION, NO_CAPTURE, Graphs
+from fgoffload.cuda_graphs import FULL_ITERATION, NO_CAPTURE, Graphs
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.planner.memory.saved_bytes import list_untagged_tensors
 from fgoffload.planner.memory.static_memory import (

@@ -20,7 +20,7 @@ from fgoffload.integrations.megatron.adapter.model_config import list_accepted
 from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, add_field_flags, to_flag, whole_number
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE, FlagSources
-from fgoffload.integrations.megatron.flags.graph_modes import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
+from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
 from fgoffload.integrations.megatron.flags.other_flags import has_no_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import describe_two_virtual_sizes
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module

@@ -60,7 +60,7 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
     assert main(["plan", ARGUMENTS, *words, "--num-layers", "2"]) == 0
     assert "tiny_moe: 2 layers" in capsys.readouterr().out
     assert main(["plan", ARGUMENTS, *words]) == 2
-    assert "with layers 2, and" in capsys.readouterr().err
+    assert "with num_layers 2, and" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["config.json"], "is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in:"),
         (
             ["model.sh", "--pipeline-model-parallel-size", "2"],
-            "model.sh and the command line: one copy of the model takes 2 processes",
+            "model.sh and the command line: one copy of the model needs 2 processes",
         ),
     ],
 )

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from fgoffload.captured_tags import find_captured
 from fgoffload.cli import main
+from fgoffload.cuda_graphs import find_captured
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.model_ranks import Assumptions, build_ranks

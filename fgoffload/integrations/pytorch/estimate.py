@@ -82,18 +82,18 @@ def estimate_savings(
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
     Args:
-        forward: Function that runs one forward and returns an output that holds its graph. It needs the device memory of a
-            forward without offload.
+        forward: Runs one forward and returns an output with its graph. It needs the memory of a forward without offload.
         model: As for `offload`. None estimates `saved_tensors` around `forward`.
-        modules: As for `offload`, like `config` and `device`.
+        modules: As for `offload`.
+        config: As for `offload`.
+        device: As for `offload`.
 
     Raises:
         ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are named without a model.
     """
     if not callable(forward):
-        raise ConfigError(
-            f"forward is a {type(forward).__name__}, which is not callable. Give a function, as in lambda: model(batch)."
-        )
+        kind = type(forward).__name__
+        raise ConfigError(f"forward is a {kind}, which is not callable. Give a function, as in lambda: model(batch).")
     if model is not None:
         check_model(model)
     elif modules != ():

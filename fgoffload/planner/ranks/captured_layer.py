@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from fgoffload.captured_tags import FULL_ITERATION, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
+from fgoffload.cuda_graphs import FULL_ITERATION, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 

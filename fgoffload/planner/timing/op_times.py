@@ -7,7 +7,7 @@ plus a short start. If the kernels of a layer are faster than their launches, th
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from fgoffload.captured_tags import NO_CAPTURE, Graphs, find_captured
+from fgoffload.cuda_graphs import NO_CAPTURE, Graphs, find_captured
 from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.recompute_units import make_units
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors

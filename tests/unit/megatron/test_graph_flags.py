@@ -5,7 +5,7 @@ from support.trainings import DENSE, MOE
 from support.versions import is_installed
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.graph_modes import to_config_fields
+from fgoffload.integrations.megatron.flags.graph_flags import to_config_fields
 from fgoffload.trainer import limits
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.limits import refuse_what_is_not_built

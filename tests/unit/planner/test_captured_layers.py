@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_CAPTURE, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
+from fgoffload.cuda_graphs import FULL_ITERATION, LOCAL, NO_CAPTURE, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.flags.model_shapes import read_assumptions, read_model
 from fgoffload.plan import Action, OffloadPlan, Site

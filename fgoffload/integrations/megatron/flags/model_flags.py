@@ -18,7 +18,7 @@ from fgoffload.integrations.megatron.flags.field_flags import (
     to_flag,
     whole_number,
 )
-from fgoffload.integrations.megatron.flags.graph_modes import add_graph_flags
+from fgoffload.integrations.megatron.flags.graph_flags import add_graph_flags
 from fgoffload.integrations.megatron.flags.other_flags import WITHOUT_EFFECT, has_no_effect
 from fgoffload.planner.model.layer_shape import DISPATCHERS, FP8_RECIPES
 

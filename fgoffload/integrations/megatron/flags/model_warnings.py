@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fgoffload.captured_tags import NO_GRAPHS
+from fgoffload.cuda_graphs import NO_GRAPHS
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser
 from fgoffload.integrations.megatron.flags.model_flags import list_unknown
 from fgoffload.integrations.megatron.flags.other_flags import find_effect

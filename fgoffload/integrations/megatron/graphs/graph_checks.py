@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.config import OffloadConfig
+from fgoffload.cuda_graphs import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, Graphs, find_captured, find_kept
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.planner.model.model_shape import list_moe_layers
 

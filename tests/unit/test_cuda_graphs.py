@@ -2,7 +2,7 @@
 
 import pytest
 
-from fgoffload.captured_tags import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, find_captured, find_kept
+from fgoffload.cuda_graphs import FULL_ITERATION, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE, find_captured, find_kept
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ spellings are accepted, and the config of each version gets the fields that it h
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fgoffload.captured_tags import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE
+from fgoffload.cuda_graphs import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
 
 __all__ = [
