@@ -10,6 +10,7 @@ from support.trainings import HIDDEN_BYTES, MIXED, make_trainer, train
 from fgoffload import Action, IntegrationError, OffloadConfig, OffloadError, OffloadPlan, PlanError, Site
 from fgoffload.engine import ActivationLedger
 from fgoffload.integrations.megatron.auto import auto_offload as auto
+from fgoffload.integrations.megatron.auto import measured_plans
 from fgoffload.integrations.megatron.profile import step_measurement as profiling
 from fgoffload.integrations.megatron.profile.device_memory import MemoryReading
 from fgoffload.planner import host_overhead
@@ -303,7 +304,7 @@ def run_beside_host(monkeypatch, run_counted, caplog):
             monkeypatch.setattr(seen[0], "_has_own_host", True)
 
         monkeypatch.setattr(auto, "perf_counter", read_clock)
-        monkeypatch.setattr(solver, "solve_leaving_free", solve)
+        monkeypatch.setattr(measured_plans, "solve_leaving_free", solve)
         # Copies of so small a model are short beside its compute on a CPU.
         monkeypatch.setattr(host_overhead, "LEAST_EFFECT", 1e-9)
         found, _, _ = run_counted(list(beyond), steps=steps, on_trainer=see)
