@@ -1,7 +1,7 @@
-"""All ranks of a profile, calibrated by the plain step and by compared steps.
+"""Builds the models of all ranks of a profile, calibrated against the plain step and compared steps.
 
-`make_rank_model` calibrates a single rank by the plain step. Ranks of a pipeline wait for each other, so only a simulation of
-all of them shows how much longer the plain step is. The same holds for compared steps:
+`make_rank_model` calibrates a single rank against the plain step. Ranks of a pipeline wait for each other, so only a simulation
+of all of them shows how much longer the plain step is. The same holds for compared steps:
 [Note: Cost of copies on a launch-bound host] in `host_overhead`.
 """
 
@@ -21,15 +21,15 @@ def make_rank_models(
 ) -> tuple[RankModel, ...]:
     """Return all pipeline ranks of a profile for the simulator and the solver.
 
-    If the profile has the plain step, the simulated baseline takes as long. With several stages the difference is added to the
-    step of each, since the host is late in all passes. If the plain step was shorter than the simulated one, the hooks of the
-    measurement delayed an unknown rank, and times stay as measured. Compared steps under plans set the slowdown beside copies
-    and the time of each group.
+    If the profile has the plain step, times are calibrated so that the simulated baseline matches it. With several stages, the
+    missing time is added to the step of each, since all passes are launch-bound. If the plain step was shorter than the
+    simulated one, the measurement hooks delayed an unknown rank, and times stay as measured. Compared steps set the fraction by
+    which copies slow compute, and the time per group.
 
     Args:
-        profile: Profile of a training.
-        policy: Window and prefetch; None takes the defaults.
-        microbatches: Microbatches of a step; None takes those of the measured one.
+        profile: Profile of a training run.
+        policy: Window and prefetch settings; None means the defaults.
+        microbatches: Microbatches per step; defaults to the measured number.
     """
     pipeline = profile.get_rank(0).pipeline
     numbers = range(pipeline.stages)
@@ -43,18 +43,18 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Return the slowdown of compute beside copies, as a fraction, from a profile's compared steps; None without any."""
+    """Fit the fraction by which copies slow compute to a profile's compared steps; None if it has none."""
     # Compared steps use the default window and prefetch, whatever settings the plan uses.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 
 
 def _make_measured(profile: Profile) -> list[RankModel]:
-    """Return the ranks of a profile as they were measured."""
+    """Return the ranks of a profile with the settings under which they were measured."""
     return [make_rank_model(profile, rank=rank) for rank in range(profile.get_rank(0).pipeline.stages)]
 
 
 def _find_late_s(profile: Profile, planned: Pipeline) -> float:
-    """Return the seconds that the plain step of several stages takes beyond the simulated one."""
+    """Return by how many seconds the plain step of several stages exceeds the simulated one."""
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0
@@ -63,5 +63,5 @@ def _find_late_s(profile: Profile, planned: Pipeline) -> float:
 
 
 def _count_passes(pipeline: Pipeline) -> int:
-    """Return the number of consecutive forwards, those of earlier stages included."""
+    """Return the number of consecutive forwards in a step, including the pipeline fill."""
     return pipeline.microbatches * pipeline.chunks + pipeline.stages - 1

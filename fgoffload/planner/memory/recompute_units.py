@@ -33,7 +33,7 @@ _GROUPED = ("expert_fc1", "moe_act", "dispatch")
 """Units of grouped experts alone."""
 
 _AROUND = ("mtp_projection", "mtp_norm")
-"""Segments of multi-token prediction that no unit covers: the units are those of the transformer layer between them."""
+"""Segments of multi-token prediction that no unit covers. Units only cover the transformer layer in between."""
 
 
 def make_units(

@@ -365,7 +365,7 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the tensors that the permutation saves beside those of `moe_combine`."""
+    """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
     if not experts.has_fused_permutation:
         # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
         yield _make("sorted places of the permutation", (), INT64 * shape.tokens * experts.num_experts)

@@ -30,12 +30,12 @@ one H100 had 11.7 GiB allocated between steps; its weights and gradients take 11
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
-"""Device memory outside the training's allocations: an estimate, not measured.
+"""Device memory besides the allocations of the run: an estimate, not measured.
 
-CUDA's context and loaded kernels take up to 1 GiB. NCCL's buffers, 4 MiB per channel, take as much again if a rank is in many
+CUDA's context and loaded kernels take up to 1 GiB. NCCL's buffers, 4 MiB per channel, take the same again if a rank is in many
 groups. The rest is memory that the caching allocator reserves and cannot use.
 
-Source: NCCL's documentation of `NCCL_BUFFSIZE`, for its buffers.
+Source for the buffers: NCCL's documentation of `NCCL_BUFFSIZE`.
 """
 
 _BOOL = 1  # bytes of an element
@@ -43,11 +43,11 @@ _BOOL = 1  # bytes of an element
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Bytes per parameter element beside its weight."""
+    """Bytes per parameter element besides its weight."""
 
     gradient_bytes: int = FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
     main_parameter_bytes: int = FP32
-    """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only what bf16 lacks of fp32."""
+    """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only the fp32 bits missing in bf16."""
     has_fp8_weights: bool = False  # whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`
     shards_gradients: bool = False
     """Whether data-parallel ranks shard gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
@@ -59,11 +59,11 @@ class ParameterState:
     """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid byte counts and fractions."""
+        """Reject invalid byte counts and fractions."""
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
             check_count(name, getattr(self, name), least=0)
         if not 0 <= self.offloaded_part <= 1:
-            raise ConfigError(f"offloaded_part {self.offloaded_part} is no part. Give a number from 0 to 1.")
+            raise ConfigError(f"offloaded_part {self.offloaded_part} must be a number from 0 to 1.")
 
     @property
     def optimizer_bytes(self) -> int:
@@ -94,7 +94,7 @@ class StaticMemory:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 0."""
+        """Reject sizes below 0."""
         for field in dataclasses.fields(self):
             check_count(field.name, getattr(self, field.name), least=0)
 

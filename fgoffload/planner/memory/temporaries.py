@@ -1,4 +1,4 @@
-"""Temporary device bytes of a segment, beside the tensors that the layer saves.
+"""Counts the temporary device bytes of a segment, besides the tensors that the layer saves.
 
 In forward: input and output of the segment, unless an earlier segment saved them; tensors that tensor parallelism gathers; and
 tensors that Megatron's callers reference meanwhile, such as the output of the shared experts until it is added. A tensor that
@@ -7,7 +7,7 @@ the segment itself saves counts here while it runs, and as saved from its end on
 In backward: the gradient of the residual, which waits for the sum at the norm; gradients of the segment's output and input;
 tensors gathered again; and weight gradients that wait to be added. Saved tensors are counted as saved.
 
-Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; compared with no measurement yet.
+Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not yet compared with measurements.
 """
 
 import dataclasses

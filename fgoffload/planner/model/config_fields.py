@@ -16,7 +16,7 @@ _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", 
 
 
 def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
-    """Return the experts of models without a dense MLP, whose `intermediate_size` is that of an expert."""
+    """Return the expert fields of models without a dense MLP, where `intermediate_size` is the size of an expert."""
     return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
 
 
@@ -49,7 +49,7 @@ def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
         return None
     if not isinstance(kinds, list) or not kinds:
         raise ConfigError(
-            f"layer_types {kinds!r} is no list. Give the attention of each layer, as in {list(_ATTENTION_KINDS)}."
+            f"layer_types {kinds!r} is not a list. Give the attention of each layer, as in {list(_ATTENTION_KINDS)}."
         )
     for kind in kinds:
         if kind not in _ATTENTION_KINDS:
@@ -82,7 +82,7 @@ def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | N
         return None
     # The type is compared because JSON's true is an int in Python.
     if type(count) is not int:
-        raise ConfigError(f"{name} {count!r} is no whole number. Give one from {least} on.")
+        raise ConfigError(f"{name} {count!r} is not a whole number. Give {least} or more.")
     # Checked here too, so that errors have the name in the file: several expert sizes share one name in a ModelShape.
     check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
@@ -99,7 +99,7 @@ def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozen
     if numbers is None:
         return frozenset()
     if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        raise ConfigError(f"{name} {numbers!r} is no list of layers. Give one, as in [0, 1].")
+        raise ConfigError(f"{name} {numbers!r} is not a list of layers. Give one like [0, 1].")
     for number in numbers:
         if number not in layers:
             raise ConfigError(f"{name} has {number}, and layers are from 0 to {len(layers) - 1}. Give some of those.")
@@ -110,5 +110,5 @@ def find_flag(document: Mapping[str, Any], name: str, *, default: bool = False) 
     """Return the boolean in the field `name`, or `default` if the field is missing."""
     flag = document.get(name, default)
     if not isinstance(flag, bool):
-        raise ConfigError(f"{name} {flag!r} is neither true nor false. Give one of them.")
+        raise ConfigError(f"{name} {flag!r} must be true or false.")
     return flag

@@ -158,7 +158,7 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
 
 
 def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
-    """Refuse windows in `layer_types` of kinds of models that have none."""
+    """Reject windows in `layer_types` of kinds of models that have none."""
     if kind in _KINDS_WITHOUT_WINDOWS and any(find_window_layers(document) or ()):
         raise ConfigError(f"layer_types has more than full_attention, which is not known of {kind}. Give full_attention alone.")
 
@@ -166,6 +166,6 @@ def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
 def _check_activation(document: Mapping[str, Any]) -> None:
     if (activation := document.get("hidden_activation", document["hidden_act"])) not in _ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act {activation!r} is not known here: bytes and times are those of a gated silu. "
+            f"hidden_act {activation!r} is not supported: bytes and times assume a gated silu. "
             "Give silu, or plan from an argument file, whose flags say the activation."
         )

@@ -65,7 +65,7 @@ class RouterShape:
     dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations
 
     def __post_init__(self) -> None:
-        """Refuse combinations that Megatron's router does not support."""
+        """Reject combinations that Megatron's router does not support."""
         check_choice("score_function", self.score_function, ("softmax", "sigmoid"))
         check_choice("balancing", self.balancing, ("none", "aux_loss", "seq_aux_loss"))
         check_choice("dtype_bytes", self.dtype_bytes, (2, 4))
@@ -106,7 +106,7 @@ class ExpertsShape:
     router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes."""
+        """Reject impossible sizes."""
         for name in ("num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         check_count("shared_ffn_hidden_size", self.shared_ffn_hidden_size, least=0, most=LARGEST_SIZE)

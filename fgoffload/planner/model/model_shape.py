@@ -28,11 +28,11 @@ from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
-"""Most layers of a model: the deepest have a few hundred, and a plan for so many still takes less than a minute."""
+"""Maximum number of layers: the deepest models have a few hundred, and a plan for this many takes less than a minute."""
 
 FUSED_CHANNELS = 8
 """Divisor of a head's channels in the fused attention kernels that the planner counts with. Source: `get_attention_backend` of
-Transformer Engine 2.20.2, which else takes unfused attention."""
+Transformer Engine 2.20.2, which otherwise uses unfused attention."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class LatentAttention:
     v_head_dim: int  # channels of a value head
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
+        """Reject sizes below 1."""
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         if self.q_lora_rank is not None:
@@ -58,7 +58,7 @@ class ModelShape:
     """A GPT model: embedding, layers, final norm and output layer, then layers of multi-token prediction."""
 
     name: str  # name in tables
-    num_layers: int  # layers of the decoder, without those of multi-token prediction
+    num_layers: int  # decoder layers, not counting multi-token prediction
     hidden_size: int  # channels of the hidden states
     ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 if all layers have experts
     num_attention_heads: int  # query heads
@@ -175,8 +175,8 @@ class ModelShape:
             )
         if (self.latent is None) == (self.kv_channels == 0):
             raise ConfigError(
-                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: a head's "
-                "channels are in one of the two. Give kv_channels above 0, or latent."
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: exactly "
+                "one of the two sets a head's channels. Give kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)
@@ -206,12 +206,12 @@ class ModelShape:
 
 
 def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
-    """Refuse an invalid number of layers, or one too large to make a list of."""
+    """Reject an invalid number of layers, or one too large for a list."""
     check_count(name, num_layers, most=MOST_LAYERS)
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Refuse heads that no fused attention kernel supports: saved bytes without such a kernel are not known here."""
+    """Reject heads that no fused attention kernel supports: the planner does not know what unfused attention saves."""
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
         sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}

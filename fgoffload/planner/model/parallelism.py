@@ -1,4 +1,4 @@
-"""Parallel sizes of a training, and the layers of each pipeline rank.
+"""Parallel sizes of a training run, and the layers of each pipeline rank.
 
     >>> parallelism = Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=2, microbatches=8)
     >>> parallelism.pipeline.chunks
@@ -38,12 +38,12 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The ranks of a training, and the microbatches of a step."""
+    """The ranks of a training run, and the microbatches of a step."""
 
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
-    """Model chunks of each pipeline rank. None takes them from `pipeline_layout`, or 1 without one; `chunks` has the result."""
+    """Model chunks per pipeline rank. Defaults to those of `pipeline_layout`, or 1 without one; `chunks` has the result."""
     context_parallel_size: int = 1  # ranks that share each sequence
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
@@ -52,7 +52,7 @@ class Parallelism:
     micro_batch_size: int = 1  # sequences of a microbatch
     microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
-    """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of pipeline ranks."""
+    """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. Defaults to the number of pipeline ranks."""
     has_sequence_parallel: bool = True
     """Whether tensor-parallel ranks shard the sequence: `--sequence-parallel`. No effect if the tensor parallel size is 1."""
     has_distributed_optimizer: bool = True
@@ -68,7 +68,7 @@ class Parallelism:
     """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes."""
+        """Reject invalid sizes."""
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",
@@ -125,7 +125,7 @@ class Parallelism:
         return self.world_size // experts
 
     def check_model(self, model: "ModelShape") -> None:
-        """Refuse a model that the ranks cannot share."""
+        """Reject a model that the ranks cannot share."""
         tensor, context = self.tensor_parallel_size, self.context_parallel_size
         check_shared_layers(
             model,
@@ -166,7 +166,7 @@ class Parallelism:
             )
 
     def _check_split(self) -> None:
-        """Refuse conflicting settings of the split of layers."""
+        """Reject conflicting settings of the split of layers."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         ways = (
             [] if self.pipeline_layout is None else ["pipeline_layout"],
@@ -175,7 +175,7 @@ class Parallelism:
         )
         if sum(map(bool, ways)) > 1:
             given = " and ".join(name for way in ways for name in way)
-            raise ConfigError(f"{given} are different ways to say how many layers a stage has. Give one of them.")
+            raise ConfigError(f"{given} all set the number of layers of a stage. Give only one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
             # If a rank has several chunks, megatron-core 0.16.1 divides by the number of stages between the first and the last.
             raise ConfigError(
@@ -195,7 +195,7 @@ class Parallelism:
 def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
-    """Refuse parallel sizes that do not divide the parts of a layer. No number of ranks fixes that."""
+    """Reject parallel sizes that do not divide the dimensions of a layer. No number of ranks fixes that."""
     _check_shared_attention(model, tensor_parallel_size)
     rows = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size)]
     if model.experts is not None:

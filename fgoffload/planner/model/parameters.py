@@ -96,7 +96,7 @@ def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
     if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
         yield Parameter(name="last norm", count=_count_norm(model, model.hidden_size))
     if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):
-        # Tied weights exist once if both are in one chunk. Else each has a copy, even beside that of multi-token prediction.
+        # Tied weights exist once if both are in one chunk. Otherwise each has a copy, even next to multi-token prediction's.
         yield _make_word_embedding(model, "output layer")
 
 

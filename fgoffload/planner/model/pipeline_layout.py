@@ -14,7 +14,7 @@ import re
 from fgoffload.errors import ConfigError
 
 LONGEST_LAYOUT = 10_000
-"""Most letters of a layout. The deepest models have a few hundred layers; millions of repetitions would fill memory."""
+"""Maximum number of letters in a layout. The deepest models have a few hundred layers; millions would fill memory."""
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[EtmL|])(?:\*(?P<one_count>\d{1,4}))?")
 
@@ -26,7 +26,7 @@ def parse_layout(layout: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:
-    """Refuse a layout that does not match the model, or that Megatron cannot build."""
+    """Reject a layout that does not match the model, or that Megatron cannot build."""
     stages = parse_layout(layout)
     counts = (("E", "embedding", 1), ("t", "num_layers", num_layers), ("m", "mtp_num_layers", mtp_num_layers), ("L", "loss", 1))
     for letter, what, count in counts:
@@ -68,7 +68,7 @@ def _repeat(text: str, layout: str) -> str:
 
 
 def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_size: int) -> None:
-    """Refuse multi-token prediction in several stages, or in a stage that is not a rank's last. Megatron has neither."""
+    """Reject multi-token prediction in several stages, or in a stage that is not a rank's last. Megatron supports neither."""
     with_prediction = [number for number, letters in enumerate(stages) if "m" in letters]
     last = len(stages) - pipeline_parallel_size
     if with_prediction and (len(with_prediction) > 1 or with_prediction[0] < last):

@@ -42,7 +42,7 @@ def has_fused_attention_norm(shape: LayerShape) -> bool:
 
 
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
-    """Return the operations of a norm. Backward adds the gradient of the norm to that of the residual."""
+    """Return the operations of a norm. Backward adds the norm's gradient to the residual's gradient."""
     hidden = LayerSizes(shape).hidden
     # Forward reads one tensor and writes one. Backward reads input and gradient, and writes one; the sum reads two, writes one.
     backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
@@ -59,7 +59,7 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return the operations of dropout and residual add, forward and backward."""
     hidden = LayerSizes(shape).hidden
-    # Fused, two tensors are read and one is written. Else dropout reads one and writes one before that.
+    # The fused op reads two tensors and writes one. Otherwise dropout reads and writes one more before it.
     forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
     return (forward,), (make_moves(2 * hidden),)
 

@@ -106,7 +106,7 @@ class SegmentWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Execution options of a layer, beside its shape. Defaults are those of Megatron's training script."""
+    """Execution options of a layer, besides its shape. Defaults match Megatron's training script."""
 
     context_parallel_size: int = 1  # ranks that share a sequence. The shape has one rank's part.
     window_tokens: int | None = None  # tokens before a query that it attends to, with `--window-size`. None for all.
@@ -114,7 +114,7 @@ class Execution:
     """Whether tokens of one microbatch are exchanged while another computes: `--overlap-moe-expert-parallel-comm`."""
     has_fused_dropout_add: bool = True  # whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
-    """Whether matrix products accumulate weight gradients; a separate kernel does with `--no-gradient-accumulation-fusion`."""
+    """Whether matrix products accumulate weight gradients. With `--no-gradient-accumulation-fusion` a separate kernel does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One layer as the simulator and the solver see it: segments of compute, saved tensors, and units that can be recomputed.
 
-`op_times` makes a layer from a shape and a device, a profile from measurements. Times are those of one microbatch on one rank,
-with nothing else running.
+`op_times` makes a layer from a shape and a device, a profile from measurements. Times are for one microbatch on one rank, with
+nothing else running.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from fgoffload.tags import find_recompute_unit
 
 
 class HostWait(enum.Enum):
-    """Synchronization of the host before a segment: it must read a few bytes of the device first.
+    """How the host synchronizes before a segment to read a few bytes from the device.
 
     Source: host waits in docs/reference/tags.md.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host: the host waits for compute alone, and for nothing in a recompute
-    HOLD = "hold"  # they use the copy engine, and ended groups of the layer are held until they are through
-    COPY = "copy"  # they use the copy engine behind all queued copies, as without our remedies
+    KERNEL = "kernel"  # a kernel writes them to the host, which waits only for compute, and not at all in a recompute
+    HOLD = "hold"  # they use the copy engine, and finished groups of the layer are held back until they have arrived
+    COPY = "copy"  # they use the copy engine and queue behind all other copies, as without this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Segment:
     backward_extra_bytes: int = 0  # temporary device bytes of backward: gradients of activations and workspaces
     host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
-    """Seconds that late launches add to `forward_s` in a forward pass; negative if the host launches earlier than it did when
-    `forward_s` was measured. A recompute does not have them."""
+    """Launch delay to add to `forward_s` in a forward pass, in seconds; negative if the host launches earlier than when
+    `forward_s` was measured. A recompute has no such delay."""
 
     @property
     def forward_pass_s(self) -> float:
-        """Seconds of the segment in a forward pass, late launches included."""
+        """Seconds of the segment in a forward pass, launch delay included."""
         return self.forward_s + self.forward_host_s
 
 
@@ -78,7 +78,7 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them
     copy_bytes: int = 0  # device bytes of the copies of `copy_s`
     covers: tuple[str, ...] | None = None
-    """Tags and units that are recomputed with it and save nothing then. None takes those of its name in `fgoffload.tags`."""
+    """Tags and units that are recomputed with it and then save nothing. Defaults to those of its name in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ def make_rank(
 ) -> RankModel:
     """Return one process that runs forward and backward of `layers`, in order, for each microbatch of a step.
 
-    `static_bytes` are those outside of activations. None takes the default policy, and no limit of host memory.
+    `static_bytes` excludes activations. None means the default policy, and unlimited host memory.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))

@@ -1,4 +1,4 @@
-"""Cost of recompute under Megatron's own flags: its checkpoints copy recomputed outputs to where forward had them.
+"""Adds the extra cost of recompute under Megatron's own flags, whose checkpoints copy recomputed outputs into place.
 
 Under a plan, recomputed outputs are passed on without a copy. Source: `CheckpointWithoutOutput` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 
 
 def copy_outputs(rank: RankModel) -> RankModel:
-    """Return `rank` as it runs if Megatron's own flags choose what is recomputed."""
+    """Add the cost of output copies to every recompute of `rank`, as under Megatron's own flags."""
     return dataclasses.replace(rank, chunks=tuple(chunk.replace_models(_copy_outputs) for chunk in rank.chunks))
 
 

@@ -15,24 +15,24 @@ from fgoffload.transfer_schedule import TransferPolicy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """The link between a rank's device and its host: one first-in, first-out queue for each direction."""
+    """The link between a rank's device and its host, with one FIFO queue per direction."""
 
-    d2h_bytes_per_s: float  # rate to the host alone
-    h2d_bytes_per_s: float  # rate to the device alone
-    duplex_bytes_per_s: float  # rate of each direction while both run
+    d2h_bytes_per_s: float  # rate to the host, with no copies to the device
+    h2d_bytes_per_s: float  # rate to the device, with no copies to the host
+    duplex_bytes_per_s: float  # rate per direction while both are busy
     copy_latency_s: float = 0.0  # seconds before the first byte of each copy moves
-    compute_slowdown: float = 0.0  # slowdown of compute beside copies, as a part: 0.06 for 6%
+    compute_slowdown: float = 0.0  # fraction by which copies slow compute: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates."""
+        """Reject impossible rates."""
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             rate = getattr(self, name)
             check_rate(name, rate)
             if rate is None:
-                raise ConfigError(f"{name} is not known, and copies cannot be simulated without it. Give a number like 50e9.")
+                raise ConfigError(f"{name} is unknown, and copies cannot be simulated without it. Give a number like 50e9.")
         for name in ("copy_latency_s", "compute_slowdown"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} {getattr(self, name)} is not from 0 and finite. Give such a number.")
+                raise ConfigError(f"{name} {getattr(self, name)} must be finite and at least 0.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class NumberedLayer:
 class ChunkModel:
     """A model chunk: its layers, and the segments before and after them."""
 
-    layers: tuple[NumberedLayer, ...]  # layers in forward order; none in a chunk with an embedding alone
+    layers: tuple[NumberedLayer, ...]  # layers in forward order; empty in a chunk that has only an embedding
     first: tuple[Segment, ...] = ()  # segments before the layers: the embedding, on the first chunk of the model
     last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, on the last chunk
     saved_bytes: int = 0
-    """Bytes that a microbatch saves outside of the layers and of all tags. They stay whatever the plan says."""
+    """Bytes that a microbatch saves outside of the layers and of all tags. They always stay on the GPU."""
 
     def replace_models(self, change: Callable[[LayerModel], LayerModel]) -> "ChunkModel":
         """Return the chunk with `change` applied to the model of each layer."""
@@ -60,35 +60,35 @@ class ChunkModel:
 
 
 class HostPace(enum.Enum):
-    """How far ahead of compute the host runs. The engine sees finished copies only at the host's place.
+    """How far ahead of compute the host runs. The engine polls for finished copies as the host launches ops.
 
-    Source: docs/results/predictions.md. On an H200 the layers of llama3_8b_layers never
-    make the host wait: three peaks were 1.6% to 2.6%, a window each, above a simulation with the host beside compute, and are
-    within 0.3% with the host a step ahead. The dispatchers of w2_moe make it wait in each forward: six peaks under plans were
-    0.2% to 2.2% above, and are within 0.4% with a host that waits there and nowhere else.
+    Source: docs/results/predictions.md. On an H200 the layers of llama3_8b_layers never make the host wait. Three peaks were
+    1.6% to 2.6%, one window each, above a simulation with the host beside compute; with the host a step ahead they are within
+    0.3%. The dispatchers of w2_moe make the host wait in each forward. Six peaks under plans were 0.2% to 2.2% above such a
+    simulation; with a host that waits there and nowhere else they are within 0.4%.
     """
 
-    BESIDE = "beside compute"  # the device is the host
-    LAYER_AHEAD = "a layer ahead"  # the forward of a layer makes it wait, as token dispatchers do
-    PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers: it waits for each exchange between stages
-    STEP_AHEAD = "a step ahead"  # it has launched the whole step before the first copy is done
+    BESIDE = "beside compute"  # the host is the device, as on a CPU
+    LAYER_AHEAD = "a layer ahead"  # the forward of each layer makes the host wait, as token dispatchers do
+    PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers: the host waits for each exchange between stages
+    STEP_AHEAD = "a step ahead"  # the host launches the whole step before the first copy is done
 
 
 class Turn(enum.Enum):
-    """Treatment of copies in flight to the host when forward of a microbatch turns to its backward."""
+    """What happens to copies still in flight to the host when a microbatch goes from forward to backward."""
 
-    CALL_BACK = "the last groups stay"  # modules are named, without a plan
-    PLAN = "those stay that are far from done"  # while a plan is made, which then says their bytes
+    CALL_BACK = "cancel all copies in flight"  # modules are named, without a plan
+    PLAN = "cancel copies that are far from done"  # while a plan is made; the plan then records their bytes
 
 
 HOST_LAYER_S = 4.5e-3
-"""Host seconds for the forward or the backward of a layer with experts, spread evenly over its segments. Source: a trace of
-w2_moe on an H200, which slows the host a little: 5.5 ms from one dispatcher's wait to the next, and about 6 ms for the backward
-of a layer. With 4.5 the peaks of 13 settings agree best."""
+"""Host seconds for the forward or the backward of an MoE layer, spread evenly over its segments. Source: a trace of w2_moe on
+an H200 shows 5.5 ms from one dispatcher's wait to the next, and about 6 ms for the backward of a layer. Tracing slows the host
+a little; with 4.5 ms the peaks of 13 settings agree best."""
 
 
 def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
-    """Return how far the host runs ahead on a rank with these chunks, on a device that is not the host.
+    """Return how far ahead of the device the host runs on a rank with these chunks.
 
     The interleaved schedule counts as one without waits: Megatron overlaps its exchanges there (`overlap_p2p_comm`).
     """
@@ -102,20 +102,20 @@ class RankModel:
     """One pipeline rank in a step."""
 
     rank: int  # pipeline rank, from 0
-    static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, which stay all the time
+    static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, for the whole step
     chunks: tuple[ChunkModel, ...]  # model chunks, by number
     passes: tuple[Pass, ...]  # passes in order: `fgoffload.planner.ranks.schedule.list_passes`
     link: LinkModel  # link to the host
     policy: TransferPolicy  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
+    """Minimum number of elements that a group must save of a storage to offload it. Smaller ones stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
-    host_budget_bytes: int | None = None  # host bytes of this rank; None for no limit
+    host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit
     host_pace: HostPace = HostPace.BESIDE  # how far ahead of compute the host looks for finished copies
     turning_chunk: int | None = None
-    """Chunk with the loss, where each microbatch's backward follows its forward at once; None on other ranks."""
-    turn: Turn = Turn.PLAN  # treatment of copies in flight at the loss, unless the plan gives a number of bytes
+    """Chunk with the loss, where each microbatch's backward directly follows its forward; None on other ranks."""
+    turn: Turn = Turn.PLAN  # what happens to copies in flight at the loss, unless the plan sets a number of bytes
     late_group_s: float = 0.0  # delay of a launch-bound host for each offloaded group, in seconds
     has_engine: bool = True
     """Whether the training runs this package. Without it, token dispatchers hold the input of a recompute:

@@ -60,7 +60,7 @@ class Pipeline:
     chunks: int = 1  # model chunks of a rank: the virtual pipeline size. Above 1 the schedule is the interleaved one.
     group_size: int | None = None
     """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
-    `--microbatch-group-size-per-virtual-pipeline-stage`. None takes the number of stages, as in Megatron."""
+    `--microbatch-group-size-per-virtual-pipeline-stage`. Defaults to the number of stages, as in Megatron."""
     has_expert_overlap: bool = False
     """Whether backwards run beside another microbatch's forward, with one more in flight:
     `--overlap-moe-expert-parallel-comm`."""

@@ -1,7 +1,7 @@
-"""One layer under a plan: which saved tensors are kept, offloaded by which group, or recomputed.
+"""Applies a plan to one layer: which saved tensors stay on the GPU, are offloaded by which group, or are recomputed.
 
-Segments are named by their place in `LayerModel.segments`, from 0. A plan that a layer cannot follow is refused here, by the
-rules of `fgoffload.tags`, as the engine and the executor refuse it.
+Segments are identified by their index in `LayerModel.segments`. A plan that a layer cannot follow is rejected by the rules of
+`fgoffload.tags`, as in the engine and the executor.
 """
 
 import dataclasses
@@ -24,48 +24,48 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""Segment after which the group of a tag ends, if not its own. A norm's input is the residual too, and a checkpoint saves
-its input at the end of its forward. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
+"""Segment after which the group of a tag ends, if not after its own. A norm's input is also the residual, and a checkpoint
+saves its input at the end of its forward. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
-"""Tags whose groups end last among groups that end after the same segment. Same source."""
+"""Tags whose groups end last if several groups end after the same segment. Same source."""
 
 
 class Take(NamedTuple):
-    """The place in backward that needs a tensor."""
+    """A place in backward that needs a tensor."""
 
     before: int  # before the backward of this segment
-    unit: str | None  # the unit that is recomputed there and needs it; None for the segment's own backward
+    unit: str | None  # the unit whose recompute needs it; None for the segment's own backward
     group: int | None
-    """Group of the asking site, which shows the engine that backward is there; None if that site stays on the device."""
+    """Group of the site that needs it, which shows the engine where backward is; None if the site is not offloaded."""
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor from forward, or from a recompute, to its backward. Some are offloaded in between."""
+    """A tensor and its lifetime, from forward or a recompute to backward. It may be offloaded in between."""
 
     tensor: SavedTensor  # the tensor
-    saved_after: int  # it exists after the forward of this segment
-    freed_after: int  # it is freed after the backward of this segment
+    saved_after: int  # allocated by the forward of this segment
+    freed_after: int  # freed after the backward of this segment
     takes: tuple[Take, ...] = ()  # places that need it, in backward order; empty for a recomputed tensor
-    used_until: int = -1  # if offloaded: forward reads it up to this segment, so it is not freed before
-    leaves_with: int = -1  # the group that offloads it: the first submitted one that saves it
-    returns_for: int = -1  # group that it is reloaded for: the last one in forward that saves it
+    used_until: int = -1  # if offloaded: last segment whose forward reads it; it is not freed before
+    leaves_with: int = -1  # the group that offloads it: of those that save it, the first to be submitted
+    returns_for: int = -1  # the group that it is reloaded for: of those that save it, the last in forward
 
 
 class LeavingGroup(NamedTuple):
-    """Storages of one tag that are offloaded together: all that are neither kept nor in an earlier group."""
+    """Storages of one tag that are offloaded together, without those that stay on the GPU or belong to an earlier group."""
 
     tag: str
     action: Action  # offload, with or without recompute
-    tensors: tuple[SavedTensor, ...]  # offloaded with it; backward reaches the group even if there are none
+    tensors: tuple[SavedTensor, ...]  # offloaded tensors; backward reaches the group even if it has none
     starts_at: int  # first segment of its site, which sets the order of groups
     ends_after: int  # last segment of its site, after which it is submitted unless it is held
     held_over: int | None
-    """Segment before whose forward the host waits; a held group is submitted after that wait. None if it is not held."""
-    opened_before_end: int  # groups of the layer that begin before this one ends, itself included
-    submitted_as: int  # its place among the layer's groups in the order of submission
-    asked_before: int  # its site first needs a tensor before the backward of this segment
+    """Segment before which the host waits. The group is submitted after that wait. None if it is submitted as it ends."""
+    opened_before_end: int  # number of groups of the layer that start before this one ends, itself included
+    submitted_as: int  # index in the order in which the layer's groups are submitted
+    asked_before: int  # segment before whose backward its site first needs a tensor
 
     @property
     def size_bytes(self) -> int:
@@ -85,20 +85,20 @@ class Rerun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """A layer under a plan. Many layers share one instance, so that its properties are computed once."""
+    """A layer under a plan. Equal layers share one instance, so its properties are computed once."""
 
     layer: LayerModel  # the layer
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the device from forward to backward
-    held: tuple[PlacedTensor, ...]  # recomputed tensors that are referenced until the layer's forward ends
+    held: tuple[PlacedTensor, ...]  # tensors that are recomputed, but stay referenced until the layer's forward ends
     shared: tuple[SavedTensor, ...]
-    """Storages that all layers share, as tables. They are kept, and count once for each microbatch and chunk."""
+    """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     leaving: tuple[PlacedTensor, ...]  # offloaded tensors
     groups: tuple[LeavingGroup, ...]  # groups of the offloaded tags, in the order in which forward reaches their sites
     reruns: tuple[Rerun, ...]  # recomputes, in backward order
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of a microbatch between forward and backward once the copies are done, without `shared`."""
+        """Device bytes that a microbatch holds between forward and backward once copies are done, without `shared`."""
         return sum(kept.tensor.size_bytes for kept in self.kept)
 
     @functools.cached_property
@@ -112,13 +112,13 @@ class ResolvedLayer:
 
     @functools.cached_property
     def freed_bytes(self) -> Mapping[int, int]:
-        """Device bytes that the backward of each segment frees, of kept and recomputed tensors."""
+        """Device bytes of kept and recomputed tensors that the backward of each segment frees."""
         made = (one for rerun in self.reruns for one in rerun.made)
         return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
 
     @functools.cached_property
     def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
-        """Sizes of the resident tensors that sites on the device need, by segment and unit of a `Take`; 0 when needed again."""
+        """Sizes of resident tensors that sites without offload need, by segment and unit of a `Take`; 0 for repeated needs."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:
             asked = [(take.before, take.unit) for take in kept.takes if take.group is None]
@@ -152,7 +152,7 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Return `layer` under `actions`, or refuse actions that do not suit it. Equal arguments give the same object.
+    """Apply `actions` to `layer`, or reject actions that it cannot follow. Equal arguments return the same object.
 
     Tensors with `staying_tags` are referenced outside of the layer: offloading them would free nothing.
     """
@@ -160,7 +160,7 @@ def resolve_layer(
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
 
 
-# Most layers of a model are of one kind with the same actions, and a solver asks for them many times.
+# Most layers of a model share kind and actions, and the solver resolves them many times.
 @functools.lru_cache(maxsize=4096)
 def _resolve(
     layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_numel: int, staying_tags: frozenset[str]
@@ -173,7 +173,7 @@ def _resolve(
     reruns = _list_reruns(layer, units, saved, places)
     saving = {tag for one in saved for tag in one.tensor.tags}
     offloaded = places.order(tag for tag, action in actions.items() if action.offloads and tag in saving)
-    # Tags that a unit covers need the recomputed tensors, not saved ones.
+    # Tags that a recompute covers need the recomputed tensors, not saved ones.
     covered = {tag for unit in units for tag in unit.covered}
     again = [(rerun, list_read_tags([rerun.unit])) for rerun in reruns]
     takes = {one.tensor.name: _list_takes(one, offloaded, covered, again, places) for one in saved}
@@ -206,7 +206,7 @@ def _resolve(
 
 
 class _Places:
-    """Places of a layer's tags among its segments."""
+    """Maps a layer's tags to segment indices."""
 
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
@@ -216,12 +216,12 @@ class _Places:
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
-        """Return the segment called `name`, or the first one if there is none."""
+        """Return the index of the segment `name`; 0 if the layer has no such segment."""
         return self._places.get(name, 0)
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:
         """Return the lifetime of a tensor that is not recomputed."""
-        # The first tag in forward is the last one in backward.
+        # The tag that comes first in forward comes last in backward.
         first = min(self.find(tag) for tag in tensor.tags)
         return PlacedTensor(tensor=tensor, saved_after=first, freed_after=first)
 
@@ -240,7 +240,7 @@ class _Places:
 
 
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[PlacedTensor, ...]:
-    """Return what forward saves if `units` are recomputed: without what they drop, with the inputs that they keep."""
+    """Return the tensors that forward saves if `units` are recomputed: not those that they drop, but the inputs they keep."""
     dropped = {name for unit in units for name in unit.drops}
     saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
@@ -248,7 +248,7 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
         first = places.list_segments(unit)[0]
         for tensor in unit.keeps:
             if tensor.name not in dropped_by_others:
-                # The unit's input exists before it runs, and is needed until backward has left it.
+                # The unit's input is needed until backward has passed the unit.
                 saved.setdefault(tensor.name, PlacedTensor(tensor, saved_after=first, freed_after=first))
     return tuple(saved.values())
 
@@ -256,10 +256,10 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
 def _list_reruns(
     layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Rerun, ...]:
-    """Return the recomputes in backward order; those before the same segment in forward order."""
+    """Return the recomputes in backward order. Those that run before the same segment are in forward order."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
-    # A unit's kept input is not recomputed. Of two units that drop a tensor, the first one makes it.
+    # A kept input is not recomputed. If two units drop a tensor, the one that runs first recomputes it.
     made, reruns = {one.tensor.name for one in saved}, []
     for unit in sorted(units, key=lambda unit: (-before[unit.name], places.list_segments(unit)[0])):
         segments = places.list_segments(unit)
@@ -281,7 +281,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
     """Return the segment before whose backward each unit is recomputed, by unit name."""
     before: dict[str, int] = {}
     readers: list[tuple[frozenset[int], int]] = []
-    # From the last one of forward: a unit whose output another recompute reads has to run before it.
+    # In reverse forward order, since a unit must run before any recompute that reads its output.
     for unit in sorted(units, key=lambda unit: places.list_segments(unit)[0], reverse=True):
         made = {places.find(tag) for name in unit.drops if name in tensors for tag in tensors[name].tags}
         before[unit.name] = max([places.find(unit.before), *(place for segments, place in readers if segments & made)])
@@ -297,7 +297,7 @@ def _list_takes(
     askers = set()
     for rerun, read in again:
         askers |= {(rerun.before, rerun.unit, tag) for place, tag in found if place in rerun.segments or tag in read}
-    # A module that is recomputed as a whole needs its input then, and not in the backward of its outputs.
+    # A module that is recomputed as a whole needs its input in the recompute, not in the backward of its outputs.
     asked = {tag for _, unit, tag in askers if tag == ("layer_input" if unit == "layer" else unit)}
     askers |= {(place, "", tag) for place, tag in found if tag not in asked}
     ordered = sorted(askers, key=lambda asker: (-asker[0], -places.find(asker[2]), asker))
@@ -310,7 +310,7 @@ def _list_takes(
 def _list_groups(
     actions: Mapping[str, Action], offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places
 ) -> tuple[LeavingGroup, ...]:
-    """Return the groups of the tags `offloaded`, still without tensors."""
+    """Return the groups of the `offloaded` tags, without their tensors."""
     groups = []
     ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
     for place, tag in enumerate(offloaded):

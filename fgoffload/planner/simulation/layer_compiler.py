@@ -2,22 +2,23 @@
 
 [Note: What dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them their autograd graph. If a checkpoint of
-the layer or of its experts recomputed that forward, the graph begins in the checkpoint's own leaf: its input of [s, b, h] and,
-after backward, the gradient of that. Both stay until the dispatcher gets the probabilities of another forward, so a step begins
-with those of the step before. This package makes dispatchers release them; without it they count (`RankModel.has_engine`).
-Between two steps of six layers with full recompute an H200 held 773 MiB more than without: 768 MiB are these, 128 a layer.
+the layer or of its experts recomputed that forward, the graph starts at the checkpoint's own leaf: its [s, b, h] input and,
+after backward, the gradient of that input. Both stay on the GPU until the dispatcher gets the probabilities of another forward,
+so each step starts with the tensors of the previous one. This package makes dispatchers release them; without it we count them
+(`RankModel.has_engine`). Between two steps of six layers with full recompute, an H200 held 773 MiB more than without recompute.
+These tensors account for 768 MiB, 128 MiB per layer.
 Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Waits of a recompute]
-In a recompute the host waits only if a token dispatcher is recomputed: with `layer` and `moe`, not with the experts' first
-linear. It has the counts of the forward then (docs/decisions.md), so it does not wait for counts that a kernel writes
-(`HostWait.KERNEL`) and stays as far ahead as it was. Other waits are as in forward.
+In a recompute the host waits only if a token dispatcher is recomputed: with `layer` and `moe`, but not with the experts' first
+linear. It already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel writes
+(`HostWait.KERNEL`) and keeps its lead over the device. Other waits are the same as in forward.
 
 [Note: What the model references]
-`GPTModel.forward` references the embedding's output until it returns with the loss. So an offloaded input of the first layer is
-freed no earlier. On other stages the pipeline's schedule references it until backward. Source: `decoder_input` in
-megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
+`GPTModel.forward` references the embedding's output until it returns the loss, so an offloaded input of the first layer is not
+freed before then. On other stages the pipeline schedule references the input of the first layer until backward.
+Source: `decoder_input` in megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ from fgoffload.watched import Watched, find_watched
 Item = TypeVar("Item")
 
 _PROJECTION = "attn_proj"  # last segment of the attention half of a layer
-_ROUTER = "router"  # segment after which a token dispatcher gets the probabilities; layers without experts have none
+_ROUTER = "router"  # segment after which a token dispatcher gets the probabilities; only in MoE layers
 
 
 class LayerRules(NamedTuple):
@@ -42,16 +43,16 @@ class LayerRules(NamedTuple):
     has_copies: bool  # whether anything is offloaded
     has_engine: bool  # as `RankModel.has_engine`
     host_s: float  # host seconds of a layer's forward or backward
-    merges: bool  # as of an `EventList`
+    merges: bool  # whether to merge compute, as in `EventList`
 
 
 class EventList:
-    """The events of a pass, while they are listed."""
+    """Builder for the list of events of a pass."""
 
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges
         self._events: list[tuple[EventKind, object]] = []
-        self._last: Compute | None = None  # event that the next compute is merged into
+        self._last: Compute | None = None  # event that the next compute merges into
 
     def compute(self, label: str, seconds: float, extra_bytes: int, net_bytes: int = 0, *, host_s: float = 0.0) -> None:
         """Add compute with `extra_bytes` of temporaries, which changes the device bytes by `net_bytes`."""
@@ -97,10 +98,10 @@ class LayerCompiler:
         self._host_s = rules.host_s / len(self._segments)  # host seconds of a segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
-        """Unit that recomputes a dispatcher from a leaf of its own, if that counts. See [Note: What dispatchers keep]."""
+        """Recompute whose dispatcher keeps tensors, or None. See [Note: What dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._runs_again = any(rerun.unit == "layer" for rerun in resolved.reruns)
-        """Whether a checkpoint surrounds the layer: it saves the input, and the engine sees nothing inside."""
+        """Whether a checkpoint wraps the whole layer. It saves only the input, and the engine sees nothing inside."""
         names = [segment.name for segment in self._segments]
         self._behind_attention = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
         """First segment after attention."""
@@ -112,9 +113,9 @@ class LayerCompiler:
         """Number of watched segments, from the first."""
         self._base = 0  # number of groups in earlier layers of the chunk
         self._parcels: list[tuple[PlacedTensor, int]] = []
-        """A tensor of each parcel, whose tensors differ in size alone, and the parcel's number."""
+        """One tensor of each parcel, and the parcel's number. Tensors of a parcel differ only in size."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}
-        """Tensors that backward needs, by the segment before which it does and the unit that is recomputed there."""
+        """Tensors that backward needs, keyed by the segment before which it needs them and the unit recomputed there."""
 
     def add_groups(self, groups: list[PlacedGroup], parcels: list[Parcel]) -> None:
         """Add the groups and parcels of this layer to those of earlier layers."""
@@ -154,7 +155,7 @@ class LayerCompiler:
                 asked.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(parcel)
         asking = {group for groups in asked.values() for group in groups}
         for index, group in enumerate(self._resolved.groups):
-            # All tensors of such a group stayed, and backward reaches it anyway.
+            # All tensors of this group stay on the GPU, but backward still reaches it.
             if index not in asking:
                 asked.setdefault((group.asked_before, None), {})[index] = []
         for key, groups in asked.items():
@@ -163,7 +164,7 @@ class LayerCompiler:
             self._takes[key] = [Take(None if one is None else self._base + one, tuple(groups[one])) for one in order]
 
     def list_read_last(self) -> Iterable[int]:
-        """Return the parcels that are referenced to the end of the model's forward."""
+        """Return the parcels that stay referenced until the end of the model's forward."""
         return (parcel for one, parcel in self._parcels if one.used_until == len(self._segments))
 
     def _is_read_later(self, one: PlacedTensor) -> bool:
@@ -205,7 +206,7 @@ class LayerCompiler:
             self._take(events, place, None)
             events.run_backward(segment, self._name, -self._resolved.freed_bytes.get(place, 0), host_s=self._host_s)
             if self._keeper is not None and place == self._keeper.segments[0]:
-                # Input and gradient: the input was counted as saved until now, the gradient as a temporary of backward.
+                # Input and gradient. So far the input counted as saved, and the gradient as a temporary of backward.
                 events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
             if place in freed:
                 events.add(EventKind.FREE, tuple(freed[place]))
@@ -216,7 +217,7 @@ class LayerCompiler:
         self._pass(events, self._base)
 
     def _pass(self, events: EventList, groups: int) -> None:
-        """Backward has passed the MLP or all of an unwatched layer. Add that event if groups come before it."""
+        """Add the event that backward has passed the MLP or all of an unwatched layer, if groups come before it."""
         if groups and not self._is_watched and not self._runs_again:
             events.add(EventKind.PASSED)
 
@@ -260,19 +261,19 @@ def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
 
 
 def _find_keeper(resolved: ResolvedLayer) -> Rerun | None:
-    """Return the unit that recomputes a dispatcher of the layer from a leaf of its own, or None."""
+    """Return the recompute that includes a token dispatcher, or None."""
     has_router = any(segment.name == _ROUTER for segment in resolved.layer.segments)
     return next(filter(_runs_dispatcher, resolved.reruns), None) if has_router else None
 
 
 def _runs_dispatcher(rerun: Rerun) -> bool:
-    """Return whether a token dispatcher is recomputed: not with a norm, an activation, a first linear or shared experts."""
+    """Return whether `rerun` includes a token dispatcher. Norms, activations, first linears and shared experts do not."""
     unit = find_recompute_unit(rerun.unit)
     return unit is not None and _ROUTER in unit.covers
 
 
 def _count_input_bytes(resolved: ResolvedLayer) -> int:
-    """Return the bytes of [s, b, h] on this rank: those of the layer's input and of the second norm's output."""
+    """Return the bytes of an [s, b, h] tensor on this rank, such as the layer's input."""
     return max((tensor.size_bytes for tensor in resolved.layer.tensors if _is_input(tensor)), default=0)
 
 

@@ -1,7 +1,7 @@
-"""The link between a device and its host over time: a first-in, first-out queue and a rate for each direction.
+"""Simulates the link between a device and its host: a FIFO queue and a rate per direction.
 
-Bytes flow like a fluid. The first copy of each queue moves at its direction's rate, or at the duplex rate while the other
-direction moves too. Nothing else changes a rate, so time advances from one end of a copy to the next.
+The first copy of each queue moves at its direction's rate, or at the duplex rate while the other direction is busy too. Nothing
+else changes a rate, so time advances from the end of one copy to the next.
 """
 
 import collections
@@ -12,17 +12,17 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_MOMENT = 1 + 1e-9
-"""Factor below which two moments count as equal: a copy that ends just when it is polled is done, whatever was rounded."""
+"""Factor within which two times count as equal, so that rounding does not hide a copy that ends exactly when it is polled."""
 
 
 class Copy:
-    """Copy of one group."""
+    """The copy of one group, queued, running or done."""
 
     __slots__ = ("end_s", "label", "pass_", "size_bytes", "start_s", "traffic")
 
     def __init__(self, size_bytes: int, traffic: TagTraffic, pass_: Pass | None, label: str) -> None:
         self.size_bytes = size_bytes
-        self.traffic = traffic  # traffic that counts it
+        self.traffic = traffic  # counters that the copy adds to
         self.pass_ = pass_  # pass that submitted it
         self.label = label
         self.start_s = math.inf  # when it became the first of its queue; infinite before
@@ -30,17 +30,17 @@ class Copy:
 
 
 class CopyQueue:
-    """One direction."""
+    """One direction of the link."""
 
     __slots__ = ("_latency_s", "_rate_bytes_per_s", "copies", "duplex_part", "left_s", "stream", "waited_since_s")
 
     def __init__(self, stream: StreamName, rate_bytes_per_s: float, link: LinkModel) -> None:
         self.stream = stream
         self.copies: collections.deque[Copy] = collections.deque()  # unfinished copies, in order; the first one runs
-        self.left_s = 0.0  # remaining seconds of the first one at its own rate, latency included
-        # Both directions at once are never faster than one, whatever a measurement says.
+        self.left_s = 0.0  # remaining seconds of the first copy at full rate, latency included
+        # A direction is never faster while the other is busy too, whatever a measurement says.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
-        """Part of its rate that is left while the other direction runs too."""
+        """Fraction of its rate that remains while the other direction is busy."""
         self.waited_since_s = math.inf  # start of compute's wait for this direction; infinite without one
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
@@ -58,19 +58,19 @@ class CopyQueue:
 
 
 class LinkQueue:
-    """Both directions of one rank's link, at one moment that only goes forward."""
+    """Both directions of one rank's link, on one clock that only moves forward."""
 
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
         self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, link)
-        self.now_s = 0.0  # time of the queues, which lags behind compute until someone asks
+        self.now_s = 0.0  # time of the queues; lags behind compute until it is needed
         self.queued = 0  # unfinished copies in both directions
         self.slowed_s = 0.0  # seconds that copies have added to compute so far
         self._slowdown = link.compute_slowdown
         self._timeline = timeline
 
     def submit(self, queue: CopyQueue, copy: Copy, at_s: float) -> None:
-        """Add a copy to a queue at `at_s`, which is not before any earlier call."""
+        """Add a copy to a queue at `at_s`, which must not be before the time of any earlier call."""
         if self.now_s < at_s:
             self.advance(at_s)
         self.queued += 1
@@ -86,7 +86,7 @@ class LinkQueue:
             self.now_s = until_s
 
     def wait_for(self, queue: CopyQueue, copy: Copy, since_s: float) -> float:
-        """Advance time until `copy` is done, for which compute waits since `since_s`, and return that time."""
+        """Advance time until `copy` is done and return that time. Compute has waited for it since `since_s`."""
         self.advance(since_s)
         queue.waited_since_s = since_s
         while copy.end_s == math.inf:
@@ -95,7 +95,7 @@ class LinkQueue:
         return copy.end_s
 
     def run_compute(self, at_s: float, work_s: float) -> float:
-        """Return the end of compute that begins at `at_s` and takes `work_s` alone: copies beside it slow it down."""
+        """Return when compute ends that starts at `at_s` and takes `work_s` alone. Concurrent copies slow it."""
         if not self._slowdown:
             return at_s + work_s
         if self.now_s < at_s:
@@ -114,7 +114,7 @@ class LinkQueue:
         return now_s + work_s
 
     def _step(self, until_s: float) -> None:
-        """Advance time to the end of the next copy, or to `until_s` if that is first. One queue must have a copy."""
+        """Advance time to the end of the next copy, or to `until_s` if that comes first. One queue must have a copy."""
         queue, other = (self.d2h, self.h2d) if self.d2h.copies else (self.h2d, self.d2h)
         part, other_part, left_s, other_left_s = 1.0, 1.0, queue.left_s, math.inf
         if other.copies:

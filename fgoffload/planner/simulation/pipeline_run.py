@@ -1,10 +1,11 @@
-"""Start times of the passes of a step, and extrapolation of rounds that need no simulation.
+"""Runs the passes of a step on all ranks, and extrapolates repeated rounds instead of simulating them.
 
 [Note: Rounds]
 Between its first forwards and its last backwards a rank repeats rounds: forwards and backwards of the next group of
-microbatches through all chunks. About two rounds are simulated: more than one at the start, and the rest before the last
-passes. In the rounds between, each pass has the time and the counters of the last round before them. Waits between ranks are
-computed for all passes: a slightly slower rank delays its neighbours many rounds later, and reloads meanwhile may make a peak.
+microbatches through all chunks. We simulate about two rounds: more than one at the start, and the rest before the last passes.
+Each pass of the rounds in between gets the time and the counters of the last round before them. Waits between ranks are
+computed for all passes, since a slightly slower rank delays its neighbours many rounds later, and reloads during such a wait
+can cause a peak.
 """
 
 import math
@@ -18,10 +19,10 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
-"""Simulated rounds before extrapolation; the first one still shows the warm-up."""
+"""Minimum number of simulated rounds, in total and at the start. The first one still includes warm-up."""
 
-_LEAST_MICROBATCHES = 4  # fewest microbatches of a round
-_FORWARD = PassKind.FORWARD  # looking up a member of an enumeration takes Python as long as a call
+_LEAST_MICROBATCHES = 4  # minimum number of microbatches in a round
+_FORWARD = PassKind.FORWARD  # cached: looking up an enum member costs as much as a call
 
 
 class Rounds(NamedTuple):
@@ -34,7 +35,7 @@ class Rounds(NamedTuple):
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
-    """Return the rounds that need no simulation."""
+    """Return the rounds that can be extrapolated."""
     # With several chunks a group of microbatches runs through the first one before the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
@@ -43,7 +44,7 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     length = 2 * microbatches * chunks
     starts = [_find_start(passes) for passes in passes_by_rank]
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
-    # The passes that repeat after a round are one round fewer than all repeating ones.
+    # `alike` counts the passes that repeat an earlier one, so it lacks the first round.
     left_out = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
     kept = alike + length - left_out * length
     at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)
@@ -51,12 +52,12 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
 
 
 def _find_start(passes: Sequence[Pass]) -> int:
-    """Return the number of passes before the first forward that a backward follows."""
+    """Return the number of passes before the first forward that is directly followed by a backward."""
     return max(0, next((place for place, one in enumerate(passes) if one.kind is not _FORWARD), len(passes)) - 1)
 
 
 def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: int) -> int:
-    """Return how many passes from `start` on repeat after a round of `length` passes, with other microbatches."""
+    """Return how many passes from `start` on recur `length` passes later, with later microbatches."""
     later = passes[start + length :]
     for place, (one, other) in enumerate(zip(passes[start:], later, strict=False)):
         if other.microbatch != one.microbatch + microbatches or other.kind is not one.kind or other.chunk != one.chunk:
@@ -65,7 +66,7 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 
 
 class RankPasses:
-    """The passes of one rank, whose next one may wait for another rank.
+    """Runs the passes of one rank, as far as other ranks have delivered its inputs.
 
     `ends_s` has the arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch. `stages` has
     the virtual stage of each chunk, and the number of stages; `place` is the number of passes before the extrapolated rounds.
@@ -92,7 +93,7 @@ class RankPasses:
         self._busy_s: list[float] = []  # busy seconds of the passes before the extrapolated rounds
         self._numbers: list[list[float]] = []  # counters before and after the last simulated round
         self._later_s = self._waited_s = 0.0
-        """Seconds of the extrapolated rounds, which the clock of `run` lacks, and the waits in them."""
+        """Seconds of the extrapolated rounds, which the clock of `run` does not include, and the waits in them."""
 
     def run_on(self) -> None:
         """Run passes until all are done or the next one must wait."""
@@ -101,7 +102,7 @@ class RankPasses:
         while self.over < len(self.passes):
             one = self.passes[self.over]
             is_forward, stage, microbatch = one.kind is _FORWARD, self._stages[one.chunk], one.microbatch
-            # Forwards of the first stage and backwards of the last one wait for nothing.
+            # Forwards of the first stage and backwards of the last one need no input from another rank.
             is_free = stage == (0 if is_forward else self._last_stage)
             ready_s = 0.0 if is_free else ends_s.get((is_forward, stage - 1 if is_forward else stage + 1, microbatch))
             if ready_s is None:
@@ -132,8 +133,8 @@ class RankPasses:
     def _find_following(self, one: Pass, left_out: int) -> tuple[int, int] | None:
         """Return chunk and microbatch of the next backward, as far as the engine's `PassOrder` knows it.
 
-        After a forward that is the very next pass; after a backward at most one forward may come before. The engine does not
-        notice backwards without offloaded tensors.
+        After a forward, this is the very next pass; after a backward, at most one forward may come in between. The engine does
+        not notice backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
         for place in range(self.over + 1, len(self.passes)):
@@ -159,7 +160,7 @@ class RankPasses:
 def run_pipeline(
     runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks: a pass begins when the neighbour's pass that makes its input has ended.
+    """Simulate all ranks. A pass starts once the neighbouring rank has produced its input.
 
     Chunk c of rank r is virtual stage c * p + r of p ranks.
     """
@@ -177,7 +178,7 @@ def run_pipeline(
     for number, rank in enumerate(ranks):
         if rank.over < len(rank.passes):
             raise ConfigError(
-                f"rank {number} waits for ever before {rank.passes[rank.over]}: what it needs is on no other rank, or behind "
-                "what waits for this one. Give all ranks the passes of one pipeline."
+                f"rank {number} deadlocks before {rank.passes[rank.over]}: no rank produces its input, or that rank "
+                "waits for this one. Give all ranks the passes of one pipeline."
             )
     return tuple(rank.finish() for rank in ranks)

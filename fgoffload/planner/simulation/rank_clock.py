@@ -1,4 +1,4 @@
-"""A rank's compute and memory over time, on which `rank_run` runs passes."""
+"""Clock and memory counters of one simulated rank, on which `rank_run` runs passes."""
 
 import dataclasses
 import enum
@@ -16,25 +16,25 @@ _TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]  # 
 
 
 class Cause(enum.Enum):
-    """Causes of a wait, with their names in tables, by the fields of `Waits`."""
+    """Why compute waits, with the label in tables. Names match the fields of `Waits`."""
 
     WINDOW = "wait for the window"
-    TURN = "wait for what leaves before the loss"
+    TURN = "wait for offloads before the loss"
     RELOAD = "wait for a reload"
-    HOST = "the host waits behind copies"
-    LATE = "the host is late"
+    HOST = "host waits behind copies"
+    LATE = "launch-bound"
     NEIGHBOURS = "wait for a neighbour"
 
     __hash__ = object.__hash__
-    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
+    """Members are singletons. `Enum.__hash__` is written in Python and several times slower."""
 
 
 NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
-"""Place in `RankClock.list_numbers` of the seconds in which compute waits for other ranks."""
+"""Index in `RankClock.list_numbers` of the seconds that compute waits for other ranks."""
 
 
 class RankClock:
-    """Compute, the link and the memory of a rank in the middle of a step."""
+    """State of a rank during a simulated step: compute time, link and memory."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         self.clock_s = 0.0  # time of compute
@@ -45,7 +45,7 @@ class RankClock:
         self._waits_s = dict.fromkeys(Cause, 0.0)
         self._tags: dict[Mover, TagTraffic] = {}
         self._link = LinkQueue(rank.link, timeline)
-        # Dispatchers keep tensors from the step before.
+        # Dispatchers keep tensors of the previous step.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
         self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
         self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((chunk.staged_bytes for chunk in chunks), default=0)
@@ -54,15 +54,15 @@ class RankClock:
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
-        """Whether the engine's view depends on `_host_s`."""
-        self._host_s = 0.0  # time of compute at which the host is, at most `clock_s`; not updated if nothing needs it
+        """Whether the copies that the engine sees as finished depend on `_host_s`."""
+        self._host_s = 0.0  # compute time that the host has reached, at most `clock_s`; only updated if needed
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
         """Return the traffic of `mover`."""
         return self._tags.setdefault(mover, TagTraffic(kind=mover.kind, tag=mover.tag, action=mover.action))
 
     def list_numbers(self) -> list[float]:
-        """Return the numbers that grow over a step: seconds first, then counters."""
+        """Return all numbers that accumulate over a step: seconds first, then counters."""
         numbers = [self.clock_s, self._link.slowed_s, self._recompute_s, *self._waits_s.values()]
         return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 
@@ -96,7 +96,7 @@ class RankClock:
         )
 
     def compute(self, compute: Compute, _: object) -> None:
-        """Run compute beside the copies of the link."""
+        """Run compute while the link copies."""
         seconds, net_bytes, rise_bytes, label, host_s = compute
         device_bytes = self._device_bytes
         if device_bytes + rise_bytes > self._peak_bytes:
@@ -110,7 +110,7 @@ class RankClock:
             self._host_s = host_s if host_s < end_s else end_s
 
     def compute_and_note(self, compute: Compute, _: object) -> None:
-        """Run compute, and note its span and its bytes."""
+        """Run compute, and record its span and memory in the timeline."""
         _, net_bytes, rise_bytes, label, _ = compute
         start_s, highest_bytes = self.clock_s, self._device_bytes + rise_bytes
         self._note_memory(highest_bytes if rise_bytes > net_bytes else self._device_bytes)
@@ -137,16 +137,16 @@ class RankClock:
             self._peak_at = (self._pass, label)
 
     def _note_memory(self, device_bytes: int) -> None:
-        """Note the device bytes from now on. Of changes at one moment only the last counts."""
+        """Record the device bytes from now on. Of several samples at one time the last one counts."""
         if self._timeline is not None:
             self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 
     def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
-        """A token dispatcher keeps tensors that backward no longer needs."""
+        """Count tensors that a token dispatcher keeps although backward no longer needs them."""
         dispatcher, size_bytes = kept
         self._dispatcher_bytes[dispatcher] = size_bytes
-        self._add_bytes(size_bytes, "what a token dispatcher keeps")
+        self._add_bytes(size_bytes, "tensors kept by a token dispatcher")
 
     def dispatch(self, dispatcher: tuple[int, int], _: object) -> None:
-        """A token dispatcher frees the tensors that it kept."""
+        """Free the tensors that a token dispatcher kept."""
         self._device_bytes -= self._dispatcher_bytes.pop(dispatcher, 0)

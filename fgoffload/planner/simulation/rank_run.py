@@ -1,10 +1,10 @@
-"""One rank over a step: its compute, its copies and its memory, pass by pass.
+"""Simulates the compute, copies and memory of one rank, pass by pass.
 
 [Note: Where the engine looks]
 The engine looks for finished copies at four places: when forward reaches a layer, when a group is submitted, when backward
-reaches a group, and when it has passed a layer without offloaded tensors. Device memory is freed there, and not when a copy
-ends (`OffloadEngine.poll`). It looks from the host's place, and a host that runs ahead of compute sees fewer finished copies:
-`RankModel.host_pace`. `tests/unit/planner/simulation/test_simulator_engine.py` runs the engine beside this.
+reaches a group, and when backward has passed a layer without offloaded tensors. It frees device memory there, not when a copy
+ends (`OffloadEngine.poll`). A host that runs ahead of compute sees fewer finished copies (`RankModel.host_pace`).
+`tests/unit/planner/simulation/test_simulator_engine.py` compares the engine with this simulation.
 """
 
 import collections
@@ -24,16 +24,16 @@ from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, Sc
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
-"""Part of the forward time within which a copy to the host counts as nearly done. A plan waits for it, and so frees its bytes:
-another group on the device costs a recompute elsewhere, and few take less."""
+"""A copy to the host counts as nearly done if it needs at most this fraction of the forward time. A plan waits for it to free
+its bytes: to keep the group would cost a recompute elsewhere, which rarely takes less time."""
 
-# Looking up a member of an enumeration takes Python as long as a call.
+# Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
 _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk, as the engine's lane sees it once all groups are open."""
+    """One microbatch in one model chunk: the engine's lane with all groups open."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
@@ -72,7 +72,7 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """A rank in the middle of a step, which offloads by the transfer schedule. Arguments are those of `RankClock`."""
+    """The running simulation of a rank, which offloads by the transfer schedule. Takes the arguments of `RankClock`."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         super().__init__(rank, chunks, timeline=timeline)
@@ -86,21 +86,21 @@ class RankRun(RankClock):
         self._host_budget_bytes = math.inf if rank.host_budget_bytes is None else rank.host_budget_bytes
         self._pass_start_s = 0.0
         self._following: tuple[int, int] | None = None
-        self._loss_window_bytes = 0  # most bytes in flight at the start of a loss
-        self._abandoned = 0  # parcels that backward is done with and a copy to the host still reads
+        self._loss_window_bytes = 0  # maximum bytes in flight at the start of a loss
+        self._abandoned = 0  # number of parcels that backward no longer needs but a copy to the host still reads
         # Unbound functions: bound ones would make a reference cycle of a rank and its events.
         acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
         if timeline is not None:
             acts[EventKind.COMPUTE] = RankRun.compute_and_note
-        # A pass runs hundreds of times: the function of each event is looked up once.
+        # A pass runs hundreds of times, so look up the function of each event once.
         self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
     def run_pass(self, one: Pass, microbatch: int, ready_s: float, following: tuple[int, int] | None) -> None:
-        """Run pass `one` of the step, for a `microbatch` by its number among the simulated ones, from `ready_s` on.
+        """Run pass `one` no earlier than `ready_s`. `microbatch` is the index among the simulated microbatches.
 
-        `following` is chunk and microbatch of the next backward, or None if several forwards come before.
+        `following` is the chunk and microbatch of the next backward, or None if several forwards come first.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)
@@ -140,7 +140,7 @@ class RankRun(RankClock):
     # Copies to the host.
 
     def submit(self, number: int, lane: SimulatedLane) -> None:
-        """Offload a group, and wait while more than the window is in flight."""
+        """Offload a group, and wait while the bytes in flight exceed the window."""
         if self._in_flight:
             self.poll()
         chunk, size_bytes, leaving = lane.chunk, 0, []
@@ -164,14 +164,14 @@ class RankRun(RankClock):
             self._in_flight.append(InFlight(copy, lane, leaving, size_bytes))
             self._in_flight_bytes += size_bytes
             if self._rank.late_group_s:
-                # Before the window, for which the device waits and the host does not.
+                # Before the window, because only the device waits for the window.
                 self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
         self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
-        """The host waits until compute has caught up; if the bytes use the copy engine, behind all queued copies."""
+        """Block the host until compute has caught up, and until queued copies are done if its bytes use the copy engine."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
             if self._link.d2h.copies:
@@ -179,7 +179,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """The engine looks for still-referenced storages; one that a copy reads looks like those."""
+        """Poll if parcels are abandoned: the engine checks for referenced storages, and the source of a copy looks like one."""
         if self._abandoned:
             self.poll()
 
@@ -189,7 +189,7 @@ class RankRun(RankClock):
             return
         self._link.advance(self.clock_s)
         if self._is_a_layer_ahead:
-            # After a wait for a copy it sees that copy, whatever was rounded since.
+            # After a wait for a copy the host sees it as done, despite rounding.
             seen_s = self._host_s + _ROUNDING_S
         else:
             seen_s = self._pass_start_s if self._rank.host_pace is HostPace.PASS_AHEAD else self.clock_s
@@ -206,12 +206,12 @@ class RankRun(RankClock):
                 lane.states[parcel] = _OFFLOADED
             elif state is _FREED:
                 self._abandoned -= 1
-            # Backward still needs a canceled parcel, and one that forward reads is freed later.
+            # Backward still needs a cancelled parcel; one that forward still reads is freed later.
             if state is not _RESIDENT and not lane.is_read[parcel]:
                 self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
 
     def read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Forward has read parcels for the last time: offloaded ones are freed."""
+        """Note that forward no longer reads `parcels`; free the offloaded ones."""
         for parcel in parcels:
             lane.is_read[parcel] = False
             if lane.states[parcel] is _OFFLOADED:
@@ -220,15 +220,15 @@ class RankRun(RankClock):
     # Copies to the device.
 
     def take(self, take: Take, lane: SimulatedLane) -> None:
-        """Backward needs parcels: wait for those not reloaded yet. `OffloadEngine.take`, in numbers."""
+        """Wait until the parcels that backward needs are reloaded. Mirrors `OffloadEngine.take`."""
         number, parcels = take
         group = None if number is None else lane.groups[number]
         if group is not None and not parcels and lane.is_news(group, is_offloaded=False):
             self._reach(lane, group)
         for parcel in parcels:
             if group is None:
-                # The engine counts the bytes of a parcel that stayed after all. Backward reaches its group next, so nothing
-                # reads the sum before the prefetch there, which has no such limit.
+                # The engine counts the bytes of a parcel whose offload was cancelled. Backward reaches its group next, so
+                # nothing reads the sum before the prefetch there, which has no such limit.
                 self._execute(self._schedule.let_go(lane, 0))
             elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
                 self._reach(lane, group)
@@ -239,13 +239,13 @@ class RankRun(RankClock):
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
     def let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
-        """Backward takes resident tensors."""
+        """Release resident tensors that backward has used."""
         for size_bytes in sizes_bytes:
             if lane.away:
                 self._execute(self._schedule.let_go(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
-        """Backward has reached `group`. `OffloadEngine.approach_backward`, in numbers."""
+        """Note that backward has reached `group`. Mirrors `OffloadEngine.approach_backward`."""
         if lane is not self._schedule.current:
             self._schedule.enter(lane)
             self._schedule.announce(None if self._following is None else self._lanes.get(self._following), during=lane)
@@ -254,12 +254,12 @@ class RankRun(RankClock):
         self._execute(self._schedule.reach(lane, group))
 
     def pass_layer(self, _: None, lane: SimulatedLane) -> None:
-        """Backward has passed a layer without offloaded tensors. `OffloadEngine.prefetch`, in numbers."""
+        """Prefetch after backward has passed a layer without offloaded tensors. Mirrors `OffloadEngine.prefetch`."""
         self.poll()
         self._execute(self._schedule.prefetch(lane))
 
     def turn(self, planned_bytes: int | None, lane: SimulatedLane) -> None:
-        """Backward comes next. `OffloadEngine.expect_backward`, in numbers."""
+        """Cancel or finish offloads before backward, which comes next. Mirrors `OffloadEngine.expect_backward`."""
         self.poll()
         window_bytes = self._find_loss_window() if planned_bytes is None else planned_bytes
         while self._in_flight_bytes > window_bytes:
@@ -268,13 +268,13 @@ class RankRun(RankClock):
         self._execute(self._schedule.expect_backward(lane))
 
     def _find_loss_window(self) -> float:
-        """Return the bytes that may be in flight when the loss begins, if no plan says so."""
+        """Return the bytes that may be in flight when the loss begins, if the plan does not set them."""
         if self._rank.turn is Turn.CALL_BACK:
             return math.inf
         self._link.advance(self.clock_s)
         patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
         left_bytes = self._link.d2h.count_left_bytes() - patience_s * self._rank.link.d2h_bytes_per_s
-        # First in, first out: the first ones are nearly done.
+        # Copies finish in order, so only the first ones can be nearly done.
         window_bytes = 0
         for entry in reversed(self._in_flight):
             if left_bytes <= 0:
@@ -305,13 +305,13 @@ class RankRun(RankClock):
             self._link.submit(self._link.h2d, copy, self.clock_s)
 
     def free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Backward is done with parcels: their device memory is freed, unless a copy to the host still reads it."""
+        """Free the device memory of parcels after backward, unless a copy to the host still reads it."""
         for number in parcels:
             size_bytes, device_bytes, _, _, _ = lane.chunk.parcels[number]
             state = lane.states[number]
             lane.states[number] = _FREED
             if state is _OFFLOADING:
-                # A site on the device needed it while it was still resident.
+                # A site without offload needed it while it was still resident.
                 lane.traffic[number].recalled_bytes += size_bytes
             if state is not _RESIDENT:
                 self._host_bytes -= size_bytes

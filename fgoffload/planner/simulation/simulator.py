@@ -3,9 +3,9 @@
     result = simulate(ranks, plan)
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
 
-Each rank has three streams: compute, copies to the host and copies to the device. `fgoffload.transfer_schedule` decides about
-copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md says what is taken
-into account, and what is not.
+Each rank has three streams: compute, copies to the host and copies to the device. `fgoffload.transfer_schedule` schedules
+copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md says what the
+simulator models and what it ignores.
 """
 
 import collections
@@ -28,13 +28,13 @@ def simulate(
     """Simulate a step under `plan` on all ranks of a pipeline.
 
     Args:
-        ranks: All of them, in order. Each has as many chunks; chunk c of rank r is virtual stage c * p + r of p ranks.
-        plan: For all ranks; what it does not name is kept.
+        ranks: All ranks in order, each with the same number of chunks. Chunk c of rank r is virtual stage c * p + r of p ranks.
+        plan: Plan for all ranks. Sites that it does not name stay on the GPU.
         detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
-        only: Number of the one rank with details, or None for all. The others have totals.
+        only: The only rank to report in `detail`, or None for all. Other ranks get totals.
 
     Raises:
-        ConfigError: The ranks are no pipeline, or their passes deadlock.
+        ConfigError: The ranks do not form a pipeline, or their passes deadlock.
         PlanError: The plan does not suit a layer, or names a layer that no rank has.
     """
     _check_ranks(ranks)
@@ -79,14 +79,14 @@ def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Acti
 def _check_ranks(ranks: Sequence[RankModel]) -> None:
     numbers = [rank.rank for rank in ranks]
     if not ranks or numbers != list(range(len(ranks))):
-        raise ConfigError(f"ranks {numbers} are not all ranks of a pipeline in order. Give ranks 0, 1, and so on.")
+        raise ConfigError(f"ranks {numbers} must be all ranks of a pipeline in order: 0, 1, and so on.")
     counts = [len(rank.chunks) for rank in ranks]
     if len(set(counts)) > 1:
-        raise ConfigError(f"ranks have {counts} chunks. Give each as many: those of a pipeline are interleaved.")
+        raise ConfigError(f"ranks have {counts} chunks. All ranks of a pipeline must have the same number of chunks.")
 
 
 def _check_layers(ranks: Sequence[RankModel], actions: Actions) -> None:
     known = {(number, layer.number) for rank in ranks for number, chunk in enumerate(rank.chunks) for layer in chunk.layers}
     for chunk, layer in sorted(actions):
         if (chunk, layer) not in known:
-            raise PlanError(f"The plan names layers.{layer} in chunk {chunk}, and no rank has it there. Plan for this model.")
+            raise PlanError(f"The plan names layers.{layer} in chunk {chunk}, which no rank has. Make a plan for this model.")

@@ -1,7 +1,7 @@
-"""Decisions of a plan by tag, with reason and cost: rows of the tables of `fgoffload plan`.
+"""Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are those of one microbatch and layer. The cost of a decision takes a second simulation, of the plan
-without it: a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
+Bytes and recompute times are per microbatch and layer. The cost of a decision needs a second simulation, of the plan without
+it: a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ class Decision:
     tag: str  # tag or unit
     action: Action  # the action
     layers: tuple[int, ...]  # layers of the decision, by number in the whole model
-    moved_bytes: int  # bytes offloaded with it, for one microbatch and layer
-    freed_bytes: int  # bytes off the device between forward and backward by this action alone, for one microbatch and layer
-    recompute_s: float  # seconds of the recompute, for one microbatch and layer
-    reason: str  # reason to keep it; empty for other actions
+    moved_bytes: int  # bytes that it offloads, per microbatch and layer
+    freed_bytes: int  # device bytes that this action alone frees between forward and backward, per microbatch and layer
+    recompute_s: float  # seconds of the recompute, per microbatch and layer
+    reason: str  # why the tag stays on the GPU; empty for other actions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """A step of one rank under a plan, against the plan without some of its decisions."""
+    """Effect of some decisions of a plan, compared with a step without them."""
 
     cost_s: float  # seconds that the decisions add to the step; negative if they save time
     rank: int  # pipeline rank with the highest peak without the decisions
     lacking_bytes: int  # device bytes above the budget on that rank without the decisions; 0 if it fits
-    taken_along: tuple[str, ...] = ()  # tags that require the left-out ones, and were left out with them
+    taken_along: tuple[str, ...] = ()  # tags that depend on the omitted ones, and were omitted with them
 
     def describe(self) -> str:
         """Return the reason for the decisions, as far as the two steps show it."""

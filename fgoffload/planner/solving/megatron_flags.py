@@ -1,7 +1,7 @@
-"""Megatron's own settings of recompute and offload, and the plan of each.
+"""Megatron's own flags for recompute and offload, and the equivalent plans.
 
-Flags treat all layers alike, and a fraction all sites of a chunk, so they express few plans. `list_baselines` has the settings
-that people compare with, and `nearest_flags.py` searches the best within a budget.
+Flags apply to all layers, and the offload fraction to all sites of a chunk, so they express few plans. `list_baselines` returns
+common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
     >>> " ".join(flags.list_arguments())[:71]
@@ -24,10 +24,10 @@ LAYER_INPUT = "layer_input"
 
 
 class FullMethod(enum.Enum):
-    """Layers of full recompute: `--recompute-method`."""
+    """Which layers full recompute covers: `--recompute-method`."""
 
-    UNIFORM = "uniform"  # all layers, here one by one: with --recompute-num-layers 1
-    BLOCK = "block"  # the first ones of each model chunk, as many as --recompute-num-layers says
+    UNIFORM = "uniform"  # all layers, each on its own: --recompute-num-layers 1
+    BLOCK = "block"  # the first --recompute-num-layers layers of each model chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,38 +37,38 @@ class SelectiveRecompute:
     modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
-        """Refuse modules without a unit."""
+        """Reject modules that the planner cannot recompute."""
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
-                raise ConfigError(f"--recompute-modules {module!r} is not known here. Give some of: {known}.")
+                raise ConfigError(f"--recompute-modules {module!r} is not supported. Give some of: {known}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FullRecompute:
     """`--recompute-granularity full`: whole layers are recomputed."""
 
-    method: FullMethod  # recomputed layers
+    method: FullMethod  # which layers are recomputed
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers of layers."""
+        """Reject impossible numbers of layers."""
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
             raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """Megatron's flags of recompute and offload."""
+    """Megatron's flags for recompute and offload."""
 
     offload_modules: tuple[str, ...] = ()  # `--offload-modules`
     activation_offload_fraction: float = 1.0
-    """`--activation-offload-fraction`: offloaded part of the sites of each chunk, first ones first."""
+    """`--activation-offload-fraction`: fraction of the sites of each chunk that is offloaded, starting with the first."""
     recompute: SelectiveRecompute | FullRecompute | None = None
     """`--recompute-granularity` and its flags; None for no recompute."""
 
     def list_arguments(self) -> tuple[str, ...]:
-        """Return the words of the command line."""
+        """Return the command-line arguments."""
         words: list[str] = []
         if self.offload_modules:
             words += ["--fine-grained-activation-offloading", "--offload-modules", *self.offload_modules]
@@ -157,9 +157,9 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return the flags that offload everything except the modules of selective recompute, all of those or one alone.
+    """Return flags that offload everything except recomputed modules: all usual modules, or each of them alone.
 
-    None if those are no cheap part of a layer, as attention.
+    Empty if the usual module is attention, which is not cheap to recompute.
     """
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
@@ -168,11 +168,10 @@ def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
 
 
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
-    """Return the usual modules of selective recompute.
+    """Return the modules that users commonly pass to selective recompute, if a layer can recompute them.
 
-    With experts: their activation, the norms, and up-projections of latent attention, which are cheap for the bytes they save.
-    Without: `core_attn`, Megatron's default, though its recompute saves little with flash attention. Only modules that a layer
-    can recompute.
+    MoE models: expert activations, norms and up-projections of latent attention, which are cheap for the bytes they save.
+    Other models: `core_attn`, Megatron's default, though its recompute saves little with flash attention.
     """
     units = {unit.name for rank in ranks for chunk in rank.chunks for layer in chunk.layers for unit in layer.model.units}
     usual = ("layernorm", "mla_up_proj", "moe_act") if "moe_act" in units else _ATTENTION

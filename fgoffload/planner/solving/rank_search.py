@@ -1,7 +1,7 @@
-"""The search for the best plan of one rank that never waits for its neighbours. The simulator judges every state.
+"""Searches for the best plan of one rank, without waits for its neighbours. The simulator evaluates every state.
 
 A sweep raises the price of device memory step by step until the rank fits its budget. How much of a copy hides depends on the
-rest of the plan, so there are sweeps at several prices of an offloaded byte. Walks (`local_search`) improve on the results.
+rest of the plan, so we sweep at several prices of an offloaded byte. Local search (`local_search`) improves on the results.
 """
 
 import bisect
@@ -14,7 +14,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # prices of sweeps: parts of the time of a copy to the host that count as time of the step
+_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # copy prices of the sweeps: fraction of the copy time to the host counted as step time
 
 
 class Verdict(NamedTuple):
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
     step_s: float  # seconds of the step
     peak_bytes: int  # peak device bytes
-    loss_window_bytes: int  # most bytes in flight to the host at the start of a loss
+    loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss
 
 
 class RankSearch:
@@ -33,7 +33,7 @@ class RankSearch:
         self.slots = list_slots(self.rank)
         self.known: dict[object, tuple[State, Verdict]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
-        # With few layers each changes in small steps, so that a plan uses its budget.
+        # With few layers, use finer steps per layer, so that a plan uses its whole budget.
         parts, numel = max(20, 80 // max(len(self.slots), 1)), rank.min_offloaded_numel
         self.treatments: Mapping[LayerModel, Sequence[Treatment]] = {
             layer: list_treatments(layer, min_offloaded_numel=numel, group_s=rank.late_group_s, parts=parts)
@@ -44,7 +44,7 @@ class RankSearch:
 
     @property
     def kept(self) -> Verdict:
-        """Return the costs of keeping everything."""
+        """Return the simulated cost of the baseline."""
         return self.judge((KEEP,) * len(self.slots))
 
     def judge(self, state: State) -> Verdict:
@@ -57,7 +57,7 @@ class RankSearch:
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Return the best state of sweeps, `starts` and all known ones; with a budget of 0, the one with the least peak."""
+        """Return the best state of sweeps, `starts` and all known ones; with a budget of 0, the one with the lowest peak."""
         # Nothing is faster than keeping everything, and of equally fast plans it is the simplest.
         if self.kept.peak_bytes > budget_bytes:
             for state in starts:

@@ -20,14 +20,14 @@ from fgoffload.planner.solving.pipeline_search import Candidate, PipelineSearch
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_LAYER_PASSES = 30_000
-"""Most forwards and backwards of single layers in the local search. One takes 25 to 100 us."""
+"""Maximum number of simulated layer passes (forward or backward of one layer) in the local search. One takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
 """The same for `--thorough`."""
 
 PLANNED_SHARE = 0.998
-"""Part of a device memory budget that a plan may use if a training must keep to it: bytes of layers are exact, temporaries of
-ops are not."""
+"""Fraction of a device memory budget that a plan may use if the run must not exceed the budget. The rest is headroom, because
+bytes of layers are exact but temporaries of ops are not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class Solution:
     plan: OffloadPlan  # plan for all ranks
     result: StepResult  # predicted step
     budget_bytes: int  # budget of each device
-    decisions: tuple[Decision, ...]  # decisions about each tag with reasons, rank by rank
+    decisions: tuple[Decision, ...]  # the decision for each tag, with its reason, by rank
     baselines: Mapping[str, StepResult]
-    """Baselines by name: `megatron_flags.list_baselines`. The plan is no slower than any of them that fits the budget. Those
-    without offload are Megatron's own, without this package."""
-    nearest: NearestFlags | None  # the fastest of Megatron's own flags within the budget; None if none fit
+    """Baselines by name: `megatron_flags.list_baselines`. The plan is at least as fast as every baseline that fits the
+    budget. Baselines without offload run Megatron without this package."""
+    nearest: NearestFlags | None  # the fastest of Megatron's own settings within the budget; None if none fits
 
 
 def solve(
@@ -54,14 +54,14 @@ def solve(
     """Return the fastest plan found that keeps every rank within the budget.
 
     Args:
-        ranks: The pipeline, by number.
+        ranks: All pipeline ranks, in order.
         budget_bytes: Device bytes of each rank, static memory included.
-        host_budget_bytes: Host bytes of each rank; None takes those of `ranks`.
-        layer_passes: Most forwards and backwards of single layers in the local search.
+        host_budget_bytes: Host bytes of each rank; defaults to the limits in `ranks`.
+        layer_passes: Maximum number of simulated layer passes in the local search.
 
     Raises:
         ConfigError: An argument is invalid.
-        BudgetError: No plan was found that fits: names the rank, its missing bytes, and the smallest budget with a plan.
+        BudgetError: No plan fits. The message names the rank, its missing bytes, and the smallest budget with a plan.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     return _solve(PipelineSearch(ranks, layer_passes=layer_passes), budget_bytes, None)
@@ -70,10 +70,10 @@ def solve(
 def solve_leaving_free(
     ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, layer_passes: int = DEFAULT_LAYER_PASSES
 ) -> Solution:
-    """Return the fastest plan for the part of a budget that a plan may use if a training must keep to it.
+    """Return the fastest plan that leaves headroom, so that the run does not exceed the budget.
 
-    `free_bytes` stay free: by how much a step exceeded its prediction. Raises as `solve`, with the smallest budget that leaves
-    as much free.
+    `free_bytes` stay free; give the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
+    the message includes the headroom.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
     try:

@@ -20,13 +20,13 @@ def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ..
 
 
 class LayerSlot(NamedTuple):
-    """A layer of a rank, which gets a treatment."""
+    """A layer of a rank, to which the solver assigns a treatment."""
 
     chunk: int  # model chunk on the rank
     number: int  # number of the layer in the whole model
     layer: LayerModel  # kind of the layer
     microbatches: int  # microbatches of a step
-    in_flight: int  # microbatches in flight when the layers together keep most
+    in_flight: int  # microbatches in flight when the layers together hold the most bytes
 
 
 State = tuple[Treatment, ...]

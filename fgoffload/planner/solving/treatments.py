@@ -1,8 +1,9 @@
-"""Efficient treatments of a layer: none is beaten by another in memory, copies and recompute together.
+"""Lists the Pareto-optimal treatments of a layer in memory, copies and recompute.
 
-A layer has independent parts: a treatment of attention changes neither bytes nor recompute of the experts. So each part has a
-few dozen treatments, where the whole layer would have thousands. Parts are joined one by one, and beaten treatments are dropped
-at once. A unit that covers many others, as `layer`, is decided first: each compatible set of such units leaves its own parts.
+A layer has independent parts: a treatment of attention changes neither the bytes nor the recompute of the experts. So each part
+has a few dozen treatments, where the whole layer would have thousands. We join the parts one by one and drop dominated
+treatments at once. Units that cover many others, such as `layer`, are decided first, since each set of them leaves different
+parts.
 """
 
 import dataclasses
@@ -22,16 +23,16 @@ Actions = tuple[tuple[str, Action], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """Treatment of one layer, with its change against keeping everything. Bytes and seconds are those of one microbatch."""
+    """Treatment of one layer, and its cost relative to the baseline. Bytes and seconds are per microbatch."""
 
-    actions: Actions  # the actions
+    actions: Actions  # actions other than `keep`
     kept_bytes: int = 0  # change of the device bytes from forward to backward; negative with offload or recompute
     moved_bytes: int = 0  # bytes offloaded and reloaded
     groups: int = 0  # number of copies in each direction
     recompute_s: float = 0.0  # seconds of recompute in backward
 
     def join(self, other: "Treatment") -> "Treatment":
-        """Return the sum of treatments of two parts of one layer."""
+        """Combine with the treatment of another part of the same layer."""
         return Treatment(
             actions=tuple(sorted((*self.actions, *other.actions), key=lambda row: row[0])),
             kept_bytes=self.kept_bytes + other.kept_bytes,
@@ -55,7 +56,7 @@ KEEP = Treatment(actions=())
 
 
 def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int) -> Treatment:
-    """Return the treatment with `actions`, measured on a layer."""
+    """Compute the cost of `actions` on a layer."""
     resolved = resolve_layer(layer, actions, min_offloaded_numel=min_offloaded_numel)
     return Treatment(
         actions=tuple(sorted((name, action) for name, action in actions.items() if action is not Action.KEEP)),

@@ -1,26 +1,25 @@
-"""Calibrates the layers of a profile by the plain step, in which nothing is measured.
+"""Calibrates profiled layers against the plain step, which runs without measurement hooks.
 
 [Note: What the host adds]
-A profile times forward while hooks run, and takes the minimum of each segment over layers that are alike. So a simulated step
-can be shorter than the plain one, if the host launches forward late without hooks too, or longer, if the hooks delayed all
-layers. Both concern forward: the host waits for the routing of each layer of experts and continues from there, while backward
-waits for nothing and is launched ahead of the device. Excess time is taken off the segments of forward that hooks can have
-delayed.
+A profile times forward with hooks running, and takes the minimum of each segment over similar layers. The simulated step is too
+short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward:
+the host waits for the routing of each MoE layer and continues from there, while backward waits for nothing and is launched
+ahead of the device. We subtract excess time from the forward segments that hooks can have delayed.
 
-Missing time is added to the step, not to forward. The host is late in some steps only: the peak over many steps is that of a
-forward at the device's pace, with copies furthest behind. On an H200 the plain step took 27 ms of 554 more: with these in
-forward four peaks are predicted 2.1% to 3.6% too low, without within 0.8%.
+We add missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many steps occurs when
+forward runs at the device's pace and copies are furthest behind. On an H200 the plain step took 27 ms longer, of 554 ms. With
+this time in forward, four predicted peaks are 2.1% to 3.6% too low; without it they are within 0.8%.
 
 [Note: What a device without pauses adds]
-Without waits in layers the host is far ahead, and missing time is the device's: a profile stalls it before each segment of
-forward, and a device at its power limit is faster after a pause. So all of a microbatch takes longer by one factor, recompute
-included. On an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms under measurement and 1372
-plain, where an H200 took 1352 and 1364; another H100 ran plain steps of it at its power limit. Devices whose layers
-wait for the host are at that limit too, but a profile cannot tell the two apart and counts it as the host's.
+If no layer waits for the host, the host runs far ahead, and the device causes the missing time. A profile stalls the device
+before each forward segment, and a device at its power limit runs faster after a pause. So we scale all compute of a microbatch,
+recompute included, by one factor. On an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms while profiled and
+1372 ms plain; on an H200 it took 1352 and 1364 ms. Another H100 ran plain steps of it at its power limit. Devices whose layers
+wait for the host reach that limit too, but a profile cannot separate the two effects and attributes both to the host.
 
-A recompute keeps the measured forward time. It is launched from backward, beside autograd, and two trainings on one H200
-confirm it: 692 ms predicted and 688 measured, 713 with the forward of the plain step; and for a launch-bound one 1161 ms
-predicted and 1109 measured, 971 with the forward of the plain step.
+A recompute keeps the measured forward time, because backward launches it alongside autograd. Two runs on one H200 confirm this.
+For one, we predict 692 ms and measured 688; with the forward of the plain step we would predict 713. For the other, which is
+launch-bound, we predict 1161 ms and measured 1109; with the forward of the plain step we would predict 971.
 """
 
 import dataclasses
@@ -30,16 +29,15 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
 
 LEAST_FORWARD_PART = 1 / 3
-"""Least device time of a segment's forward, as a part of its backward, unless less was measured. Hooks hardly lengthen
-backward. The backward of a matrix product takes twice as long as its forward, that of fused attention 2.5 to 2.7 times (0.57
-and 1.54 ms on an H200)."""
+"""Minimum forward time of a segment on the device, as a fraction of its backward, unless the measured time is lower. Hooks
+hardly lengthen backward. Backward takes twice as long as forward for a matrix product, and 2.5 to 2.7 times as long for fused
+attention (0.57 and 1.54 ms on an H200)."""
 
 
 def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> tuple[list[ChunkModel], float]:
-    """Return `chunks` with forward passes and extra seconds such that a microbatch takes `microbatch_s`.
+    """Adjust `chunks` so that a microbatch takes `microbatch_s`; also return the launch delay to add per microbatch.
 
-    The extra ones are those of a microbatch in which the device waits for launches. Forward keeps at least the device's time,
-    so a microbatch can still take longer.
+    Forward keeps at least its estimated device time, so a microbatch can still take longer than `microbatch_s`.
     """
     layers = [layer.model for chunk in chunks for layer in chunk.layers]
     edges = [segment for chunk in chunks for segment in (*chunk.first, *chunk.last)]
@@ -57,12 +55,12 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> tuple[lis
 
 
 def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
-    """Return `chunks` whose compute takes `by` times as long. See [Note: What a device without pauses adds]."""
+    """Scale all compute times of `chunks` by the factor `by`. See [Note: What a device without pauses adds]."""
 
     def lengthen(segments: Sequence[Segment]) -> tuple[Segment, ...]:
         return tuple(dataclasses.replace(one, forward_s=one.forward_s * by, backward_s=one.backward_s * by) for one in segments)
 
-    # Once for each kind, so that layers of one kind stay one.
+    # Replace each kind once, so that layers of one kind still share a model.
     kinds = {
         model: dataclasses.replace(
             model,
@@ -78,7 +76,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
 
 
 def _take_off(layer: LayerModel, part: float) -> LayerModel:
-    """Return `layer` with each segment's forward shortened by `part` of its spare seconds."""
+    """Shorten the forward of each segment by the fraction `part` of its spare seconds."""
     segments = (
         dataclasses.replace(segment, forward_host_s=segment.forward_host_s - part * _find_spare_s(segment))
         for segment in layer.segments
@@ -87,5 +85,5 @@ def _take_off(layer: LayerModel, part: float) -> LayerModel:
 
 
 def _find_spare_s(segment: Segment) -> float:
-    """Return the seconds of a segment's forward that may be late launches."""
+    """Return the seconds of a segment's forward that may be launch delay."""
     return max(0.0, segment.forward_pass_s - LEAST_FORWARD_PART * segment.backward_s)

@@ -1,4 +1,4 @@
-"""Compares steps with and without a plan: the cost of a launch-bound host."""
+"""Measured step times with and without a plan, which show how much copies slow a launch-bound host."""
 
 import dataclasses
 import math
@@ -9,28 +9,28 @@ from fgoffload.plan import Action, OffloadPlan, Site
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAction:
-    """Site and action: one row of a plan."""
+    """One row of a plan: a site and its action."""
 
-    site: Site  # site of the action
-    action: Action  # treatment of the site
+    site: Site  # layer and tag
+    action: Action  # what the plan does with its tensors
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """Step times under a plan and of the baseline, measured alternately in the same training."""
+    """Step times under a plan and of the baseline, measured alternately in the same run."""
 
-    sites: tuple[SiteAction, ...]  # rows of the plan. Sites that it does not name stay on the GPU.
-    loss_window_bytes: int | None = None  # same field of `OffloadPlan`
-    step_s: float  # seconds of a step under the plan: median of the slowest process
-    keeping_step_s: float  # seconds of a baseline step that offloads nothing, measured the same way in between
+    sites: tuple[SiteAction, ...]  # rows of the plan; other sites stay on the GPU
+    loss_window_bytes: int | None = None  # as in `OffloadPlan`
+    step_s: float  # seconds per step under the plan: median of the slowest process
+    keeping_step_s: float  # seconds per baseline step without offload, measured in between in the same way
 
     def __post_init__(self) -> None:
-        """Refuse step times of 0, and plans that offload nothing."""
+        """Reject step times of 0, and plans that offload nothing."""
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} {getattr(self, name)} is no time of a step. Give seconds above 0.")
+                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Give seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError("sites has nothing that leaves: without copies no step says how late they make it. Leave it out.")
+            raise ConfigError("sites offloads nothing, so its step says nothing about the cost of copies. Leave it out.")
 
     @property
     def plan(self) -> OffloadPlan:
@@ -44,7 +44,7 @@ class ComparedStep:
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":
-        """Return the measured steps under `plan`."""
+        """Build the comparison from `plan` and its measured step times."""
         return cls(
             sites=tuple(SiteAction(site=site, action=plan.actions[site]) for site in sorted(plan.actions)),
             loss_window_bytes=plan.loss_window_bytes,

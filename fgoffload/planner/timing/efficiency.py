@@ -1,6 +1,6 @@
-"""Efficiency of kernels, collectives and copies against a device's peaks, for devices without a profile.
+"""Efficiency of kernels, collectives and copies relative to a device's peak rates, for devices without a profile.
 
-Kernels were measured on Hopper, by others and by us, as the fields say; on other devices the figures are a guess.
+Each field names its source. Kernels were measured on Hopper, by others or by us; for other devices the figures are guesses.
 """
 
 import dataclasses
@@ -10,125 +10,127 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count, check_part, check_rate
 
 ASSUMED_MEMORY = 0.80
-"""Reached part of the device's memory bandwidth, if not measured: slightly below the 0.90 of copies within an H100. It predicts
-steps of W2 on H200s correctly."""
+"""Assumed fraction of the device's memory bandwidth that kernels reach, slightly below the 0.90 of copies within an H100. With
+it, steps of W2 on H200s are predicted correctly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Reached parts of the peaks, above 0 and at most 1, and costs of launches and recompute."""
+    """Fractions of the peak rates that are reached, above 0 and at most 1, and costs of launches and recompute."""
 
     matmul: float = 0.66
-    """Reached part of the bf16 rate in large matrix products.
+    """Fraction of the bf16 peak that large matrix products reach.
 
-    Source: a step of 28 layers of Llama 3 8B on an H200, 1375 ms, of which these are 72%: with 0.66 it is predicted 0.2% higher
-    (docs/results/predictions.md), with 0.70 3.9% lower. At best, over many shapes, H100 and H200 reach 794.5
-    TFLOP/s, 0.80 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
+    Source: a step of 28 layers of Llama 3 8B on an H200 took 1375 ms, 72% of it in matrix products. With 0.66 the prediction
+    is 0.2% too high (docs/results/predictions.md), with 0.70 it is 3.9% too low. The best shapes reach 794.5 TFLOP/s, 0.80, on
+    H100 and H200 (Stas Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS).
     """
     grouped_matmul: float = 0.68
-    """Reached part of the bf16 rate in the matrix products of experts with many rows; n rows reach n / (n + `grouped_rows`) of
-    it.
+    """Fraction of the bf16 peak that grouped matrix products of experts reach with many rows. With n rows per expert they
+    reach n / (n + `grouped_rows`) of it.
 
-    Source: on an H100 554 TFLOP/s with 16 experts of 2048 rows and 628 with 8 of 4096, by Transformer Engine 2.7's streams of
-    cuBLAS (pull request 2045 of Transformer Engine): 0.56 and 0.63.
+    Source: Transformer Engine 2.7 with multi-stream cuBLAS reaches 554 TFLOP/s with 16 experts of 2048 rows and 628 TFLOP/s
+    with 8 of 4096 on an H100 (Transformer Engine pull request 2045): 0.56 and 0.63.
     """
     grouped_rows: float = 400.0
-    """Rows of an expert at which its matrix products reach half of that. Source: the same two figures."""
+    """Rows per expert at which its matrix products reach half of `grouped_matmul`. Source: the same two figures."""
     fp8_matmul: float = 0.60
-    """Reached part of the fp8 rate in large matrix products, without casts of their inputs.
+    """Fraction of the fp8 peak that large matrix products reach, not counting the casts of their inputs.
 
-    Source: at best 1403 TFLOP/s on H100, 0.71 (the same table). For the shapes of layers it is assumed.
+    Source: assumed for the shapes of model layers. The best shapes reach 1403 TFLOP/s, 0.71, on H100 (the same table).
     """
     grouped_fp8_matmul: float = 0.55
-    """Reached part of the fp8 rate in the matrix products of experts. Assumed."""
+    """Fraction of the fp8 peak that the grouped matrix products of experts reach. Assumed."""
     attention_forward: float = 0.53
-    """Reached part of the bf16 rate in forward attention, without masked operations.
+    """Fraction of the bf16 peak that forward attention reaches, not counting masked FLOP.
 
-    Source: on an H100, causal, 128 channels of a head, sequences of 4096: cuDNN 518 and FlashAttention-3 579 TFLOP/s, 0.52 and
-    0.59 (Shah et al., FlashAttention-3, arXiv 2407.08608, figure 5). With 64 channels, or shorter sequences, it is less.
+    Source: on an H100, with a causal mask, head dimension 128 and sequences of 4096, cuDNN reaches 518 and FlashAttention-3 579
+    TFLOP/s: 0.52 and 0.59 (Shah et al., FlashAttention-3, arXiv 2407.08608, figure 5). A head dimension of 64 or shorter
+    sequences reach less.
     """
     attention_backward: float = 0.48
-    """Reached part of the bf16 rate in backward attention.
+    """Fraction of the bf16 peak that backward attention reaches.
 
-    Source: the same, figure 6: cuDNN 499 and FlashAttention-3 542 TFLOP/s, without a mask: 0.50 and 0.55.
+    Source: figure 6 of the same paper. Without a mask, cuDNN reaches 499 and FlashAttention-3 542 TFLOP/s: 0.50 and 0.55.
     """
     memory: float | None = None
-    """Reached part of the device's memory bandwidth. None takes `Hardware.memory_efficiency` if it was measured, else
-    `ASSUMED_MEMORY`."""
+    """Fraction of the device's memory bandwidth that kernels reach. Defaults to `Hardware.memory_efficiency` if measured, and
+    otherwise to `ASSUMED_MEMORY`."""
     strided_bytes_per_s: float | None = 1.55e12
-    """Most bytes a second of element-wise kernels on strided tensors, whatever the bandwidth. None for no limit.
+    """Maximum bytes per second of element-wise kernels on strided tensors, whatever the bandwidth. None for no limit.
 
-    Source: those of W2's activation, on halves and with a factor for each row, move 1.36 to 1.76 TB/s on an H100, together
-    1.53, and 1.06 times that on an H200 (traces, in docs/results/runs as `w2_h100_kernels.csv` and
-    `w2_h200_kernels.csv`). On other devices a guess.
+    Source: the kernels of W2's activation, which work on halves of a tensor with a factor per row, move 1.36 to 1.76 TB/s on an
+    H100, 1.53 TB/s together, and 1.06 times that on an H200 (traces `w2_h100_kernels.csv` and `w2_h200_kernels.csv` in
+    docs/results/runs). A guess for other devices.
     """
     narrow_attention: float = 0.7
-    """Part of these two that heads of 64 channels reach; interpolated in between. Source: the same figures of FlashAttention-3,
-    with 64 channels of a head: 400 and 410 TFLOP/s."""
+    """Attention efficiency at head dimension 64 relative to 128, interpolated in between. Source: the same figures;
+    FlashAttention-3 reaches 400 and 410 TFLOP/s at head dimension 64."""
     nvlink: float = 0.80
-    """Reached part of the rate between devices of an NVLink domain, in collectives.
+    """Fraction of the rate between devices of an NVLink domain that collectives reach.
 
-    Source: all-gather 361 and reduce-scatter 363 GB/s of 450 on 8 H200, by nccl-tests (Stas Bekman, Machine Learning
-    Engineering, network). All-reduce by rings: 235 of 300 on A100, 682 of 900 on B200, and 313 of 448 on MI300X (the same).
+    Source: nccl-tests on 8 H200 reach 361 GB/s in all-gather and 363 in reduce-scatter, of 450 (Stas Bekman, Machine Learning
+    Engineering, network). Ring all-reduce reaches 235 of 300 on A100, 682 of 900 on B200 and 313 of 448 on MI300X (the same).
     """
     network: float = 0.90
-    """Reached part of the rate of network cards.
+    """Fraction of the network cards' rate that collectives reach.
 
-    Source: DeepEP's first release names 43 to 58 GB/s, with cards of 50, for dispatch and combine over 16 to 64 ranks, in which
-    traffic within the node counts too.
+    Source: DeepEP's first release reports 43 to 58 GB/s with 50 GB/s cards, for dispatch and combine over 16 to 64 ranks. This
+    includes traffic within the node.
     """
     all_to_all: float = 0.75
-    """Part of other collectives' rates that an all-to-all of NCCL reaches, within and across nodes. Fitted to steps of
-    Qwen3-235B on 256 H100 (tests/unit/planner/timing/published_steps.json); not measured alone."""
+    """Rate of an NCCL all-to-all relative to other collectives, within and across nodes. Fitted to steps of Qwen3-235B on 256
+    H100 (tests/unit/planner/timing/published_steps.json); not measured on its own."""
     rerun_extra: float = 0.10
-    """Extra time of a recompute, as a part of its forward.
+    """Extra time of a recompute, as a fraction of its forward time.
 
-    Source: full recompute on H200s against forward times of profiles of the same trainings: 442 ms a step for 403 ms of forward
-    (28 layers of Llama 3 8B), and 451 for 404 (latent attention with experts): 0.10 and 0.12. W2, whose forward waits for the
-    host, took 0.04 less. The reason was not traced.
+    Source: on H200s full recompute took 442 ms per step where profiled forward took 403 ms (28 layers of Llama 3 8B), and 451
+    where it took 404 (multi-latent attention with experts): 0.10 and 0.12. W2, whose forward waits for the host, took 0.04
+    less. We did not trace the reason.
     """
     kernel_start_s: float = 3e-6
-    """Seconds from one kernel to the next on the device. Assumed."""
+    """Gap between consecutive kernels on the device, in seconds. Assumed."""
     host_s_per_launch: float = 25e-6
-    """Host seconds for each kernel launch, which bound the time of a layer from below.
+    """Host seconds per kernel launch. A layer takes at least the time of its launches.
 
-    Source: it gives the 9 ms of host time for forward and backward of a layer of W2 that traces on an H200 show, and 13 ms for
-    a layer of GPT-OSS 120B on H100. On the host of docs/results/host_overhead.md small models need about twice as much.
+    Source: this value reproduces the 9 ms of host time for forward and backward of a W2 layer that traces on an H200 show, and
+    the 13 ms for a layer of GPT-OSS 120B on H100. The host in docs/results/host_overhead.md needs about twice as much for
+    small models.
     """
     collective_start_s: float = 20e-6
     """Seconds before the first byte of a collective moves. Assumed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts out of range and negative costs."""
+        """Reject fractions out of range and negative costs."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in _RATES:
                 check_rate(field.name, value)
             elif field.name in _FROM_ZERO:
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise ConfigError(f"{field.name} {value!r} is no number. Give one like {field.default}.")
+                    raise ConfigError(f"{field.name} {value!r} is not a number. Give one like {field.default}.")
                 if not 0 <= value < math.inf:
-                    raise ConfigError(f"{field.name} {value} is not from 0 on and finite. Give one like {field.default}.")
+                    raise ConfigError(f"{field.name} {value} must be finite and at least 0. Give one like {field.default}.")
             elif value is not None or field.default is not None:
                 check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 
 
 _FROM_ZERO = ("rerun_extra", "grouped_rows", "kernel_start_s", "host_s_per_launch", "collective_start_s")
-"""Fields that may be 0, and above 1."""
-_RATES = ("strided_bytes_per_s",)  # fields in bytes a second
+"""Fields that may be 0 or exceed 1."""
+_RATES = ("strided_bytes_per_s",)  # fields in bytes per second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Measured rates between ranks, each way. None takes the hardware's, times its efficiency."""
+    """Measured rates between ranks, in each direction. None defaults to the hardware's rate times its efficiency."""
 
     nvlink_bytes_per_s: float | None = None
-    """Bytes a second from a rank to ranks of its domain. H800, with less NVLink than H100, has 160 GB/s."""
-    network_bytes_per_s: float | None = None  # bytes a second from a rank to ranks of other domains
-    nvlink_ranks: int | None = None  # ranks of a domain, which are connected by NVLink
+    """Bytes per second from a rank to other ranks of its NVLink domain. An H800, with less NVLink than H100, has 160 GB/s."""
+    network_bytes_per_s: float | None = None  # bytes per second from a rank to ranks of other domains
+    nvlink_ranks: int | None = None  # ranks in an NVLink domain
 
     def __post_init__(self) -> None:
-        """Refuse impossible rates."""
+        """Reject impossible rates."""
         for name in ("nvlink_bytes_per_s", "network_bytes_per_s"):
             check_rate(name, getattr(self, name))
         if self.nvlink_ranks is not None:

@@ -1,7 +1,7 @@
-"""Frozen dataclasses of numbers to JSON and back, by the types of their fields.
+"""Converts frozen dataclasses to JSON and back, driven by the types of their fields.
 
-Allowed fields: numbers, text, booleans, enums by value, other such dataclasses, tuples of these, mappings from text, and None
-if the type allows it.
+Fields may be numbers, strings, booleans, enums (stored by value), other such dataclasses, tuples of these, mappings with string
+keys, and None if the type allows it.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ from fgoffload.planner.checks import FASTEST_PER_S
 T = TypeVar("T")
 
 LONGEST_S = 1e6
-"""Most seconds of a measured time: eleven days. The solver cannot handle far longer times."""
+"""Maximum measured time, in seconds: eleven days. The solver cannot handle much longer times."""
 
 MOST_BYTES = 1e15
-"""Most bytes of a field: a petabyte, hundreds of times a node's memory."""
+"""Maximum of a field in bytes: a petabyte, hundreds of times a node's memory."""
 
 _MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES, "_part": 1.0}
-"""Largest values by unit, the end of a field's name."""
+"""Maximum values by unit, which is the suffix of a field's name."""
 
 
 def to_json_value(value: Any) -> Any:
-    """Return `value` as JSON types: objects, lists, text, numbers and null."""
+    """Convert `value` to JSON types: objects, lists, strings, numbers and null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -51,7 +51,7 @@ def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
 
 
 def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
-    """Return the fields of a `kind` in the object `value`, without a check of their types."""
+    """Return the fields of the JSON object `value`. Reject unknown and missing fields of `kind`, but do not check types."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -105,14 +105,14 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {_shorten(value)}. Give one of: {', '.join(map(str, values))}.")
         return kind(value)
     if kind is float:
-        # By type: JSON's true is an int in Python. Compared before conversion: an int of hundreds of digits is no float.
+        # JSON's true is an int in Python. Compare before converting: a float cannot hold an int of hundreds of digits.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number from 0.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number of at least 0.")
         _check_most(value, where)
         return float(value)
     if kind is int:
         if type(value) is not int or value < 0:
-            raise ConfigError(f"{where} is {_shorten(value)}. Give a whole number from 0.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Give a whole number of at least 0.")
         _check_most(value, where)
         return value
     if type(value) is not kind:
@@ -123,7 +123,7 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
 def _check_most(value: float, where: str) -> None:
     most = next((most for unit, most in _MOST.items() if where.endswith(unit)), sys.maxsize)
     if value > most:
-        raise ConfigError(f"{where} is {_shorten(value)}, above {most:g}, which nothing measured comes to. Measure again.")
+        raise ConfigError(f"{where} is {_shorten(value)}, above the maximum of {most:g}. Measure again.")
 
 
 def _shorten(value: Any) -> str:

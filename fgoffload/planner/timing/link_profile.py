@@ -1,4 +1,4 @@
-"""Measured link between a device and its host: copy rates by size, and how much copies slow a matrix product."""
+"""Measurements of the link between a device and its host: copy rates by size, and how much copies slow a matrix product."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ class CopyRate:
     """Rates of copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
 
     size_bytes: int  # bytes of each copy
-    d2h_bytes_per_s: float  # rate to the host, with no copies the other way
-    h2d_bytes_per_s: float  # rate to the device, with no copies the other way
-    duplex_bytes_per_s: float  # rate of each direction while both run: the slower of the two
+    d2h_bytes_per_s: float  # rate to the host, with no copies to the device
+    h2d_bytes_per_s: float  # rate to the device, with no copies to the host
+    duplex_bytes_per_s: float  # rate per direction while both are busy: the slower of the two
 
     def __post_init__(self) -> None:
-        """Refuse invalid sizes and rates."""
+        """Reject invalid sizes and rates."""
         check_count("size_bytes", self.size_bytes)
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             if getattr(self, name) is None:
-                raise ConfigError(f"{name} None is no rate. Give what was measured.")
+                raise ConfigError(f"{name} must not be None. Give the measured rate.")
             check_device_rate(name, getattr(self, name))
 
 
@@ -34,17 +34,17 @@ class LinkProfile:
     compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Refuse a link without copies, and sizes out of order."""
+        """Reject a link without copies, and sizes out of order."""
         if not self.copies:
-            raise ConfigError("copies is empty: nothing was measured of the link. Measure again.")
+            raise ConfigError("copies is empty: the link was not measured. Measure again.")
         sizes = [copy.size_bytes for copy in self.copies]
         if sizes != sorted(set(sizes)):
-            raise ConfigError(f"copies are of {sizes} bytes. Give each size once, from the smallest to the largest.")
+            raise ConfigError(f"copies have sizes {sizes}, in bytes. Give each size once, from the smallest to the largest.")
 
     def to_model(self) -> LinkModel:
         """Return the simulator's model of the link: rates of the largest copies, and latency from the smallest.
 
-        A copy of n bytes takes latency + n / rate. Latency is negligible for large copies, and most of the time of small ones.
+        A copy of n bytes takes latency + n / rate. Latency is negligible for large copies and dominates small ones.
         """
         largest, smallest = self.copies[-1], self.copies[0]
         d2h_s = smallest.size_bytes / smallest.d2h_bytes_per_s - smallest.size_bytes / largest.d2h_bytes_per_s
@@ -54,6 +54,6 @@ class LinkProfile:
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
             copy_latency_s=max(0.0, (d2h_s + h2d_s) / 2),
-            # The measured matrix product fills the device for long, unlike the kernels of a step.
+            # The measured matrix product fills the device for longer than the kernels of a step do.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )

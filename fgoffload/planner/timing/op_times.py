@@ -116,7 +116,7 @@ class Clock:
 
     hardware: Hardware  # the device
     efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
-    network: Network = DEFAULT_NETWORK  # measured rates between ranks; None takes the hardware's
+    network: Network = DEFAULT_NETWORK  # measured rates between ranks; None means the hardware's
 
     @property
     def memory_bytes_per_s(self) -> float:

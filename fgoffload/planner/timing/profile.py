@@ -1,7 +1,7 @@
-"""Measurements of a training: the link, and each pipeline rank's times and bytes by layer.
+"""Profile of a training run: the link, and times and bytes per layer of each pipeline rank.
 
-`fgoffload profile` writes one, and `--offload-modules auto` makes one in the first step. It uses the types of the simulator
-and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges layers that are alike:
+`fgoffload profile` writes a profile, and `--offload-modules auto` takes one in the first step. A profile uses the types of the
+simulator and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges similar layers:
 
     profile = Profile.load(Path("profile.json"))
     ranks = [make_rank_model(profile, rank=rank.rank) for rank in profile.ranks]
@@ -29,30 +29,30 @@ from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.transfer_schedule import TransferPolicy
 
 FORMAT = 3
-"""Version of the JSON that `Profile.to_json` writes. Raise it when an older reader would misread a newer file."""
+"""Version of the JSON that `Profile.to_json` writes. Increment it when an older version would misread a newer file."""
 
 CPU = "CPU"
 """Device name of a CPU."""
 
 DEFAULT_TOLERANCE = 0.1
-"""Part by which backward times and saved bytes by tag may differ between layers of one kind. Times of one layer differ by a few
-percent between microbatches; tokens of experts differ by more only if routing is far out of balance."""
+"""Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
+few percent between microbatches. Tokens per expert vary by more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """One pipeline rank in the measured step, with everything kept."""
+    """Measurements of one pipeline rank in a baseline step, which offloads nothing."""
 
     rank: int  # pipeline rank, from 0
     pipeline: Pipeline  # the schedule of the step
     chunks: tuple[ChunkModel, ...]
-    """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes maxima."""
+    """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes are maxima."""
     static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
     peak_bytes: int | None = None  # peak device bytes of the step; None if the device does not count them, as a CPU
     step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
-    step_end_s: float = 0.0  # seconds of it after the last pass: gradient reduction and optimizer
+    step_end_s: float = 0.0  # seconds of the step after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Elements. Smaller storages stay on the device: the minimum size of the training."""
+    """Minimum number of elements of an offloaded storage, as configured for the run. Smaller ones stay on the GPU."""
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:
@@ -62,35 +62,35 @@ class RankProfile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTraining:
-    """The profiled training, so that nobody plans another one from its profile."""
+    """The run that was profiled. The planner uses it to refuse a profile of another run."""
 
     source: str  # argument file, as the user named it
-    flags: tuple[str, ...]  # Megatron's flags: those of the file, then the typed ones, which win
+    flags: tuple[str, ...]  # Megatron's flags: from the file, then from the command line, which take precedence
     world_size: int  # number of processes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A measured link and, if a model was measured too, its pipeline ranks."""
+    """The measured link and, if a model was measured too, its pipeline ranks."""
 
-    device: str  # device name of the driver, or `CPU`
+    device: str  # device name as the driver reports it, or `CPU`
     versions: Mapping[str, str]  # versions by package: torch, megatron-core
     date: str  # date of the measurement: `2026-11-22`
-    link: LinkProfile  # link of one device, with nothing else on it
+    link: LinkProfile  # link of one device, with no other traffic
     ranks: tuple[RankProfile, ...] = ()  # pipeline ranks by number; empty if only the link was measured
     has_optimizer: bool = True
-    """Whether the steps updated parameters: then static bytes and the end of a step include the optimizer."""
+    """Whether the steps updated parameters. If so, `static_bytes` and `step_end_s` include the optimizer."""
     training: MeasuredTraining | None = None
-    """The profiled training; None if only the link was measured, or if the training plans for itself."""
+    """The profiled run; None if only the link was measured, or if the run makes its own plan."""
     plain_step_s: float | None = None
-    """Seconds of the plain step, with nothing measured in it: the median of a few, of the slowest process. None if unknown."""
+    """Seconds of a step without measurement hooks: median of a few, of the slowest process. None if unknown."""
     compared_steps: tuple[ComparedStep, ...] = ()
-    """Steps under plans, which show the slowdown beside copies; empty if none were run, as on a CPU."""
+    """Steps under plans, which show how much copies slow compute; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
-        """Refuse a plain step without a duration."""
+        """Reject a plain step time that is not positive and finite."""
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
-            raise ConfigError(f"plain_step_s {self.plain_step_s} is no time of a step. Give seconds above 0, or null.")
+            raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Give seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
         """Return pipeline rank `rank`."""
@@ -99,7 +99,7 @@ class Profile:
                 return one
         if not self.ranks:
             raise ConfigError(
-                f"rank {rank} is not in the profile, which has the link alone. Measure a model: fgoffload profile ARGUMENTS.sh."
+                f"rank {rank} is not in the profile, which has only the link. Profile a model: fgoffload profile ARGUMENTS.sh."
             )
         raise ConfigError(f"rank {rank} is not in the profile. It has: {', '.join(str(one.rank) for one in self.ranks)}.")
 
@@ -112,7 +112,7 @@ class Profile:
         """Parse the output of `to_json`, from `source`.
 
         Raises:
-            ConfigError: `text` is no profile of this format; names the place of the fault.
+            ConfigError: `text` is not a profile of this format. The message names the faulty field.
         """
         document = parse_json(text, name=source, fix="Give a file that `fgoffload profile --json` wrote.")
         found = document.pop("format", None) if isinstance(document, dict) else None
@@ -151,9 +151,9 @@ def make_rank_model(
 ) -> RankModel:
     """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
-    If the profile has the plain step and one stage, the simulated baseline takes as long. Several stages wait for each other,
-    and the plain step does not say how long. Compared steps are ignored here; `make_rank_models` uses them. None takes the
-    default policy, the measured microbatches and no limit of host memory.
+    With one stage, times are calibrated so that the simulated baseline matches the plain step, if the profile has one. With
+    several stages the plain step includes waits of unknown length between stages. Compared steps are ignored here;
+    `make_rank_models` uses them. None means the default policy, the measured microbatches and unlimited host memory.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
@@ -181,13 +181,13 @@ def make_rank_model(
 
 
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
-    """Return merged models by the kind of each of `layers`.
+    """Merge similar layers; return the merged model for the kind of each of `layers`.
 
-    Layers are alike if they have the same segments, tensors and units, and if backward times and saved bytes by tags are within
-    `tolerance` of the first of the kind. Backward times are averaged. Forward times are the minimum by segment: a host that has
-    just waited for the routing launches the experts late, later still while hooks note every saved tensor, and that only
-    lengthens a segment. On an H200 six equal layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors are those
-    of the layer with the most bytes, since a plan must fit it.
+    Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
+    within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment:
+    after its wait for the routing, the host launches the experts late, and hooks on every saved tensor add to the delay, which
+    only lengthens a segment. On an H200 six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors
+    come from the layer with the most bytes, since a plan must fit it.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
@@ -200,13 +200,13 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
 
 
 def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
-    """Merge the profiles of processes to one for each pipeline rank, over data, tensor and expert parallel ranks.
+    """Merge the profiles of all data, tensor and expert parallel processes into one per pipeline rank.
 
-    Times are averaged, since processes wait for each other; bytes are maxima. Of layers with different tensors the one with the
-    most bytes counts.
+    Times are averaged, since processes wait for each other; bytes are maxima. If the tensors of a layer differ between
+    processes, the layer with the most bytes is used.
 
     Args:
-        profiles: In any order of ranks; keep the order within a rank to get bitwise identical results.
+        profiles: Pipeline ranks in any order. For bitwise identical results, keep the order within a rank.
     """
     by_rank: dict[int, list[RankProfile]] = {}
     for profile in profiles:
@@ -237,7 +237,7 @@ def _merge_chunks(alike: Sequence[ChunkModel]) -> ChunkModel:
 
 
 def count_tag_bytes(layer: LayerModel) -> dict[str, int]:
-    """Return the saved bytes of each tag of a layer, each counted alone, in forward order."""
+    """Return the bytes that a layer saves under each tag, in forward order. A tensor counts for each of its tags."""
     tags = dict.fromkeys(tag for tensor in layer.tensors for tag in tensor.tags)
     return {tag: sum(tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags) for tag in tags}
 
@@ -246,33 +246,33 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     if _list_structure(first) != _list_structure(other):
         return False
     pairs: list[tuple[float, float]] = [(first.backward_s, other.backward_s)]
-    # Not tensor by tensor: local experts save one tensor each, and their tokens differ more than the sum of all.
+    # Compare sums, not tensors: each local expert saves a tensor, and tokens per expert vary more than their sum.
     pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
 
 
 def _check_names(layer: LayerModel, source: str) -> None:
-    """Refuse a layer whose units name unknown segments or tensors."""
+    """Reject a layer whose units name unknown segments or tensors."""
     known = {"segment": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
     for unit in layer.units:
         named = [*(("segment", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
         for kind, name in named:
             if name not in known[kind]:
                 raise ConfigError(
-                    f"{source}: the unit {unit.name!r} of a layer {layer.kind!r} names the {kind} {name!r}, which is none of "
+                    f"{source}: unit {unit.name!r} of layer {layer.kind!r} names an unknown {kind} {name!r}. Known: "
                     f"{', '.join(known[kind])}. Give a file that `fgoffload profile --json` wrote."
                 )
 
 
 def _keep_untagged(layer: LayerModel) -> LayerModel:
-    """Return `layer` with what it saves outside of all tagged modules staying on the GPU: no plan can select it."""
+    """Keep tensors outside of all tagged modules on the GPU, since no plan can select them."""
     names = frozenset(default_tags().names)
     tensors = [dataclasses.replace(one, stays=one.stays or names.isdisjoint(one.tags)) for one in layer.tensors]
     return dataclasses.replace(layer, tensors=tuple(tensors))
 
 
 def _list_structure(layer: LayerModel) -> object:
-    """Return the structure that layers of one kind share, whatever their times and sizes."""
+    """Return what layers of one kind have in common: everything except times and sizes."""
     segments = [(segment.name, segment.host_wait) for segment in layer.segments]
     tensors = [(tensor.name, tensor.tags, tensor.is_same_in_all_layers) for tensor in _list_tensors(layer)]
     units = [(unit.name, unit.segments, unit.drops, unit.before) for unit in layer.units]

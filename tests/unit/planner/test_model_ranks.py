@@ -29,7 +29,7 @@ H200 = get_hardware("h200")
 
 @pytest.mark.parametrize(("hardware", "named"), [("h100", "'h100'"), (None, "None")])
 def test_a_name_is_no_device_and_the_error_says_how_to_get_one(hardware, named):
-    with pytest.raises(ConfigError, match=rf'hardware {named} is no Hardware\. Give one, as get_hardware\("h100"\)'):
+    with pytest.raises(ConfigError, match=rf'hardware {named} is not a Hardware\. Use get_hardware\("h100"\)'):
         plan(MODEL, ONE, hardware, budget_bytes=60 * GIB)
 
 

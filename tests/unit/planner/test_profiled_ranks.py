@@ -43,5 +43,5 @@ def test_a_pipeline_that_keeps_all_takes_its_plain_step():
 
 
 def test_a_profile_of_the_link_alone_is_refused():
-    with pytest.raises(ConfigError, match="rank 0 is not in the profile, which has the link alone"):
+    with pytest.raises(ConfigError, match="rank 0 is not in the profile, which has only the link"):
         make_rank_models(dataclasses.replace(make_profile(), ranks=()))

@@ -83,7 +83,7 @@ def test_linear_weights_have_two_copies_in_fp8(recipe, scale_bytes):
 def test_sizes_below_0_are_refused(name):
     with pytest.raises(ConfigError, match=rf"{name} -1 is below 0\. Give 0 or more\."):
         list_static_memory(LLAMA_8B, Parallelism(), 0, **{name: -1})
-    with pytest.raises(ConfigError, match=r"moment_bytes 0.5 is no whole number\. Give an int\."):
+    with pytest.raises(ConfigError, match=r"moment_bytes 0.5 is not a whole number\. Give an int\."):
         ParameterState(moment_bytes=0.5)
 
 

@@ -36,10 +36,10 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
 @pytest.mark.parametrize(
     ("make", "fields", "message"),
     [
-        (Efficiency, {"matmul": 0}, r"matmul 0 is not above 0 and at most 1. Give a part like 0.66."),
-        (Efficiency, {"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 is not above 0 and finite"),
-        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 is not from 0 on and finite. Give one like 2.5e-05."),
-        (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 is not above 0 and finite"),
+        (Efficiency, {"matmul": 0}, r"matmul 0 must be above 0 and at most 1. Give a fraction like 0.66."),
+        (Efficiency, {"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 must be finite and above 0"),
+        (Efficiency, {"host_s_per_launch": -1}, r"host_s_per_launch -1 must be finite and at least 0. Give one like 2.5e-05."),
+        (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 must be finite and above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_field_value_and_fix(make, fields, message):

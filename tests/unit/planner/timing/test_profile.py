@@ -102,15 +102,18 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         ("{", "p.json is not JSON: "),
         (change("format", to=1), "p.json is a profile of format 1; this version reads format 3. Measure again."),
         (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),
-        (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Give a whole number from 0."),
-        (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Give a finite number from 0."),
+        (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Give a whole number of at least 0."),
+        (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Give a finite number of at least 0."),
         (change("ranks", 0, "pipeline", "stages", to=0), "p.json: ranks[0].pipeline: stages 0 is below 1. Give 1 or more."),
         (
             change(*LAYER, "segments", 1, "host_wait", to="never"),
             "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Give one of: kernel, hold, copy.",
         ),
-        (change("link", "copies", 0, "size_bytes", to=2**28), "p.json: link: copies are of [268435456, 268435456] bytes."),
-        (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is no time of a step. Give"),
+        (
+            change("link", "copies", 0, "size_bytes", to=2**28),
+            "p.json: link: copies have sizes [268435456, 268435456], in bytes.",
+        ),
+        (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is not a step time. Give"),
     ],
 )
 def test_a_fault_in_a_profile_is_named_with_its_place(text, message):
@@ -130,7 +133,7 @@ def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_small
 def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
     profile = dataclasses.replace(PROFILE, ranks=())
     assert Profile.from_json(profile.to_json(), source="text") == profile
-    with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has the link alone\. Measure a model"):
+    with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has only the link\. Profile a model"):
         make_rank_model(profile, rank=0)
     with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. It has: 0\."):
         make_rank_model(PROFILE, rank=1)
