@@ -18,7 +18,7 @@ GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
 
 
 class Graphs(NamedTuple):
-    """The CUDA graph options of a training."""
+    """The CUDA graph options of a training run."""
 
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
@@ -77,7 +77,7 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
         kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing where moe is captured")
     if impl == LOCAL:
         kept |= {tag: "local graphs hold no copy" for tag in default_tags().names if tag in captured}
-        kept |= {tag: "beside local graphs experts alone are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
+        kept |= {tag: "with local graphs, only experts are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
     if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
         kept["attn_norm"] = "it saves the input of a graph, which stays at its address"
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1

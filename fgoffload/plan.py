@@ -32,7 +32,7 @@ FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, and its value without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Keys whose value may be smaller in a training, since memory is then smaller too."""
+"""Keys whose value may be smaller in a training run, since memory is then smaller too."""
 
 _LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
@@ -73,7 +73,7 @@ class Site:
     """One tag in one layer of one model chunk.
 
     Args:
-        chunk: Model chunk on this rank, from 0. It is the virtual pipeline stage of an interleaved schedule, else 0.
+        chunk: Model chunk on this rank, from 0. It is the virtual pipeline stage of an interleaved schedule, otherwise 0.
         layer: Layer number in the whole model, from 0.
         tag: Tag of the registry, or unit of `fgoffload.tags.RECOMPUTE_UNITS`.
     """

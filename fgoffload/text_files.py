@@ -54,7 +54,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Parse JSON text. The other arguments are those of `read_text_file`.
+    """Parse JSON text. The other arguments are as in `read_text_file`.
 
     Raises:
         OffloadError: The text is not JSON, or Python cannot parse it, as with thousands of nested brackets or digits.

@@ -11,9 +11,9 @@ class Watched(enum.Enum):
     hundred: a view of the tokens and a weight for each expert.
     """
 
-    LAYER = "all of it"
-    FOLLOWED = "all of it, and nothing that leaves is among it"
-    ATTENTION = "attention alone"
+    LAYER = "the whole layer"
+    FOLLOWED = "the whole layer, none of whose ops save an offloaded storage"
+    ATTENTION = "only attention"
     NOTHING = "nothing"  # only the sites save offloaded storages
 
     @property

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 """Confidence level of a ratio's interval."""
 
 FEWEST_REPEATS = 3
-"""Fewest repeats for an interval. With two repeats, the interval would be ten times their distance."""
+"""Minimum number of repeats for an interval. With two, the interval would be ten times as wide as their difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Measurement:
 
 
 _SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are summed over ranks. Of the others the maximum counts."""
+"""Fields of a measurement that are summed over ranks. The others are merged by their maximum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Summary:
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline's; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats, except `step_seconds`, which are those of the first one."""
+    """Maximum of each number over all repeats, except `step_seconds`, which come from the first one."""
     failure: str = ""
     """Reason for the last failure."""
 
@@ -151,7 +151,7 @@ def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
     """Return the step time of `outcome` relative to the baseline's, or None if either is missing.
 
     The baseline time is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` is
-    faster or slower as a whole, so the runs right before and after a setting are no better references than the others.
+    faster or slower as a whole, so the runs right before and after a setting are not better references than the others.
     `baseline` itself is compared with its own steps.
     """
     if outcome.measurement is None:

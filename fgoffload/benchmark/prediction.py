@@ -62,7 +62,7 @@ def choose_source(predictions: Predictions) -> Source:
 
 
 class Forecaster:
-    """Predicts step time and peak memory of settings. It is no error if the hardware table lacks the device.
+    """Predicts step time and peak memory of settings. The hardware table may lack the device.
 
     Args:
         job: The benchmark's options. If the benchmark measures a profile, it is written by now.

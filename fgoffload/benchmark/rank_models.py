@@ -150,7 +150,7 @@ def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_pl
         except PlanError as error:
             if number == 0:
                 raise
-            logger.warning("%s: keeping the plan, since none takes less. %s", setting.name, error)
+            logger.warning("%s: keeping the plan, since no other plan takes less. %s", setting.name, error)
             break
         write_file(path, solution.plan.to_json())
         peak_bytes = None if try_plan is None else try_plan(planned)

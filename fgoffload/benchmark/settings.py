@@ -110,7 +110,7 @@ class Setting:
         return own.get(self.system, ProcessKind.MAIN)
 
     def list_flags(self) -> tuple[str, ...]:
-        """Return the Megatron flags that this setting adds to those of the argument file.
+        """Return the Megatron flags that this setting adds to the argument file's.
 
         The flags of `budget` are known once it has a plan; see `with_plan`.
 

@@ -167,7 +167,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of a training itself. Leave torchrun out."
+            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of a training run itself. Leave torchrun out."
         )
     budgets_bytes = [parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()]
     job = check_options(options, megatron_flags)

@@ -1,4 +1,4 @@
-"""Record of a training, and its merge over all ranks."""
+"""Record of a training run, and its merge over all ranks."""
 
 import dataclasses
 import statistics

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 NAME = "doctor"
 SUMMARY = "check your machine"
 DESCRIPTION = (
-    "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for what makes "
-    "offload slow, wrong or impossible. Each row is ok, warning, error or skipped, with the fix. The exit code is 1 if a row "
-    "is an error."
+    "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for problems "
+    "that make offload slow, wrong or impossible. Each row is ok, warning, error or skipped, with the fix. The exit code is 1 "
+    "if a row is an error."
 )
 USAGE = "fgoffload doctor [--json]"
 EXAMPLE = "fgoffload doctor"

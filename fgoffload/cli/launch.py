@@ -11,7 +11,7 @@ from fgoffload.errors import ConfigError, OffloadError
 
 _SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-"""Variables of a training in a single process."""
+"""Variables of a training run in a single process."""
 
 _FIRST_SPEAKS_WITHIN_S = 30.0
 """How long a process with an error waits for the launcher to end it, while the first process of its machine shows the same
@@ -20,7 +20,7 @@ error."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One process of a training."""
+    """One process of a training run."""
 
     rank: int = 0
     """Rank of this process."""
@@ -52,7 +52,7 @@ class Launch:
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that `torchrun` has set in `environment`, or that of a single process.
+    """Return the launch that `torchrun` has set in `environment`, or a launch of a single process.
 
     Raises:
         ConfigError: A variable is not a number, or the rank is out of range.

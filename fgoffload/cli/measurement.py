@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training that is identical for each run, including its seed and data."""
+    """A training setup, identical in each run, including its seed and data."""
 
     arguments: TrainingArguments
     text: TextData
@@ -53,7 +53,7 @@ def load_training(
     steps: int | None = None,
     world_size: int = 1,
 ) -> Training:
-    """Load a training, and check all that can be checked before a model is built.
+    """Load a training run, and check all that can be checked before a model is built.
 
     Args:
         path: The argument file.
@@ -65,14 +65,14 @@ def load_training(
 
     Raises:
         ConfigError: A flag or the text is wrong.
-        PlanError: The plan file cannot be read, or was made for another training.
+        PlanError: The plan file cannot be read, or was made for another model or setup.
     """
     flags = read_argument_file(path, variables=os.environ)
     arguments = parse_arguments(flags, source=str(path), world_size=world_size, typed=typed, known_elsewhere=tuple(own_flags))
     refuse_what_is_not_built(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
-    # Check the second training's needs now too: a fault found later would cost the whole first one.
+    # Check the second run's requirements now too: an error found later would waste the whole first run.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
     if arguments.offload is not None:

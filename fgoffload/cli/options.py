@@ -49,7 +49,7 @@ def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] 
         raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}.{meant} Give a file, before any Megatron flag.")
     if name.endswith(".json"):
         raise ConfigError(
-            f"argument file {name!r} is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in: "
+            f"argument file {name!r} is JSON, but a training run needs Megatron's flags. Give a Megatron argument file, as in: "
             f"{example}. To plan for a Hugging Face config.json: fgoffload plan {name} --gpu h100."
         )
     return Path(name)

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
 DESCRIPTION = (
-    "Predicts memory and step time of a training, and chooses for each module and layer: keep, recompute or offload, so that a "
-    "memory budget is met at the smallest step time. Needs no GPU and no torch."
+    "Predicts memory and step time of a training run. Chooses keep, recompute or offload for each module and layer, so that "
+    "the step is as fast as a memory budget allows. Needs no GPU and no torch."
 )
 USAGE = """\
 fgoffload plan MODEL --gpu NAME [--profile FILE]
@@ -47,7 +47,7 @@ fgoffload plan MODEL --gpu NAME [--profile FILE]
                       [--json FILE] [--plot FILE]
                       [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
        fgoffload plan --list"""
-NOTES = f"Any other flag goes to the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
+NOTES = f"Any other flag is a flag of the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
 RUNS_A_SCRIPT = False
 EXIT_PLANNED = 0
 
@@ -67,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     # nargs="?", so that our own error reports a missing file.
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a Megatron argument file, a Hugging Face config.json, or a name of --list"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a Megatron argument file, a Hugging Face config.json, or a model name from --list",
     )
     parser.add_argument("--list", action="store_true", help="show the models that come with fgoffload")
     add = parser.add_argument_group("hardware").add_argument
@@ -75,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", metavar="FILE", help="another device, as JSON (docs/reference/hardware.md)")
     add("--profile", metavar="FILE", help="output of `fgoffload profile`, for the model or for the link only")
     add("--reserve", metavar="SIZE", help="GPU memory for the CUDA context, NCCL and fragmentation")
-    add("--launch-bound", action="store_true", help="plan for a launch-bound training, which copies slow down more")
-    add("--not-launch-bound", action="store_true", help="with --profile: plan as if the training were not launch-bound")
+    add("--launch-bound", action="store_true", help="plan for a launch-bound run, which copies slow down more")
+    add("--not-launch-bound", action="store_true", help="with --profile: plan as if the run were not launch-bound")
     add = parser.add_argument_group("budget and search").add_argument
     add("--offload-memory-budget", metavar="SIZE", help="GPU memory of each rank (default: all of the device's)")
     add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
@@ -178,13 +181,13 @@ def _read_model_or_suggest(
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
     """Show layouts that fit, with as many GPUs as the command and the file give, or more.
 
-    `tried` are short flags to set to 1, so that the number of GPUs is possible: the first that are.
+    `tried` has groups of short flags to set to 1. The first group that makes the number of GPUs possible is used.
     """
     from fgoffload.cli.plan_fits import show_layouts
 
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
-        with contextlib.suppress(ConfigError):  # other sizes do not suit either, or the error is about something else
+        with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error is about something else
             model, parallelism = _read_model(spread)
             read = lambda more: _read_model(_add_flags(checked, more))  # noqa: E731
             show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read)
@@ -267,7 +270,7 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _warn_of_ignored(checked: PlanOptions) -> None:
-    """Warn of flags that choose what to offload or recompute. Shipped models have them for trainings."""
+    """Warn of flags that choose what to offload or recompute. Shipped models have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
     is_shipped = any(checked.model.samefile(model.path) for model in list_models())

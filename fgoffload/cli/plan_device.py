@@ -21,14 +21,14 @@ class PlannedDevice:
     """The device of all ranks."""
 
     hardware: "Hardware | None"
-    """Hardware from the table or a file, with the link of `profile` if given. None if `profile` is of a training."""
+    """Hardware from the table or a file, with the link of `profile` if given. None if `profile` is of a training run."""
     profile: "Profile | None"
-    """The profile of a training, or of the link alone."""
+    """The profile of a training run, or of the link alone."""
     link_line: str = ""
     """Source of the link, if it differs from the source of the device."""
 
     def find_node(self) -> "Hardware | None":
-        """Return the hardware of a node's devices, or None if a training was profiled on a device outside the table."""
+        """Return the hardware of a node's devices, or None if a training run was profiled on a device outside the table."""
         from fgoffload.planner.timing.hardware import get_hardware
 
         if self.hardware is not None or self.profile is None:
@@ -40,7 +40,7 @@ class PlannedDevice:
 
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
-    """Return the device: of the table, of a hardware file, or of a profile of a training. One of the link has only the link.
+    """Return the device of the table, a hardware file, or a profile of a training run. A link profile has only the link.
 
     Raises:
         ConfigError: A file cannot be read, the name is unknown, or the flags name two devices.
@@ -55,7 +55,7 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
     if measured.ranks:
         if gpu is not None or hardware is not None:
             raise ConfigError(
-                f"--{'gpu' if hardware is None else 'hardware'} and --profile {profile}, which is of a training, both name "
+                f"--{'gpu' if hardware is None else 'hardware'} and --profile {profile}, which is of a training run, both name "
                 "the device. Give one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
@@ -110,7 +110,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
     """Return the memory budget of each rank: the given one, or all of the device's memory.
 
     Raises:
-        ConfigError: The device has less memory, or a profile of a training takes its place.
+        ConfigError: The device has less memory, or a profile of a training run takes its place.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:
@@ -142,7 +142,7 @@ def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", wor
     budget_bytes = int(node_bytes * HOST_SHARE / ranks)
     return budget_bytes, (
         f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)} over {ranks} "
-        f"rank{'s' if ranks > 1 else ''}; a training takes the same share of the memory that is free at its start"
+        f"rank{'s' if ranks > 1 else ''}; a training run takes the same share of the memory that is free at its start"
     )
 
 

@@ -56,7 +56,7 @@ class PlanOptions:
     model: Path
     """An argument file, or a config.json."""
     megatron_flags: tuple[str, ...]
-    """Flags typed on the command line, short ones spelled out; they override those of the file."""
+    """Flags typed on the command line, short ones spelled out; they override the file's flags."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None
@@ -116,8 +116,8 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
 def _find_model_path(name: str | None) -> Path:
     if not name:
         raise ConfigError(
-            "MODEL is missing. Give a Megatron argument file, a config.json or a name of `fgoffload plan --list` first, as in: "
-            f"{EXAMPLE}."
+            "MODEL is missing. Give a Megatron argument file, a config.json or a model name from `fgoffload plan --list` "
+            f"first, as in: {EXAMPLE}."
         )
     path = Path(name)
     # os.path, since Path.is_file raises on a name that is too long.
@@ -144,7 +144,7 @@ def _check_device(options: argparse.Namespace) -> None:
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
-    """Refuse options for a single plan beside `--sweep`."""
+    """Refuse options for a single plan together with `--sweep`."""
     for name in ("offload_memory_budget", "timeline", "thorough", "verbose"):
         if options.sweep and getattr(options, name) not in (None, False):
             flag = "--" + name.replace("_", "-")
@@ -179,7 +179,9 @@ def _find_host(options: argparse.Namespace) -> "HostGuess | None":
     if options.not_launch_bound and options.launch_bound:
         raise ConfigError("--launch-bound and --not-launch-bound exclude each other. Give one of them.")
     if options.not_launch_bound and options.profile is None:
-        raise ConfigError("--not-launch-bound is the default with a device of the table. Leave it out, or give --profile FILE.")
+        raise ConfigError(
+            "--not-launch-bound is the default with a device from the table. Leave it out, or give --profile FILE."
+        )
     if not (options.not_launch_bound or options.launch_bound):
         return None
     from fgoffload.planner.host_overhead import HostGuess

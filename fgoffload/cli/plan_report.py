@@ -64,7 +64,7 @@ def show_plan(
     budget_bytes: int,
     host_budget_bytes: int | None,
 ) -> None:
-    """Plan, print the summary, and write the files. Budgets are those of each rank; None is no limit.
+    """Plan, print the summary, and write the files. Budgets are per rank; None is no limit.
 
     Raises:
         ConfigError: A file cannot be written, or the step is too long to draw.
@@ -185,9 +185,9 @@ def show_sweep(
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
-    """Return one line about the budget, None for a sweep: its parts, the flag for a training, and the host budget."""
+    """Return one line about the budget, None for a sweep: its parts, the flag for a training run, and the host budget."""
     reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
-    at_run_time = "; for a training give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
+    at_run_time = "; for a training run, give --offload-modules auto --offload-memory-budget" if subject.takes_auto else ""
     if budget_bytes is None:
         text = f"Each budget includes {reserve}{at_run_time and f'{at_run_time} that much less'}"
     else:

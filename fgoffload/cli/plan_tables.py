@@ -25,9 +25,9 @@ COMPARED = ("baseline", "full recompute", "selective recompute")
 
 PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
 """Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
-Four of five steps are closer. Source: docs/results/predictions.md and its published steps."""
+Four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads closer to 1 are noise. Most errors of two steps of one training are the same, and cancel."""
+"""Overheads closer to 1 are noise. Most errors of two steps of one run are the same, and cancel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Subject:
     model: ModelShape
     parallelism: Parallelism
     hardware: Hardware | None
-    """Hardware of the device; None with a profile of a training."""
+    """Hardware of the device; None with a profile of a training run."""
     node: Hardware | None
     """Hardware of a node's devices: `hardware`, or the profiled device if the table has it."""
     device: str
@@ -49,7 +49,7 @@ class Subject:
     takes_auto: bool = True
     """Whether `--offload-modules auto` works; with CUDA graphs it does not."""
     link_line: str = ""
-    """A line with the source of the link, if it differs from that of the device."""
+    """A line with the source of the link, if it differs from the device's."""
 
     @property
     def title(self) -> str:
@@ -92,7 +92,7 @@ def build_decision_table(report: PlanReport) -> Table:
         last="why",
         title="What the plan does",
         caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
-        "costs: added to a step of the rank that needs it most, by itself; negative: other copies wait less, which saves time",
+        "costs: step time that this row alone adds, on the rank that needs it most; negative: it shortens other waits",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "profile"
 SUMMARY = "measure the link to the host, and steps of a model"
 DESCRIPTION = (
-    "Measures how fast copies to and from the host are, by size, in both directions at once, and beside a matrix product. With "
+    "Measures how fast copies to and from the host are, by size, in both directions at once, and during a matrix product. With "
     "a Megatron argument file, also measures the time and the saved bytes of each module in one step and, on a GPU, how much "
     "copies slow a launch-bound step. `fgoffload plan --profile FILE` reads the result."
 )

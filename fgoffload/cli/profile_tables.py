@@ -50,7 +50,7 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
     bound = ", the largest value that plans use" if slowdown >= MOST_SLOWDOWN else ""
     return (
         f"{many} took {ratios} times as long as steps that keep everything. Plans assume that compute is {slowdown:.1%} slower "
-        f"beside copies{bound}, and each offloaded group to cost {1e3 * find_group_s(slowdown):.2f} ms"
+        f"during copies{bound}, and each offloaded group to cost {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 

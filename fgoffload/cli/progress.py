@@ -18,7 +18,7 @@ class TrainingProgress:
         self._is_log = is_shown and not progress.console.is_terminal
 
     def start_run(self, label: str, *, steps: int) -> Callable[[float], None]:
-        """Add the bar of a training, and return a function that steps call with their loss."""
+        """Add the bar of a training run, and return a function that steps call with their loss."""
         if self._loading is not None:
             self._progress.remove_task(self._loading)
             self._loading = None

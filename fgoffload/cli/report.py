@@ -29,7 +29,7 @@ class Description:
 
 
 def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], description: Description) -> Table:
-    """Return the table of a training.
+    """Return the table of a training run.
 
     Args:
         records: The training by label: without offload and, unless it is off, with offload.

@@ -24,7 +24,7 @@ NAME = "run"
 SUMMARY = "run an unchanged training script with offload"
 DESCRIPTION = """\
 Runs an unchanged training script with offload. A Megatron-LM script takes our
-flags beside its own. A script with a Trainer of transformers or TRL needs
+flags next to its own. A script with a Trainer of transformers or TRL needs
 none: the command adds OffloadCallback. Rank 0 prints one line that says what
 was applied.
 

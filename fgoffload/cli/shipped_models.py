@@ -41,7 +41,7 @@ def suggest_model(name: str) -> str:
 
 
 def _find_folder() -> Path:
-    """Return where `arguments/` is: inside an installed package, beside the package in a checkout."""
+    """Return where `arguments/` is: inside an installed package, next to the package in a checkout."""
     package = Path(fgoffload.__file__).parent
     installed = package / "arguments"
     return installed if installed.is_dir() else package.parent / "arguments"

@@ -1,4 +1,4 @@
-"""Terminal output beside the results: library messages and closed pipes."""
+"""Terminal output other than results: library messages and closed pipes."""
 
 import contextlib
 import logging

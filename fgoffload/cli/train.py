@@ -1,4 +1,4 @@
-"""`fgoffload train`: runs a training twice, without and with offload, and compares it bitwise."""
+"""`fgoffload train`: trains a model twice, without and with offload, and compares it bitwise."""
 
 import argparse
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
 LEAST_BUDGET_BYTES = GIB
-"""Least host memory of a rank. With less, a rank can offload only a few tensors."""
+"""Minimum host memory of a rank. With less, a rank can offload only a few tensors."""
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
@@ -28,7 +28,7 @@ def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
     name, limit = "pinned memory", machine.memlock_limit_bytes
     found = "no limit" if limit is None else f"limit of {format_bytes(limit)} (ulimit -l)"
     if not has_gpu:
-        return ok(name, f"{found}; not tried without a GPU")
+        return ok(name, f"{found}; not tested without a GPU")
     problem = machine.try_pinning()
     if problem is not None:
         fix = "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`) or the container's memory limit"
@@ -50,18 +50,18 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:
         return fail(name, str(error), "set the variable to the number of ranks on this node")
-    # A launcher's variable has divided it already.
+    # With a launcher's variable, the share is already divided.
     is_launched = any(variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES)
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
-    found = f"{format_bytes(share_bytes)} a rank: {SHARE:.0%} of what is free, shared by {sharing}"
+    found = f"{format_bytes(share_bytes)} a rank: {SHARE:.0%} of free memory, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or give a budget with --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
         return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
     if share_bytes < memory // 2:
-        return warn(name, f"{found}; less than half of a GPU's {format_bytes(memory)}", fix)
+        return warn(name, f"{found}; less than half of the GPU's memory ({format_bytes(memory)})", fix)
     return ok(name, found)
 
 
@@ -78,11 +78,11 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     near = _read_cpu_list(_read_text(machine.root / f"sys/devices/system/node/node{node}/cpulist"))
     fix = f"numactl --cpunodebind={node} --membind={node} for the rank that uses GPU {index}"
     if not near & machine.cpus:
-        return warn(name, f"this process may not run on node {node}, the GPU's", fix)
+        return warn(name, f"this process is not allowed to run on node {node}, the GPU's NUMA node", fix)
     if machine.cpus - near:
-        found = f"this process may run on {len(machine.cpus)} CPUs; the GPU's node {node} has {len(near)} of them"
-        return warn(name, found, f"{fix}, or use a launcher that binds (Megatron-LM does with its own offload flag)")
-    return ok(name, f"this process runs on node {node}, the GPU's")
+        found = f"this process may run on {len(machine.cpus)} CPUs, but the GPU's node {node} has only {len(near)} CPUs"
+        return warn(name, found, f"{fix}, or use a launcher that binds CPUs (Megatron-LM does with its own offload flag)")
+    return ok(name, f"this process runs on node {node}, the GPU's NUMA node")
 
 
 def _read_cpu_list(text: str) -> frozenset[int]:

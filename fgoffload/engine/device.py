@@ -372,5 +372,7 @@ def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED
         return CpuDevice()
     device = AcceleratorDevice(host_memory=host_memory)
     if device.type != device_type:
-        raise StateError(f"Asked for a {device_type!r} device and the accelerator here is {device.type!r}. Use that one.")
+        raise StateError(
+            f"Device {device_type!r} was requested, but the accelerator here is {device.type!r}. Use {device.type!r}."
+        )
     return device

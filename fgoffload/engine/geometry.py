@@ -87,7 +87,7 @@ def get_gathered_bytes(views: Sequence[View]) -> int:
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return distinct `views` in packing order if they pack into less than half of their range of `size_bytes`, else none."""
+    """Return distinct `views` in packing order if they pack into less than half of their `size_bytes`, otherwise none."""
     packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
     return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 

@@ -108,7 +108,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         """Keys of storages with a tensor that the user's filter kept. They stay whole, since moving the rest frees nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
-        """Append a new group of `site` and return it. `stats` are those of its tag."""
+        """Append a new group of `site` and return it. `stats` are the statistics of its tag."""
         group = Group(Place(site, self._name), stats, position=len(self.groups))
         group.filtered = self.filtered
         self.open(group)

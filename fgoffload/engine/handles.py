@@ -157,7 +157,7 @@ _LOCAL = "_local_tensor"
 
 
 def find_local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the plain tensor inside `tensor` if it is a `DTensor`, else None."""
+    """Return the plain tensor inside `tensor` if it is a `DTensor`, otherwise None."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or type(tensor) is not kind or isinstance(tensor, torch.nn.Parameter):
         return None

@@ -15,7 +15,7 @@ import enum
 
 
 class Hazard(enum.Enum):
-    """Access that would be too early or too late without the wait. The value describes it."""
+    """A memory access that is too early or too late without the wait. The value describes it."""
 
     # A copy to the host.
     SOURCE_UNWRITTEN = "the copy to the host reads its source before the kernels of a compute stream have written it"
@@ -33,4 +33,4 @@ class Hazard(enum.Enum):
     SLOT_UNWRITTEN = "the copy to the host reads a staging slot that the replayed forward has not written"
     SLOT_STILL_USED = "a replay or a copy writes a staging slot that another one still uses"
     SLOT_UNFILLED = "a replayed backward reads a staging slot that the copy to the device has not filled"
-    GRAPH_UNJOINED = "a graph of a whole step ends, and what comes behind it reads or writes what its copies still use"
+    GRAPH_UNJOINED = "a whole-step graph ends, and later work reads or writes memory that its copies still use"

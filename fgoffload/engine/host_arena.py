@@ -225,7 +225,7 @@ class HostArena:
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Return free ranges for a block, and the number of bytes that do not fit into them.
 
-        Choose the smallest range that holds the block. Else choose the largest ranges, then the smallest that holds the rest.
+        Choose the smallest range that holds the block. Otherwise choose the largest, then the smallest that holds the rest.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)

@@ -13,7 +13,7 @@ from fgoffload.engine.device import Event, as_normal_tensors
 from fgoffload.engine.geometry import get_bytes
 
 MAX_LOOKS = 8
-"""Maximum number of cached views of one block. Tensors of one byte size have two or three types and shapes in a training."""
+"""Maximum number of cached views of one block. In training, tensors of one byte size have two or three types and shapes."""
 
 
 @dataclasses.dataclass(slots=True)

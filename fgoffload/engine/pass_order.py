@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fgoffload.engine.group import Lane
 
 MOST_FORWARDS = 1 << 16
-"""Maximum number of remembered forwards of a step. A retained graph would make a step endless. Large steps have thousands."""
+"""Maximum number of remembered forwards of a step; large steps have thousands. With a retained graph a step never ends."""
 
 
 class _Pass(NamedTuple):
@@ -27,11 +27,11 @@ class PassOrder:
         self._next: dict[_Pass, int] = {}
         """Number of the lane whose backward followed each pass of the step before, at once or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
-        """Lanes that wait for their backward, by number."""
+        """Lanes whose backward has not begun, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward directly follows the forward of `lane`. None if none does or it is unknown."""
+        """Return the lane whose backward directly follows the forward of `lane`. None if there is none or it is unknown."""
         if not self._lanes or self._forwards >= MOST_FORWARDS:
             self._learn()
         lane.number = self._forwards
@@ -40,7 +40,7 @@ class PassOrder:
         return self._note(_Pass(is_backward=False, number=lane.number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward follows that of `lane`, perhaps after one forward. None as above."""
+        """Return the lane whose backward follows the backward of `lane`, perhaps after one forward. None as above."""
         if self._lanes.get(lane.number) is not lane:  # another backward of a retained graph
             return None
         del self._lanes[lane.number]

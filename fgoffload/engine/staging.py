@@ -5,7 +5,7 @@ A CUDA graph replays its kernels on the addresses that it was captured with, and
 copying its regions' saved tensors into a staging slot, in the order of its own stream. The memory of the saved tensors returns
 to the pool of the graphs at once. After the replay the engine copies the slot to the host. Before the backward is replayed, the
 engine fills the slot that this backward was captured to read. A graph has no copy over the link, no event and no second stream,
-so any version of CUDA can capture it. Host memory is used only while it has bytes.
+so any version of CUDA can capture it. Host memory is in use only between the two copies.
 
 All graphs share a ring of slots. Graphs are captured in the order in which a step replays them. Each forward and each backward
 takes the least recently taken slot. So while one graph runs, the slot of the graph before it is copied to the host, or the

@@ -44,7 +44,7 @@ class _InFlight(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Span:
-    """Context that measures what its body queues on `stream`, with two timed events."""
+    """Context that measures the work that its body queues on `stream`, with two timed events."""
 
     watch: "StopWatch"
     stream: Stream
@@ -201,7 +201,7 @@ class Transfers:
         """
         reload = saved.reload
         if reload is None:
-            raise InternalError(f"What {saved.place} saved was taken and has no device buffer.")
+            raise InternalError(f"A tensor that {saved.place} saved was unpacked but has no device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
             with self._measure(stream, saved.stats, TimeKind.WAIT):
@@ -285,7 +285,7 @@ class Transfers:
         """Start the copy of `saved` into `buffer`. The host-to-device stream must be current."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
-            raise InternalError(f"What {saved.place} saved is on the host and has no block there.")
+            raise InternalError(f"A tensor that {saved.place} saved is on the host but has no host block.")
         if saved.d2h_done is not None:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
@@ -299,7 +299,7 @@ class Transfers:
         self._filling.pop()
 
     def _measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> contextlib.AbstractContextManager[object]:
-        """Return a context that measures what it queues on `stream`, if times are measured."""
+        """Return a context that measures the work queued on `stream`, if times are measured."""
         return NO_CONTEXT if self._watch is None else _Span(self._watch, stream, stats, kind)
 
     def _gather(self, saved: SavedStorage) -> torch.Tensor:

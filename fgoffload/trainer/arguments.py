@@ -66,7 +66,7 @@ _OF_OPTIMIZER = frozenset(
 """Flags that a plan reads and the trainer ignores, since it has an optimizer of its own."""
 
 _MOST_SHOWN = 20
-"""Most ignored flags that a warning names."""
+"""Maximum number of ignored flags that a warning names."""
 
 _OFFLOAD_FIELDS = frozenset(
     {

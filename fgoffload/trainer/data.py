@@ -40,7 +40,7 @@ class Microbatch(NamedTuple):
 
 
 class TokenSource(abc.ABC):
-    """Source of a training's microbatches."""
+    """Source of a training run's microbatches."""
 
     @abc.abstractmethod
     def check_length(self, seq_length: int) -> None:

@@ -118,7 +118,7 @@ def _has_megatrons_own_attention() -> bool:
 
 
 def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
-    """Check a plan file against a training, as far as possible before a model is built.
+    """Check a plan file against a training run, as far as possible before a model is built.
 
     Raises:
         ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.

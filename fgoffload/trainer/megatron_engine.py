@@ -39,7 +39,7 @@ def prepare(offload: OffloadConfig, config: Any) -> None:
         )
     if fraction != 1.0 and not hasattr(config, "activation_offload_fraction"):
         raise ConfigError(
-            f"--activation-offload-fraction {fraction}: the engine of {older} has no fraction. Give 1, or install a newer one."
+            f"--activation-offload-fraction {fraction}: the engine of {older} does not support it. Give 1, or install a newer."
         )
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
@@ -57,11 +57,11 @@ def reset() -> None:
 
 def _find_faults() -> Iterator[str]:
     if needs_cpu_support():
-        yield "needs a GPU, and there is none. Run it on one"
+        yield "needs a GPU, but there is none. Run it on one"
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():
-        yield "is replaced by fgoffload in this process. Call `remove` on what `apply` returned first"
+        yield "is replaced by fgoffload in this process. First call `remove` on the object that `apply` returned"
     # Transformer Engine before 2.10 neither has nor needs this switch.
     if not getattr(load_module("transformer_engine.pytorch.cpu_offload"), CPU_OFFLOAD_V1, True):
         yield f"needs {CPU_OFFLOAD_V1}=1 before Transformer Engine is imported. Set it when the process starts"

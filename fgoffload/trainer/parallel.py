@@ -1,4 +1,4 @@
-"""Sets up the processes of a training: groups, device, seeds, and Megatron's process-wide state."""
+"""Sets up the processes of a training run: groups, device, seeds, and Megatron's process-wide state."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
 def initialize_parallel(arguments: TrainingArguments) -> None:
     """Create Megatron's process groups: for this process alone, or within the existing process group.
 
-    A launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) are ignored, since a training of one process must not wait for
+    A launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) are ignored, since a single process must not wait for
     others. `join_processes` reads them.
 
     Raises:

@@ -49,7 +49,7 @@ def profile_training(
     has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Profile a training. All processes of the training call this and get the profile.
+    """Profile a training run. All processes of the run call this and get the profile.
 
     Args:
         arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of

@@ -39,7 +39,7 @@ from fgoffload.trainer.training_graphs import choose_graphs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """Options of a training that change neither its model nor its data. The defaults are for bitwise comparison."""
+    """Options of a training run that change neither its model nor its data. The defaults are for bitwise comparison."""
 
     is_deterministic: bool = True
     """Whether kernels are bitwise reproducible but slower. Otherwise torch and Transformer Engine choose the fastest."""

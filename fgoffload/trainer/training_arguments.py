@@ -1,4 +1,4 @@
-"""Arguments of a training, as Megatron's flags give them. Adds the checks that Megatron's own config lacks."""
+"""Arguments of a training run, from Megatron's flags. Adds the checks that Megatron's own config lacks."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ DEFAULT_GRAPH_WARMUP_STEPS = 3
 """Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 _PROCESSES_OF_A_NODE = 8
-"""GPUs of the usual machine: a suggestion with more is of no use."""
+"""Number of GPUs of a typical machine. Suggesting more processes would not help."""
 
 LARGEST_SEED = 2**32 - 1
 """Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
@@ -31,7 +31,7 @@ LARGEST_SEED = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingArguments:
-    """A training, as Megatron's flags describe it."""
+    """A training run, as described by Megatron's flags."""
 
     transformer: Mapping[str, Any]
     """Given fields of Megatron's TransformerConfig; the rest keep their defaults."""
@@ -205,7 +205,7 @@ class TrainingArguments:
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def without_graphs(self) -> "TrainingArguments":
-        """Return the same training with eager steps only."""
+        """Return the same run with eager steps only."""
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
@@ -280,7 +280,7 @@ class TrainingArguments:
                 needed = math.lcm(self.model_parallel_size, experts)
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
                 command = f"torchrun --nproc-per-node {needed} -m fgoffload train"
-                yield f"{what} {size} processes ({factors} parallel sizes), and {started}. " + (
+                yield f"{what} {size} processes ({factors} parallel sizes), but {started}. " + (
                     f"Start a multiple of {needed}, as in {command}."
                     if needed <= _PROCESSES_OF_A_NODE
                     else "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100, or train a smaller model, as in "
@@ -311,7 +311,7 @@ class TrainingArguments:
             yield (
                 f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
                 f"{self.global_batch_size}. Give START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
-                f"multiples of {one}, so that START plus whole INCREMENTs is the global batch."
+                f"multiples of {one}, so that the global batch is START plus a whole number of INCREMENTs."
             )
 
     def _check_length(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Lets Megatron-Core's own code capture the CUDA graphs of a training at the right step, and releases them afterwards.
+"""Lets Megatron-Core's own code capture the CUDA graphs of a training run at the right step, and releases them afterwards.
 
 Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer releases all of them when it
 closes, and the next trainer in the process captures its own. Only this file uses Megatron's private names for graphs.

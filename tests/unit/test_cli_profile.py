@@ -70,7 +70,7 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
         (["--swiglu"], "needs a model. Give an argument file first"),
         (["--json", "none/profile.json"], "--json 'none/profile.json' is in 'none', which does not exist. Give a writable"),
         (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be overwritten. Give another"),
-        (["config.json"], "is JSON, but a training needs Megatron's flags. Give a Megatron argument file, as in:"),
+        (["config.json"], "is JSON, but a training run needs Megatron's flags. Give a Megatron argument file, as in:"),
         (
             ["model.sh", "--pipeline-model-parallel-size", "2"],
             "model.sh and the command line: one copy of the model needs 2 processes",

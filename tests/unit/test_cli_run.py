@@ -70,7 +70,7 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
     assert line.startswith(
         "fgoffload: Activation offload is on for attn_norm core_attn attn_proj mlp_act. Megatron-Core's config"
     )
-    assert "offload flags, because Megatron-LM refuses them with --transformer-impl local." in line
+    assert "offload flags, because Megatron-LM rejects them with --transformer-impl local." in line
     assert f"Megatron-Core {version('megatron-core')} is in " in line
     found = read(tmp_path / "result")
     assert compute_of(found) == compute_of(plain[1])
@@ -88,7 +88,7 @@ REAL_PARSER = (
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("a wheel", "there is no Megatron-LM"), ("beside the script", "Megatron-LM refuses them with --transformer-impl local")],
+    [("a wheel", "there is no Megatron-LM"), ("beside the script", "Megatron-LM rejects them with --transformer-impl local")],
 )
 def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, reason, plain, tmp_path):
     installed = Path(distribution("megatron-core").locate_file("megatron/training"))

@@ -175,7 +175,7 @@ def test_a_device_beside_the_profile_of_a_training_and_a_host_in_time_beside_a_l
 ):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile}, which is of a training, both name the device. Give one of them." in err
+    assert f"--gpu and --profile {profile}, which is of a training run, both name the device. Give one of them." in err
     words = ("--gpu", "h100", "--profile", write_link(tmp_path / "link.json"), "--not-launch-bound")
     code, _, err = plan(capsys, arguments, *words, *BUDGET)
     assert code == 2

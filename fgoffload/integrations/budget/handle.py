@@ -241,8 +241,8 @@ class BudgetOffload(ModelOffload):
         if not any(block.is_measured for block in blocks):
             why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: {why}. Switch off what changes between two runs of a "
-                "layer, such as the key-value cache: model.config.use_cache = False."
+                f"memory: no layer of {self.name} could be measured: {why}. A layer must do the same in every run. Switch "
+                "off, for example, the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -278,7 +278,7 @@ class BudgetOffload(ModelOffload):
         found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
             planned.is_nearest = True
-            logger.warning("the plan of %s exceeded its predicted peak, and training goes on with it: %s", self.name, found)
+            logger.warning("the plan of %s exceeded its predicted peak, and training continues with it: %s", self.name, found)
             return
         self._planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())

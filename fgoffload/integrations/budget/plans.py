@@ -102,7 +102,7 @@ class Planner:
             solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
             why = (
-                f"memory {format_bytes(self._budget_bytes)} is below what recompute and offload of the layers reach: the "
+                f"memory {format_bytes(self._budget_bytes)} is too little even with recompute and offload: the "
                 f"nearest plan is predicted to take {format_bytes(error.least_bytes)}."
             )
             return BudgetError(why, round(_SAFETY * error.least_bytes))
@@ -124,7 +124,7 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
 
 
 def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
-    """Merge layers into those of the slowest and largest process. A part that one process cannot recompute is never recomputed.
+    """Merge layers by the slowest and largest process. A part that one process cannot recompute is never recomputed.
 
     Raises:
         ConfigError: The processes have different layers.
@@ -202,7 +202,7 @@ def _make_layer(block: MeasuredBlock, number: int, min_offloaded_bytes: int) -> 
 
 def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | None, name: str) -> str:
     """Return the plan as text, with one line per layer, then predictions and measurements."""
-    reserved = "" if reserve_bytes is None else f", beside a reserve of {format_bytes(reserve_bytes)}"
+    reserved = "" if reserve_bytes is None else f", with a reserve of {format_bytes(reserve_bytes)}"
     lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}{reserved}"]
     for number, block in enumerate(planned.blocks):
         acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}

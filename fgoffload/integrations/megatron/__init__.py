@@ -50,7 +50,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
 
     Args:
         config: Settings of offload.
-        device: Device of the model; None selects CUDA if it is available, else the CPU.
+        device: Device of the model; None selects CUDA if it is available, otherwise the CPU.
 
     Returns:
         The integration, which holds the engine. `remove` undoes everything.
@@ -65,7 +65,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
 
     if is_replaced():
         raise IntegrationError(
-            "Activation offload is applied already in this process. Call `remove` on what `apply` returned first."
+            "Activation offload is applied already in this process. First call `remove` on the object that `apply` returned."
         )
     with contextlib.ExitStack() as undo:
         patches = undo.enter_context(Patches())

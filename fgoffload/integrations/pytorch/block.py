@@ -37,7 +37,7 @@ def saved_tensors(
         config: Options of offload.
         group_bytes: Saved bytes at which a group is offloaded. Smaller groups start earlier but cost more CPU time. None takes
             64 MiB, or a quarter of `prefetch_bytes` if that is less.
-        device: Device of the tensors. None takes the accelerator that torch finds, else the CPU.
+        device: Device of the tensors. None takes the accelerator that torch finds, or the CPU.
         tag: Name in the statistics.
 
     Raises:

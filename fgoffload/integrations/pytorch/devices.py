@@ -22,8 +22,8 @@ def check_device(choice: Any) -> None:
 def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None, host_memory: HostMemory) -> Device:
     """Return the device for an engine, by the user's `choice` if there is one.
 
-    Without a choice, it is the accelerator of one of the `tensors`, else the CPU. Meta tensors are ignored. `tensors` of None
-    take the accelerator that torch finds, else the CPU.
+    Without a choice, it is the accelerator of one of the `tensors`, or the CPU. Meta tensors are ignored. `tensors` of None
+    take the accelerator that torch finds, or the CPU.
 
     Raises:
         ConfigError: `choice` is not a device, or its index does not exist.

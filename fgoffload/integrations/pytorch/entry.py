@@ -40,7 +40,7 @@ def offload(
             last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Leave it out if the
             model places its regions with `fgoffload.region`.
         config: Options of offload.
-        device: Device of the tensors. None takes the accelerator of the model or of its first input, else the CPU.
+        device: Device of the tensors. None takes the accelerator of the model or of its first input, or the CPU.
         memory: GPU memory of the training process, such as `60GiB`, or `auto` for the device's memory. It is what
             `torch.cuda.max_memory_allocated` counts; steps that compare it with the plan reset that counter. The first step
             measures. From the second step on each part of each layer is kept, offloaded or recomputed.

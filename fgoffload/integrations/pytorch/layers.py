@@ -10,7 +10,7 @@ from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, mak
 
 
 def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
-    """Return a region for each layer of `model`: modules of the classes in `_no_split_modules`, else FSDP's units.
+    """Return a region for each layer of `model`: modules of the classes in `_no_split_modules`, or FSDP's units.
 
     Embeddings are left out. If layers are nested, only the outer one is a region. The tag is the last word of the layer's
     name, such as `layers` for `model.layers.3`. Raises `ConfigError` if there are no layers.

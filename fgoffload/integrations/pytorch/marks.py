@@ -29,7 +29,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give the tensor that goes into it.")
+        raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give its input tensor.")
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
         raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Give one, or None.")
     return PlacedRegion(tensor, tag, layer)
@@ -64,7 +64,7 @@ class PlacedRegion:
         """
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one tensor that comes out of it."
+                f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one output tensor of it."
             )
         if self._was_left:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")

@@ -183,12 +183,12 @@ def _say_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return (
         f"pattern {pattern!r} matches none of the {len(names)} modules in {type(model).__name__} that have a forward.{hint} "
-        "Names are those of `named_modules()`; * stays within one part of a name, ** crosses dots."
+        "Names are as in `named_modules()`; * stays within one part of a name, ** crosses dots."
     )
 
 
 def _list_near(pattern: str, names: list[str]) -> list[str]:
-    """Return matching patterns close to `pattern`: the same pattern at any depth, else the nearest spellings."""
+    """Return matching patterns close to `pattern`: the same pattern at any depth, or the nearest spellings."""
     deeper = f"**.{pattern}"
     if any(_matches(deeper, name) for name in names):
         return [deeper]

@@ -68,7 +68,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         """Text of the last plan, after the training."""
         self._steps = 0
         self._uses_cache: bool | None = None
-        """Value of the model config's `use_cache` before a training with a memory budget."""
+        """Value of the model config's `use_cache` before training with a memory budget."""
 
     def add_to(self, trainer: Trainer) -> None:
         """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers."""

@@ -42,7 +42,7 @@ def test_without_a_gpu_its_rows_are_skipped_with_the_reason_and_the_rest_is_chec
     skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
     assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
     assert {rows[name].found for name in skipped} == {"no GPU that torch can use"}
-    assert rows["pinned memory"].found == "no limit; not tried without a GPU"
+    assert rows["pinned memory"].found == "no limit; not tested without a GPU"
     assert rows["host memory"].status is Status.OK
 
 
@@ -104,7 +104,7 @@ def test_host_memory_is_shared_by_the_gpus_where_no_launcher_says_how_many_ranks
     rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
     two = {"run": Answers(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
     two["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
-    assert "60% of what is free, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two).found
+    assert "60% of free memory, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two).found
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     found = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "4"}, **two).found
     assert "15.00 GiB a rank" in found

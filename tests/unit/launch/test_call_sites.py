@@ -68,11 +68,11 @@ def test_tags_of_ours_alone_leave_megatrons_flag_off():
         ),
         (
             {"words": ("--num-layers", "2", "--transformer-impl", "local")},
-            "Megatron-LM refuses them with --transformer-impl local",
+            "Megatron-LM rejects them with --transformer-impl local",
         ),
         (
             {"environment": {"NVTE_CPU_OFFLOAD_V1": "0"}},
-            "Megatron-LM refuses them with NVTE_CPU_OFFLOAD_V1=0",
+            "Megatron-LM rejects them with NVTE_CPU_OFFLOAD_V1=0",
         ),
         (
             {"has_module": lambda name: name != "pynvml"},
@@ -92,7 +92,7 @@ def test_where_megatron_would_refuse_its_own_flags_the_config_alone_says_it(give
 
 def test_without_a_parser_to_ask_the_config_alone_says_it():
     found = find_call_sites(TAGS, 16, None, (), {})
-    assert (found.flags, found.reason) == ((), "there is no Megatron-LM beside the script")
+    assert (found.flags, found.reason) == ((), "there is no Megatron-LM next to the script")
 
 
 def test_a_value_that_the_parser_cannot_stand_is_left_for_the_script_too():

@@ -159,7 +159,7 @@ def test_larger_steps_are_planned_before_they_run(caplog):
     assert found.bits == expected.bits
     calls = [planned and (planned.call.microbatches, planned.call.tokens) for planned in found.planned]
     assert calls[:5] == [None, (2, 64), (4, 64), None, (2, 128)]
-    assert sum("is beyond the plan for" in record.message for record in caplog.records) == 2
+    assert sum("exceeds the plan for" in record.message for record in caplog.records) == 2
     assert count_static(flags) + max(found.peak_bytes[4:]) <= budget_bytes
 
 
@@ -322,13 +322,13 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
     assert found.planned[1:] == expected
     assert second.plan.actions == ONE_LEAVES != first.plan.actions
     assert line.startswith("a step takes 1000.0 ms at ")
-    assert line.endswith(f"the {stays} stays")
+    assert line.endswith(f"keeping the {stays}")
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"beyond": (0, 10**9)}, "a step with the plan of step 6 took"),
+        ({"beyond": (0, 10**9)}, "a step under the plan of step 6 took"),
         ({"second": ValueError("bounds cross")}, "keeping the plan of the first step: .*the first process: ValueError: bounds"),
     ],
     ids=["above the budget", "no plan"],

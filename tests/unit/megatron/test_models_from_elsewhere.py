@@ -35,7 +35,7 @@ def read_from_elsewhere(flags, **fields):
     [
         ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Leave it out."),
         ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but elsewhere has none"),
-        ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, whose gate is that of"),
+        ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, which uses quick GEGLU"),
         ("--ep 3", {}, "config.json: --expert-model-parallel-size 3 does not divide num_experts 8"),
         ("--pipeline-size 2", {}, "config.json: --pipeline-size is an unknown flag"),
         ("--tp 2 --etp 1 --no-sequence-parallel", {}, "--tensor-model-parallel-size 2 without --sequence-parallel"),

@@ -254,8 +254,11 @@ def make_unlike(*functions):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: make_unlike(normalize, lambda one: one * 2), r"saved 0 tensors and returned 1, where forward saved \d and"),
-        (lambda: make_unlike(torch.sin, lambda one: one[:3].sin()), r"saved \[3, 16\] of torch.float32 where forward saved"),
+        (lambda: make_unlike(normalize, lambda one: one * 2), r"saved 0 tensors and returned 1, but forward saved \d and"),
+        (
+            lambda: make_unlike(torch.sin, lambda one: one[:3].sin()),
+            r"saved a tensor of shape \[3, 16\] and type torch.float32, but",
+        ),
         (lambda: make_unlike(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 over 768 bytes where"),
         (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"that a recompute of it saved was changed in place afterwards"),
     ],

@@ -2,10 +2,11 @@
 
 [Note: When a plan is made]
 A step is measured with all activations on the GPU. When the next schedule begins, the optimizer has allocated all its memory
-and no activation is left. What is on the device then is the memory that no plan moves. All processes exchange their
-measurements. The first one plans, and sends the plan or the error to the others, so that all do or raise the same. A plan is
-for a number and a size of microbatches. All processes call a schedule with the same numbers, so each knows on its own when a
-step exceeds the plan. More microbatches need only a new plan, at once. Larger microbatches are measured first.
+and no activation is left. The device memory in use is then static: no plan can change it. All processes exchange their
+measurements. The first one plans, and sends the plan or the error to the others, so that all apply the same plan or raise the
+same error. A plan holds for one number and size of microbatches. All processes call a schedule with the same numbers, so each
+knows on its own when a step exceeds the plan. For more microbatches, a new plan is made at once. Larger microbatches are
+measured first.
 
 [Note: A step that does not fit]
 A model that needs a budget may not fit with all activations on the GPU. So a layer stays on the GPU only while the budget has
@@ -13,7 +14,8 @@ room for it, with a reserve for memory that is not known yet. All tags of other 
 far as host memory allows. Their bytes are the same, but their times include waits for copies. These times count only if the
 layer was offloaded in every timed microbatch, and so was every other layer of its kind in its model chunk. If that does not fit
 either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in
-`measured_plans`) need not fail, since a plan fits: a simulation finds how many layers may stay. If none fits, none is measured.
+`measured_plans`) must not fail, since a plan that fits is in use. So a simulation finds how many layers may stay on the GPU. If
+the step does not fit even with every layer offloaded, it is not measured.
 
 [Note: A plan that exceeds its prediction]
 Temporary memory of operators was measured in one step, with other layers on the GPU than in later steps. So the first step
@@ -88,7 +90,7 @@ class AutoOffload(StepMeasurement):
         self._policy = config.transfer_policy
         self._engine = engine
         self._has_own_host = engine.device.type != "cpu"
-        """Whether host and device are distinct, so that the host can be late."""
+        """Whether host and device are distinct, so that steps can be launch-bound."""
         self.planned: PlannedStep | None = None
         """Plan in use; None before the first plan, and while a step is measured for another."""
         self._measured: MeasuredStep | None = None
@@ -111,7 +113,7 @@ class AutoOffload(StepMeasurement):
         self._left_checks = 0
         """Number of plans whose first step will still be checked."""
         self._beyond_bytes = 0
-        """Most bytes by which a step exceeded the prediction of the measurement in use. All later plans leave them free."""
+        """Maximum number of bytes by which a step exceeded the prediction in use. All later plans leave them free."""
         self._times: StepTimes | None = None
         """Times of steps under the plan in use; None if no other plan is to be compared with it."""
         self._rival: TriedStep | None = None
@@ -133,7 +135,7 @@ class AutoOffload(StepMeasurement):
         rival = self._rival if self.planned is None else None  # set if the last step was measured again
         known = self.planned if rival is None else rival.planned
         if known is not None and not call.is_within(known.call):
-            logger.info("a step of %s is beyond the plan for %s: planning again", call, known.call)
+            logger.info("a step of %s exceeds the plan for %s: planning again", call, known.call)
             self._plan(call)
         elif rival is not None:
             self._plan_again(rival)
@@ -189,12 +191,14 @@ class AutoOffload(StepMeasurement):
             own = self._take_own()
         except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
             own = f"{type(error).__name__}: {error}"
-            failure = error if isinstance(error, OffloadError) else OffloadError(f"this process could not measure: {own}")
+            failure = (
+                error if isinstance(error, OffloadError) else OffloadError(f"the measurement failed on this process: {own}")
+            )
             failure.__cause__ = None if failure is error else error
         found = gather(own)
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
-            return failure or OffloadError(f"another rank could not measure: {failed}")
+            return failure or OffloadError(f"the measurement failed on another rank: {failed}")
         self._measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
@@ -282,7 +286,7 @@ class AutoOffload(StepMeasurement):
             return
         if self._rival is None and call != planned.call:
             return  # a step with fewer microbatches is not the planned one; the next may be
-        # All processes have timed the same steps, and the slowest process decides how long a step took.
+        # All processes have timed the same steps, and a step takes as long as on the slowest process.
         tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
         if self._rival is None:
             self._measure_again(TriedStep(planned=planned, tried=tried, peaks=self._checked))
@@ -291,7 +295,7 @@ class AutoOffload(StepMeasurement):
         is_better = tried.score(self._budget_bytes) < rival.tried.score(self._budget_bytes)
         made = (rival.planned.origin, f"{planned.origin}, measured after warm-up")
         stays = "second" if is_better else "first"
-        logger.info("%s: the %s stays", describe_tried(rival.tried, tried, made=made), stays)
+        logger.info("%s: keeping the %s", describe_tried(rival.tried, tried, made=made), stays)
         if is_better:
             self._times = self._rival = None
         else:
@@ -320,7 +324,7 @@ class AutoOffload(StepMeasurement):
         if failure is not None:
             # The bytes that steps took beyond the prediction belong to the measurement of the first plan, so both are restored.
             self._measured = former
-            words = "keeping the plan %s: step %d was measured after warm-up, but gave no plan. %s"
+            words = "keeping the plan %s: step %d was measured after warm-up, but no plan was found. %s"
             logger.warning(words, first.planned.origin, self._steps - 1, failure)
             self._return(first)
         elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
@@ -346,7 +350,7 @@ class AutoOffload(StepMeasurement):
         # Counts within the budget too, since the next plan may use all of it.
         self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
         if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
-            logger.info("a step with the plan %s took %s: keeping the first", planned.origin, format_bytes(peak_bytes))
+            logger.info("a step under the plan %s took %s: keeping the first", planned.origin, format_bytes(peak_bytes))
             self._return(self._rival)
             return
         if peak_bytes <= self._budget_bytes or self._rival is not None:

@@ -1,25 +1,25 @@
 """Makes plans during training, from a step that all processes measured, and times the steps under each of two plans.
 
 [Note: Memory that a plan leaves free]
-The next plan leaves free the bytes that steps took beyond their prediction. A prediction belongs to one measurement. That of
-the first step may be far too high, because layers were offloaded late while host memory was pinned. So we keep the peaks of
-steps under a plan, not their distance from an older prediction. The newer measurement predicts the same plan again, and its
-plans leave the difference free.
+The next plan leaves free the bytes that steps took beyond their prediction. A prediction belongs to one measurement. The
+prediction from the first step may be far too high, because host memory was still being pinned and offloads were slow. So we
+keep the peaks of steps under a plan, not their difference from an older prediction. The newer measurement predicts the same
+plan again, and its plans leave the difference free.
 
 [Note: Two plans]
-The first step of a training is cold: kernels are loaded, the allocator grows, and host memory is pinned during offload. Its
+The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned during offload. Its
 times include all that. The plan from them applies from the second step on, and a few of its steps are timed. Then one more step
-is measured in the same way, now warm. A second plan is made from it, with the overhead beside copies that the timed steps
+is measured in the same way, now warm. A second plan is made from it, with the overhead during copies that the timed steps
 showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps under it are timed too, and
-the faster plan is kept. Every step counts for the training: results are bitwise identical. A step lasts until the next one
-begins, including all that the training does in between. The median ignores one step that an evaluation or checkpoint follows.
-The first step under a plan is not timed, since the allocator adapts in it.
+the faster plan is kept. Every step is a real training step: results are bitwise identical. A step lasts until the next
+one begins, including everything that the script does in between. The median ignores one step that an evaluation or checkpoint
+follows. The first step under a plan is not timed, since the allocator adapts in it.
 
 [Note: What ends a trial]
 A step with more or larger microbatches than planned ends a trial. A repeated measurement that was not used is then dropped, and
-all starts over with a plan for that step. Smaller steps are neither timed nor measured; they run under the plan in use. The
-first plan is kept if the repeated step would exceed the budget, does not end or has no profile, if it leads to no plan or to
-the same one, and if the second plan takes more than the budget and than the first plan.
+a new trial starts with a plan for that step. Smaller steps are neither timed nor measured; they run under the plan in use. The
+first plan is kept if the repeated step would exceed the budget, fails or has no profile, if it leads to no plan or to the
+same one, and if the second plan takes more memory than both the budget and the first plan.
 """
 
 import bisect
@@ -47,7 +47,7 @@ Layers = frozenset[tuple[int, int]]
 """Layers, by chunk and number."""
 
 TIMED_STEPS = 3
-"""Timed steps of each plan, after its first step. The fewest whose median ignores one: the slower plan runs them too."""
+"""Number of timed steps of each plan, after its first step. A median of three ignores one outlier; more would cost time."""
 
 
 class StepTimes:
@@ -125,7 +125,7 @@ class TriedStep:
     planned: PlannedStep
     tried: Tried
     peaks: Mapping[int, int]
-    """Most device bytes of any process, by pipeline rank; empty if device bytes cannot be counted."""
+    """Maximum device bytes of any process, by pipeline rank; empty if device bytes cannot be counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class MeasuredStep:
     call: ScheduleCall
     """Schedule call of the step."""
     number: int
-    """Number of the step in the training, counted from 1."""
+    """Number of the training step, counted from 1."""
     device_type: str
     policy: TransferPolicy
 
@@ -151,7 +151,7 @@ class MeasuredStep:
                 further bytes to leave free. See [Note: Memory that a plan leaves free].
 
         Raises:
-            PlanError: No plan fits, or layers cannot follow the older plan.
+            PlanError: No plan fits, or the older plan does not apply to the layers.
         """
         models = self._make_models(call.microbatches)
         if known is not None:
@@ -173,7 +173,7 @@ class MeasuredStep:
         )
 
     def find_staying(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int) -> Layers:
-        """Return as many layers as may stay on the GPU of each rank when a step is measured again. All others are offloaded.
+        """Return the most layers that may stay on the GPU of each rank when a step is measured again. The rest are offloaded.
 
         Times come from layers that stayed, if there are any. So one layer of each kind stays first, then another, and so on.
 
@@ -203,7 +203,7 @@ class MeasuredStep:
         return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))
 
     def _make_models(self, microbatches: int) -> tuple[RankModel, ...]:
-        # The slowest link of all: the step is as late whichever process of a pipeline rank is late.
+        # Takes the slowest link, since any slow process of a pipeline rank delays the step.
         link = min((one.link for one in self.processes), key=lambda link: link.copies[-1].d2h_bytes_per_s)
         ranks = merge_processes(one.rank for one in self.processes)
         device = CPU if self.device_type == "cpu" else self.device_type

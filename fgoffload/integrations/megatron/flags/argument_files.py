@@ -6,8 +6,8 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags are those after the Python script in the last command that starts one. Without such a command, they are those in
-arrays, and in strings that begin with a flag. The reader supports assignments, arrays, `+=`, `export`, quotes, variables with
+The reader takes the flags after the Python script in the last command that starts one. Without such a command, it takes the
+flags in arrays, and in strings that begin with a flag. It supports assignments, arrays, `+=`, `export`, quotes, variables with
 defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source`
 and loops, is skipped. One log line lists it, with the branches that depend on a variable that the file does not assign. Such a
 variable is left as written, and is empty in a condition.
@@ -54,7 +54,7 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
 
 
 def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) -> "Script":
-    """Return what the bash file at `path` says, and warn of what is skipped.
+    """Return the flags and variables in the bash file at `path`, and warn of skipped commands.
 
     Args:
         path: The file.
@@ -82,12 +82,12 @@ class Script:
     variables: Variables
     """Variables at the end of the script."""
     launched_gpus: int | None
-    """Number of processes that its last command with a Python script starts, or None if it does not tell."""
+    """Number of processes that its last command with a Python script starts, or None if unknown."""
     is_launch: bool
     """Whether it has such a command."""
 
     def find_num_gpus(self, source: str) -> int | None:
-        """Return the number of GPUs of the launch line, or else the value of NUM_GPUS, or None.
+        """Return the number of GPUs of the launch line, otherwise the value of NUM_GPUS, or None.
 
         Raises:
             ConfigError: NUM_GPUS is not a number.
@@ -101,7 +101,7 @@ class Script:
 
 
 def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return what the bash script `text` says. See `read_script_file`."""
+    """Return the flags and variables of the bash script `text`. See `read_script_file`."""
     header, known = read_header(text)
     reader = _Reader(source, {**known, **(variables or {})})
     reader.read(split_script(text, source))

@@ -90,7 +90,9 @@ def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
     if values.get("use_torch_fsdp2"):
         strategy = "optim_grads_params"
     if strategy == "optim_grads_params":
-        logger.warning("FSDP: gathers of weights count as hidden beside compute, so that times err low on a slow network.")
+        logger.warning(
+            "FSDP: gathers of weights count as hidden behind compute, so predicted times are too short on a slow network."
+        )
     return {
         "has_fp8_weights": values.get("fp8_param_gather", False),
         "shards_gradients": strategy in ("optim_grads", "optim_grads_params"),

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from fgoffload.errors import ConfigError
 
 LONGEST_PATTERN = 10_000
-"""Most elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
+"""Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
 
 
 NEAREST_CUTOFF = 0.75

@@ -37,7 +37,7 @@ decoder-last-pipeline-num-layers,num-layers-in-last-pipeline-stage
 micro-batch-size global-batch-size min-offloaded-tensor-size
 num-gpus
 """
-"""Flags with integer values; commas join the spellings of one flag. The short ones are ours, and those of other launchers.
+"""Flags with integer values; commas join the spellings of one flag. The short ones come from us and from other launchers.
 
 Megatron has no `--num-gpus`, since it gets the number of processes from the launcher.
 """

@@ -4,8 +4,8 @@
 
 Needs neither torch nor Megatron-Core. Absent flags have Megatron-LM's defaults, with two exceptions. Without
 `--ffn-hidden-size`, a gated model is rejected, since Megatron-LM and Megatron-Core have different defaults. Optimizer states
-are sharded, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given. All runs that arguments/
-takes its figures from shard them, and `fgoffload train`, which reads the same files, does not have the flag.
+are sharded, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given. All runs behind the
+numbers in arguments/ shard them, and `fgoffload train`, which reads the same files, does not have the flag.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def read_model_file(
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
     count = found[1].world_size
     if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
-        logger.warning("%s gives no number of GPUs: a plan assumes %d, the fewest possible. Give --num-gpus.", path, count)
+        logger.warning("%s gives no number of GPUs: the plan assumes %d, the minimum. Give --num-gpus.", path, count)
     return found
 
 
@@ -105,7 +105,7 @@ def read_model(
         flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped, with one warning.
         source: Source of the flags, for errors and for the name of the model.
         typed: Further flags, from the command line. They take precedence, and an unknown one is an error.
-        num_gpus: Number of ranks without `--num-gpus`. None selects the fewest that hold the model and its experts.
+        num_gpus: Number of ranks without `--num-gpus`. None selects the minimum that holds the model and its experts.
         own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
 
     Raises:
@@ -139,7 +139,7 @@ def read_parallelism(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the ranks from `flags`, and `model` as they train it, for a model that does not come from flags.
 
-    The training of such a model is not specified, so two more assumptions are made, each with one warning: sequence parallelism
+    Nothing says how such a model is trained, so two more assumptions are made, each with one warning: sequence parallelism
     if ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
 
     Args:
@@ -170,8 +170,8 @@ def read_parallelism(
         microbatches = parallelism.microbatches
         sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
         logger.warning(
-            "%s: without --global-batch-size a step is taken as %d microbatches, %d for each chunk of each stage: "
-            "--global-batch-size %d.",
+            "%s: --global-batch-size is missing. A step is assumed to have %d microbatches, %d for each chunk of each stage, "
+            "as with --global-batch-size %d.",
             *(source, microbatches, MICROBATCHES_OF_A_CHUNK, sequences),
         )
     return model, parallelism
@@ -280,8 +280,8 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
             raise ConfigError(f"{to_flag(name)} is for experts, but {model.name} has none. Leave it out.")
     if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
-            f"--no-bias-swiglu-fusion with {model.name}, whose gate is that of --quick-geglu: what that activation saves "
-            "without fusion is not known here. Leave --no-bias-swiglu-fusion out."
+            f"--no-bias-swiglu-fusion with {model.name}, which uses quick GEGLU: the saved bytes of that activation "
+            "without fusion are unknown. Leave --no-bias-swiglu-fusion out."
         )
     experts = None if model.experts is None else change_experts(model.experts, values)
     padded = _pad(values, model.vocab_size)

@@ -20,7 +20,7 @@ _LARGE_VOCAB_SIZE = 131072
 """Vocabulary size for tokenizers that a plan does not open. Most recent models have 128 to 202 thousand tokens."""
 
 _MOST_SHOWN = 20
-"""Most unknown flags that a warning names."""
+"""Maximum number of unknown flags that a warning names."""
 
 _COVERED_LAYERS = "transformer_engine"
 """Megatron's default layers, which the formulas describe."""

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from fgoffload.errors import ConfigError
 
 _LARGEST_EXPANSION = 16 * 1024 * 1024
-"""Most characters of all variables of a script. A line such as `X="$X$X"` doubles them."""
+"""Maximum number of characters of all variables of a script. A line such as `X="$X$X"` doubles them."""
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 """Blanks, continuations and comments between words."""
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
-"""What ends a word outside of quotes."""
+"""End of a word outside of quotes."""
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
 _LITERAL = re.compile(r"(?P<plain>[^\s\"'\\$`|&;<>()]+)|'(?P<single>[^']*)'|\\(?P<escaped>.?)", re.DOTALL)
 _IN_DOUBLE = re.compile(r"([^\"\\$`]+|\\(?![$`\"\\\n]))|\\([$`\"\\\n])")
@@ -181,7 +181,7 @@ class Variables:
     """Variables that a script has assigned so far."""
 
     def __init__(self, source: str, known: Mapping[str, str]) -> None:
-        """Start with `known` variables, such as those of the environment."""
+        """Start with `known` variables, such as the environment's."""
         self._source = source
         self._scalars = dict(known)
         self._assigned: set[str] = set()

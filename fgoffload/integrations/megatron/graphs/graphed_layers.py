@@ -165,7 +165,7 @@ def may_query() -> bool:
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], run_layer: Callable[..., Any]) -> None:
     """Wrap the methods that capture and replay graphs of layers.
 
-    `run_layer` gets a forward of a layer, and runs it as that of an eager layer. `get_offload` returns the integration, which
+    `run_layer` gets a forward of a layer, and runs it as an eager layer's. `get_offload` returns the integration, which
     exists only after everything is wrapped.
     """
     for owner in (GRAPHABLE, LAYER):

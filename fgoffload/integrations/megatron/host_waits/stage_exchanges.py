@@ -69,7 +69,7 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Exchange the shapes of the next tensors with the neighbouring stages. Return those of the previous and of the next stage.
+    """Exchange the shapes of the next tensors with the neighbouring stages. Return the previous and the next stage's.
 
     The messages and their order are Megatron's, so a neighbour may run Megatron's own method. The numbers bypass the copy
     engines: kernels write them on the device, and to the host too. `NO_SHAPE` stands for no tensor.

@@ -116,7 +116,7 @@ def _check_methods(interface: type, methods: Mapping[str, Any]) -> None:
 def _make_refusals(interface: type, methods: Mapping[str, Any]) -> dict[str, Any]:
     """Return replacements for the other public methods of `interface`. They raise when a call site first uses one.
 
-    Methods added in a newer version would run Megatron's own engine beside ours.
+    Methods added in a newer version would run Megatron's own engine next to ours.
     """
 
     def refuse(name: str) -> Callable[..., NoReturn]:

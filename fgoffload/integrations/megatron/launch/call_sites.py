@@ -6,7 +6,7 @@ show that they were on, and it binds its processes to the CPUs of their GPUs. Me
 engine supports, and some versions do not have them. In these cases only the config is set.
 
 [Note: Megatron-LM's parser]
-Flags differ between versions, so Megatron-LM's own parser is queried. It is beside the scripts, so it is found where the script
+Flags differ between versions, so Megatron-LM's own parser is queried. It lies next to scripts, so it is found where the script
 would find it. A script without Megatron-LM has a parser of its own, which cannot be queried before the script runs. Since 0.18,
 wheels of megatron-core include `megatron.training`. A script need not use it, so the parser of a wheel is not queried.
 """
@@ -57,7 +57,7 @@ class _ParserIsComplete(BaseException):
 
 
 def _is_of_wheel() -> bool:
-    """Return whether `megatron.training` is beside the metadata that pip writes for an installed wheel."""
+    """Return whether `megatron.training` is next to the metadata that pip writes for an installed wheel."""
     try:
         spec = importlib.util.find_spec(_MODULE.rpartition(".")[0])
     except (ImportError, ValueError):  # Megatron is missing, or is a module created by hand
@@ -139,7 +139,7 @@ def find_call_sites(
         selected: Tags that may be offloaded.
         min_offloaded_numel: Elements. Smaller storages stay on the GPU.
         parser: Megatron-LM's parser, or None if there is none.
-        script_words: Words that the script gets, without our flags.
+        script_words: Arguments that the script gets, without our flags.
         environment: Environment of the process.
         has_module: Returns whether a module could be imported.
     """
@@ -162,7 +162,7 @@ def _find_reasons_against_flags(
 ) -> Iterator[str]:
     """Yield the reasons why Megatron-LM would reject its own flags here. None of them affects our engine."""
     if parser is None:
-        yield "there is no Megatron-LM beside the script"
+        yield "there is no Megatron-LM next to the script"
         return
     for flag in (SWITCH, _LIST):
         if not parser.knows(flag):
@@ -170,10 +170,10 @@ def _find_reasons_against_flags(
     values = parser.find_values(script_words) or argparse.Namespace()
     implementation = getattr(values, "transformer_impl", "transformer_engine")
     if implementation != "transformer_engine":
-        yield f"Megatron-LM refuses them with --transformer-impl {implementation}"
+        yield f"Megatron-LM rejects them with --transformer-impl {implementation}"
     given = environment.get(CPU_OFFLOAD_V1)
     if given is not None and given != "1":
-        yield f"Megatron-LM refuses them with {CPU_OFFLOAD_V1}={given}"
+        yield f"Megatron-LM rejects them with {CPU_OFFLOAD_V1}={given}"
     # With its flag on, Megatron-LM's training binds the process to the CPUs of its GPU, and exits if it cannot.
     if hasattr(load_module("megatron.core.pipeline_parallel.utils"), "set_ideal_affinity_for_current_gpu"):
         if not has_module("pynvml"):

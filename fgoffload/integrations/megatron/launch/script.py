@@ -1,4 +1,4 @@
-"""Separates our flags from the words that a script gets, and applies offload before it starts."""
+"""Separates our flags from a script's own arguments, and applies offload before the script starts."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ _BUDGET = "--offload-memory-budget"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFlags:
-    """Settings of offload in the words of a script."""
+    """Offload settings from a script's command line."""
 
     offload: OffloadConfig | None
     """Settings of offload; None if it is off."""
@@ -84,7 +84,7 @@ def _find_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[st
     if offload is None and given - {_BUDGET} and not is_switched:
         yield f"{' '.join(sorted(given - {_BUDGET}))} has no effect without {SWITCH}. Add {SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
-        yield "--activation-offload-fraction 0 keeps all sites on the GPU. Give a part above 0."
+        yield "--activation-offload-fraction 0 keeps all sites on the GPU. Give a fraction above 0."
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +96,10 @@ class ScriptOffload:
     call_sites: CallSites
     """State of Megatron's own call sites."""
     words: tuple[str, ...]
-    """Words that the script gets."""
+    """Arguments that the script gets."""
 
     def describe(self) -> str:
-        """Return sentences that tell how Megatron's own sites are on, and where Megatron-Core is."""
+        """Return sentences that say how Megatron's own call sites are switched on, and where Megatron-Core is."""
         core = load_module("megatron.core")
         return f"{self.call_sites} Megatron-Core {get_version()} is in {Path(core.__file__).parent}."
 
@@ -113,7 +113,7 @@ def apply_to_script(
 
     Args:
         config: Settings of offload; see `take_own_flags`.
-        script_words: Words that the script gets, without our flags.
+        script_words: Arguments that the script gets, without our flags.
         environment: Environment of this process. `LOCAL_RANK` selects its GPU. `NVTE_CPU_OFFLOAD_V1` is set if Megatron-LM
             requires it, after Transformer Engine has read it, so that Transformer Engine runs as without offload.
 

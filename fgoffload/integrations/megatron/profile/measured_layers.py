@@ -69,7 +69,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts],
 def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
     """Return a layer that was offloaded while it was timed, with values from other layers of its kind.
 
-    It ran beside copies, whose cost a plan counts separately, and its host had more to do. So its times are those of layers
+    It ran during copies, whose cost a plan counts separately, and its host had more to do. So its times are those of layers
     that stayed on the GPU, if there are any. Its temporary bytes were not read, since the counters include the offloaded bytes.
     They are the maximum over all layers of its kind.
     """
@@ -99,7 +99,7 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
     """Return the most bytes per microbatch saved outside of the layers, or in layers but still referenced elsewhere.
 
-    With `is_last`, only the storages saved after the layers count, else all others.
+    With `is_last`, only the storages saved after the layers count, otherwise all others.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -129,7 +129,7 @@ def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
     # The first microbatch of a process warms up, and device bytes are read in it.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_leaving] or timed
-    # The host may be late in later microbatches.
+    # Later microbatches may be launch-bound.
     return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
 
 

@@ -2,7 +2,7 @@
 
 [Note: Time of a permutation]
 A recorded step shows the time of a token permutation only if the device is never idle in its segment. The host waits for the
-token counts there, and if it is late, most of the segment is idle time. In `launch_bound_moe.sh` on an H100 the segment takes
+token counts there, and if it is slow, most of the segment is idle time. In `launch_bound_moe.sh` on an H100 the segment takes
 0.95 ms, of which the permutation takes 0.05.
 """
 
@@ -46,7 +46,7 @@ def measure_gather_s(device: Device, given_bytes: int, made_bytes: int) -> float
     given, made = (max(1, size_bytes // _ROW_BYTES) for size_bytes in (given_bytes, made_bytes))
     tokens = torch.zeros(given, _ROW_BYTES // 2, dtype=torch.bfloat16, device=device.type)
     rows = torch.empty(made, _ROW_BYTES // 2, dtype=torch.bfloat16, device=device.type)
-    # Sorted by expert, rows of one token lie far apart. Uses its own generator to leave those of the training alone.
+    # Sorted by expert, rows of one token lie far apart. Uses its own generator to leave the run's random states alone.
     generator = torch.Generator(device=device.type)
     generator.manual_seed(0)
     indices = torch.randperm(made, generator=generator, device=device.type) % given
@@ -162,7 +162,7 @@ class UnitBuilder:
         given_bytes, made_bytes = (self.run.saved[key].size_bytes for key in (given, made))
         segment = segments[names.index("expert_fc1") - 1]
         # Part of the memory traffic is the sort by expert, which reads and writes the permuted tokens. It is not recomputed. If
-        # the host is late, the device spends most of the segment waiting for it.
+        # the step is launch-bound, the device spends most of the segment waiting for it.
         part = (given_bytes + made_bytes) / (given_bytes + 3 * made_bytes)
         again_s = min(part * segment.forward_s, _WHOLE_PERMUTATION * self.measure_gather_s(given_bytes, made_bytes))
         return UnitModel(

@@ -5,9 +5,9 @@ each site. A segment is a site's region, or the code between two regions. Forwar
 that backward unpacks show which segment it is in. One timed event on the compute stream separates two segments, so the host
 never waits, and results stay bitwise identical.
 
-Hooks slow down the host. Where forward waits for the device, as token dispatchers do, the host is late afterwards. So in the
-first microbatches the device is stalled before each segment of forward, and the host gets ahead of it. The measurement then has
-the device's time.
+Hooks slow down the host. Where forward waits for the device, as token dispatchers do, the step is launch-bound afterwards. So
+in the first microbatches the device is stalled before each segment of forward, and the host gets ahead of it. The measurement
+then has the device's time.
 
 A measured layer may still be offloaded, if a budget has no room for it. Its segments then pause while the engine submits a
 group or returns a tensor. Compute may wait for copies there, and a plan counts such waits separately.
@@ -139,7 +139,7 @@ class StepRecorder:
         self.live_bytes = 0
         """Saved bytes of this step, as far as recorded, that backward has not reached yet."""
         self.largest_layer_bytes = 0
-        """Most saved bytes of one layer."""
+        """Maximum saved bytes of one layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self.current_layer: Run | None = None

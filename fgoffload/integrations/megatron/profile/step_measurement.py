@@ -1,4 +1,4 @@
-"""Measures a step of a training that runs through Megatron-Core's schedules, for one rank of a profile.
+"""Measures a training step that runs through Megatron-Core's schedules, for one rank of a profile.
 
 The integration gets a measurement before the model's first forward, so that every tag has its sites. While a step is recorded,
 nothing is offloaded or recomputed, and results are bitwise identical to those without offload.

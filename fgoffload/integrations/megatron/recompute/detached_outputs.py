@@ -45,7 +45,7 @@ class StandIn:
             self._run()
             self._run = None
         if self.tensor is None:
-            raise InternalError("a recompute ended without a tensor that backward needs. Please report it.")
+            raise InternalError("A recompute did not produce a tensor that backward needs. Please report it.")
         return self.tensor
 
 

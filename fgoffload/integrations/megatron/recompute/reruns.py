@@ -50,7 +50,7 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedO
 
 
 class RandomUse:
-    """Record of which functions draw random numbers, from their first run. `default` is for those that have not run yet."""
+    """Record of which functions draw random numbers, from their first run. `default` is for functions that have not run."""
 
     def __init__(self, *, default: bool | None = None) -> None:
         self._default = default
@@ -106,7 +106,7 @@ class Rerun:
         self._dropped: list[tuple[weakref.ref[StandIn], torch.Size, torch.dtype] | None] = []
         """Tensors that the function saved, in order; None for leaves, which are kept, since their owner holds them anyway."""
         self._outputs: list[Output | None] = []
-        """Outputs of the function, in order; None for those that backward does not need from here."""
+        """Outputs of the function, in order; None for outputs that backward does not need from here."""
         self.made: Mapping[int, Output] = {}
         """Outputs that forward still uses, by the key of their storage."""
 
@@ -179,7 +179,7 @@ class Rerun:
         """Recompute the function, but only once. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
-            StateError: The function did something else than in forward, or an input or saved tensor was changed in place since.
+            StateError: The recompute differs from forward, or an input or saved tensor was changed in place since.
         """
         function = self._function
         if function is None:
@@ -210,8 +210,9 @@ class Rerun:
             dropped = self._dropped[len(found)] if len(found) < len(self._dropped) else None
             if dropped is not None and (tensor.shape, tensor.dtype) != dropped[1:]:
                 raise StateError(
-                    f"{self._place} saved {list(tensor.shape)} of {tensor.dtype} where forward saved {list(dropped[1])} of "
-                    f"{dropped[2]}. It must repeat its forward exactly. Keep it in the plan instead."
+                    f"{self._place} saved a tensor of shape {list(tensor.shape)} and type {tensor.dtype}, but forward saved "
+                    f"shape {list(dropped[1])} and type {dropped[2]}. It must repeat its forward exactly. Keep it in the "
+                    "plan instead."
                 )
             found.append(None if dropped is None else tensor.detach())
             versions.append(get_version(tensor))
@@ -224,9 +225,9 @@ class Rerun:
                 pop_hooks()
         if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
             raise StateError(
-                f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, where forward saved "
-                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Let the plan "
-                "keep it."
+                f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, but forward saved "
+                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Keep it in "
+                "the plan instead."
             )
         for saved, version in zip(found, versions, strict=True):
             # As autograd would check it. The function may change other tensors, the same way in both runs.
@@ -266,7 +267,7 @@ class OpenReruns:
 
 
 def _refuse(_: None) -> torch.Tensor:
-    raise StateError("a recompute's graph has no backward. Please report it.")
+    raise StateError("Backward reached the graph of a recompute, which must never run. Please report it.")
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
