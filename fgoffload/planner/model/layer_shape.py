@@ -57,9 +57,9 @@ class RouterShape:
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"  # as in `--moe-router-score-function`
     has_pre_softmax: bool = False
-    """With `--moe-router-pre-softmax`, for softmax only: over the scores of all experts, before the choice."""
+    """With `--moe-router-pre-softmax`, softmax runs over the scores of all experts, before top-k. Softmax routers only."""
     has_expert_bias: bool = False
-    """With `--moe-router-enable-expert-bias`, for sigmoid only: the choice of experts includes a bias."""
+    """With `--moe-router-enable-expert-bias`, a bias is added to the scores before top-k. Sigmoid routers only."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Load-balancing loss, over the microbatch or over each sequence. None if its coefficient is 0."""
     dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations

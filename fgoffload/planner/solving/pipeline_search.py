@@ -141,7 +141,7 @@ class PipelineSearch:
                 return borrowed, None, search.judge(borrowed).peak_bytes
         state = search.find(budget_bytes, starts=())
         if self.ranks[place].turning_chunk is not None:
-            # The bytes in flight there without a limit, and none.
+            # Try no limit on the bytes in flight at the loss, and a limit of 0.
             most_bytes = search.judge(state).loss_window_bytes
             searches = [self._get_search(place, window) for window in (round(most_bytes * _ROUTED_MORE), most_bytes, 0)]
             search = min(searches, key=lambda one: one.score(state, budget_bytes))

@@ -193,7 +193,7 @@ class UnitBuilder:
         )
 
     def _is_handed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
-        """Return whether the module of tag `until` got this storage as input, or made it as a contiguous copy."""
+        """Return whether this storage is an input of the module with tag `until`, or a contiguous copy of one."""
         if next(iter(saved.tags), None) != until:
             return False
         record = self.run.modules.get(until)
