@@ -185,12 +185,14 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
     """
     from fgoffload.cli.plan_fits import show_layouts
 
+    def read_with(flags: Sequence[str]) -> "tuple[ModelShape, Parallelism]":
+        return _read_model(_add_flags(checked, flags))
+
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
         with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error is about something else
             model, parallelism = _read_model(spread)
-            read = lambda more: _read_model(_add_flags(checked, more))  # noqa: E731
-            show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read)
+            show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read_with)
             return
 
 
