@@ -325,6 +325,30 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
     assert line.endswith(f"keeping the {stays}")
 
 
+def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_beside_host, monkeypatch):
+    profiles, real_solve = [], solver.solve
+
+    def grow(own, take=auto.AutoOffload._take_own):
+        measured = take(own)
+        extra_bytes = 0 if profiles else 1000  # as if the layers were offloaded in the second measured step
+        profiles.append(measured)
+        for chunk in measured.rank.chunks:
+            for layer in chunk.layers:
+                for segment in layer.model.segments:
+                    object.__setattr__(segment, "backward_extra_bytes", extra_bytes)
+        return measured
+
+    def solve(ranks, **options):
+        seen.append({one.backward_extra_bytes for layer in ranks[0].chunks[0].layers for one in layer.model.segments})
+        return real_solve(ranks, **options)
+
+    seen = []
+    monkeypatch.setattr(auto.AutoOffload, "_take_own", grow)
+    monkeypatch.setattr(solver, "solve", solve)
+    run_beside_host(steps=12)
+    assert (len(profiles), seen) == (2, [{1000}, {1000}])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

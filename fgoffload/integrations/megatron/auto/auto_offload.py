@@ -199,13 +199,15 @@ class AutoOffload(StepMeasurement):
         failed = next((one for one in found if isinstance(one, str)), None)
         if failed is not None or self.call is None:
             return failure or OffloadError(f"the measurement failed on another rank: {failed}")
-        self._measured = MeasuredStep(
+        measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
             number=self._steps - 1,
             device_type=self._device.type,
             policy=self._policy,
         )
+        former = self._measured if self._rival is not None else None
+        self._measured = measured if former is None else measured.join_extra_bytes(former)
         return None
 
     def _take_own(self) -> ProcessMeasurement:

@@ -32,6 +32,7 @@ from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
+from fgoffload.planner.ranks.layer_model import Segment
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import MegatronFlags
@@ -140,6 +141,17 @@ class MeasuredStep:
     device_type: str
     policy: TransferPolicy
 
+    def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
+        """Return this step with the larger temporary bytes of each segment, of this step and of an older one.
+
+        The temporary bytes of an offloaded layer are unknown. With little room, it may have stayed only in the older step.
+        """
+        processes = [
+            dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
+            for own, older in zip(self.processes, former.processes, strict=True)
+        ]
+        return dataclasses.replace(self, processes=tuple(processes))
+
     def plan(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int, known: TriedStep | None = None) -> PlannedStep:
         """Return the fastest plan for `call`, whose microbatches are no larger than the measured ones.
 
@@ -226,3 +238,33 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
             keys.append((seen[layer.model.kind], chunk, layer.number))
             seen[layer.model.kind] += 1
     return [(chunk, number) for _, chunk, number in sorted(keys)]
+
+
+def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
+    """Return `own` with the larger temporary bytes of each segment in either profile."""
+    known = {
+        (chunk, layer.number, segment.name): segment
+        for chunk, one in enumerate(older.chunks)
+        for layer in one.layers
+        for segment in layer.model.segments
+    }
+
+    def join(segment: Segment, chunk: int, number: int) -> Segment:
+        other = known.get((chunk, number, segment.name), segment)
+        return dataclasses.replace(
+            segment,
+            forward_extra_bytes=max(segment.forward_extra_bytes, other.forward_extra_bytes),
+            backward_extra_bytes=max(segment.backward_extra_bytes, other.backward_extra_bytes),
+        )
+
+    chunks = []
+    for chunk, one in enumerate(own.chunks):
+        models = [
+            dataclasses.replace(
+                layer.model, segments=tuple(join(segment, chunk, layer.number) for segment in layer.model.segments)
+            )
+            for layer in one.layers
+        ]
+        layers = (dataclasses.replace(layer, model=model) for layer, model in zip(one.layers, models, strict=True))
+        chunks.append(dataclasses.replace(one, layers=tuple(layers)))
+    return dataclasses.replace(own, chunks=tuple(chunks))
