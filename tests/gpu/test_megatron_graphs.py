@@ -199,13 +199,14 @@ def test_evaluation_between_replays_changes_no_bit(name):
 
 @pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
 def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
+    _, earlier_pools = find_held()  # of other tests in this process
     train(" ".join(flags))  # what libraries take once for all trainings
     allocated_bytes, _ = find_held()
     for _ in range(2):
         train(" ".join(flags))
         found_bytes, pools = find_held()
         assert found_bytes == allocated_bytes
-        assert not pools or flags == LOCAL  # Megatron never gives back what it allocates in their pool outside of a capture
+        assert pools <= earlier_pools or flags == LOCAL  # Megatron never gives back what it allocates in their pool outside of a capture
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
