@@ -27,7 +27,7 @@ from fgoffload.engine.handles import (
     keep_tensor,
     wrap_like,
 )
-from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
+from fgoffload.engine.host_arena import HostArena
 from fgoffload.engine.host_budget import get_process_budget
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.keep_rules import KeepRules
@@ -80,11 +80,7 @@ class OffloadEngine:
         )
         self.is_always_too_small = self._rules.is_always_too_small
         """Returns whether a tensor stays on the device in any case, so that `save` is not needed."""
-        self.arena = HostArena(
-            device,
-            budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes,
-            min_part_bytes=MIN_PART_BYTES,
-        )
+        self.arena = HostArena(device, budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes)
         # Backward runs on autograd's own thread, and two models may train on two threads.
         self._lock = threading.RLock()
         # Created before the transfers: a dropped engine then releases its host memory after its copies and before its buffers.

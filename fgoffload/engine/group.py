@@ -18,7 +18,7 @@ class Group(ScheduledGroup):
 
     __slots__ = (
         "__weakref__", "_kept", "_passed", "_saved", "filtered", "moved_bytes", "passed_bytes", "passed_tensors", "place",
-        "saved_tensors", "site", "stats",
+        "saved_tensors", "stats",
     )  # fmt: skip
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
@@ -29,8 +29,6 @@ class Group(ScheduledGroup):
         """Statistics of the site's tag."""
         self.moved_bytes = 0
         """Bytes offloaded with this group."""
-        self.site: Site | None = None
-        """Site, set if each run saves the same tensors in the same order. Then one run predicts the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """Bytes counted by `count_kept`, by storage key and by address and size of the tensor."""
         self.filtered: set[int] = set()

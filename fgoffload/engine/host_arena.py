@@ -14,9 +14,8 @@ copy for each part.
 
 [Note: Returned blocks]
 Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
-copy. So a returned block is cached unchanged for the next request of its size. Only if there is no such block, all cached
-blocks are joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps also request the
-same types and sizes.
+copy. So a returned block is cached unchanged for the next request of its size. If there is no such block, all cached blocks
+are joined to the free ranges and searched.
 
 [Note: Interrupted arenas]
 Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
@@ -81,11 +80,16 @@ class HostArena:
         device: Device that allocates the slabs.
         budget: Limit of bytes of all slabs. A plain number gives the arena its own budget.
         slab_bytes: Maximum bytes of a slab, unless one block needs more.
-        min_part_bytes: Minimum bytes of a block's part, except the last. None never splits blocks.
+        min_part_bytes: Minimum bytes of a block's part, except the last.
     """
 
     def __init__(
-        self, device: Device, *, budget: HostBudget | int, slab_bytes: int = MAX_SLAB_BYTES, min_part_bytes: int | None = None
+        self,
+        device: Device,
+        *,
+        budget: HostBudget | int,
+        slab_bytes: int = MAX_SLAB_BYTES,
+        min_part_bytes: int = MIN_PART_BYTES,
     ) -> None:
         self._device = device
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
@@ -175,8 +179,6 @@ class HostArena:
 
     def _mend(self) -> None:
         """Rebuild the free ranges after an exception interrupted a change. See [Note: Interrupted arenas]."""
-        if self._is_whole():
-            return
         reads = [self._device.record_event(self._device.h2d_stream)]  # every earlier read is done before this event
         for books in (self._aside, self._by_size, self._by_start, self._by_end):
             books.clear()
@@ -188,17 +190,6 @@ class HostArena:
                     self._add(FreeRange(slab, start, taken_start, reads))
                 start = taken_end
         self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
-
-    def _is_whole(self) -> bool:
-        """Return whether every byte is in use, cached or free, and the counts agree."""
-        free_bytes = sum(size_bytes for size_bytes, _, _ in self._by_size)
-        aside_bytes = sum(place.used_bytes for aside in self._aside.values() for place, _ in aside)
-        lent_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
-        return (
-            lent_bytes == self._used_bytes
-            and free_bytes + aside_bytes + lent_bytes == self.reserved_bytes
-            and len(self._by_size) == len(self._by_start) == len(self._by_end)
-        )
 
     def forget_reads(self) -> None:
         """Drop the events of all reads, so that no writer waits for them. All of these copies, or their graphs, are done."""
@@ -229,13 +220,12 @@ class HostArena:
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)
-        min_part_bytes = needed_bytes if self._min_part_bytes is None else self._min_part_bytes
         while True:
             index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1), hi=end)
             is_last = index < end
             if not is_last:
                 index = end = end - 1
-                if index < 0 or self._by_size[index][0] < min_part_bytes:
+                if index < 0 or self._by_size[index][0] < self._min_part_bytes:
                     return chosen, needed_bytes
             size_bytes, slab, start = self._by_size[index]
             chosen.append(self._by_start[slab, start])
@@ -260,13 +250,10 @@ class HostArena:
     def _grow(self, missing_bytes: int) -> bool:
         if self._device.is_capturing():
             return False  # the driver pins no memory during a capture
-        reserved_bytes = self.reserved_bytes
         left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
             return False
-        step_bytes = self._slab_bytes
-        if self._min_part_bytes is not None:
-            step_bytes = min(step_bytes, max(MIN_SLAB_BYTES, round_up(int(reserved_bytes * GROWTH_FRACTION))))
+        step_bytes = min(self._slab_bytes, max(MIN_SLAB_BYTES, round_up(int(self.reserved_bytes * GROWTH_FRACTION))))
         size_bytes = min(max(missing_bytes, step_bytes), left_bytes)
         with as_normal_tensors():
             self._slabs.append(self._device.allocate_host(size_bytes))

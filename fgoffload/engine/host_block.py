@@ -9,11 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fgoffload.engine.device import Event, as_normal_tensors
+from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import get_bytes
-
-MAX_LOOKS = 8
-"""Maximum number of cached views of one block. In training, tensors of one byte size have two or three types and shapes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,8 +39,6 @@ class BlockPlace:
     parts: tuple[torch.Tensor, ...]
     last_read: Event | None = None
     """Event after the last copy to the device that reads this block."""
-    looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Contiguous tensors over the block's only part, by type and size. See [Note: Returned blocks]."""
 
 
 class HostBlock:
@@ -61,18 +56,10 @@ class HostBlock:
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return each part of the block, and the range of the contiguous `tensor` to copy to or from it, as the same type."""
-        place = self.place
-        if len(place.parts) == 1:
-            dtype, size = tensor.dtype, tensor.size()
-            look = place.looks.get((dtype, size))
-            if look is None:
-                if len(place.looks) >= MAX_LOOKS:
-                    place.looks.clear()
-                with as_normal_tensors():
-                    look = place.looks[dtype, size] = place.parts[0].view(dtype).view(size)
-            return ((look, tensor),)
-        stretches = torch.split(get_bytes(tensor), [part.numel() for part in place.parts])
-        return tuple(zip(place.parts, stretches, strict=True))
+        if len(self.parts) == 1:
+            return ((self.parts[0].view(tensor.dtype).view(tensor.size()), tensor),)
+        ranges = torch.split(get_bytes(tensor), [part.numel() for part in self.parts])
+        return tuple(zip(self.parts, ranges, strict=True))
 
 
 class LentBlock(weakref.ref[HostBlock]):

@@ -70,17 +70,16 @@ def _read_available_bytes(root: Path) -> int:
 
 
 def _read_cgroup_free_bytes(root: Path) -> int:
-    groups = _read_own_groups(root)
     free_bytes = _NO_LIMIT
-    for kind, mounted_root, mount in _read_cgroup_mounts(root):
-        group = groups.get(kind)
-        if group is None:
-            continue
-        # The mount shows the groups below its own root. A group outside of that root is hidden, so the mount stands for it.
-        inside = group.relative_to(mounted_root) if group.is_relative_to(mounted_root) else Path()
-        own = root / mount.relative_to("/") / inside
-        for folder in (own, *own.parents[: len(inside.parts)]):
-            free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
+    for kind, mount, group in _list_own_groups(root):
+        # A mount may begin at an ancestor of the group, whose path then continues below the mount. A group outside of the mount
+        # is hidden, so the mount stands for it.
+        names = [] if ".." in group.parts else group.parts[1:]
+        paths = (mount.joinpath(*names[first:]) for first in range(len(names)))
+        own = next((path for path in paths if path.is_dir()), mount)
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(mount):
+                free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
     return free_bytes
 
 
@@ -100,30 +99,16 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
     return max(0, limit - used)
 
 
-def _read_own_groups(root: Path) -> dict[str, Path]:
-    """Return the control group of this process by kind of mount: `cgroup2`, and `cgroup` for version 1."""
-    groups = {}
+def _list_own_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield the version, usual mount point and path of each control group of this process that may limit its memory."""
+    mounts = root / "sys/fs/cgroup"
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            groups["cgroup2"] = Path(path)
+            yield "cgroup2", mounts, Path(path)
+            yield "cgroup2", mounts / "unified", Path(path)
         elif "memory" in controllers.split(","):
-            groups["cgroup"] = Path(path)
-    return groups
-
-
-def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield kind, mounted group and mount point of each mount of control groups.
-
-    If version 1 mounts each controller separately, only the memory controller's mount has memory files.
-    """
-    for line in _read_lines(root / "proc/self/mountinfo"):
-        # 35 31 0:32 /group /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-        before, _, after = line.partition(" - ")
-        kind = after.split(" ", 1)[0]
-        if kind in ("cgroup", "cgroup2"):
-            _, _, _, mounted_root, mount = before.split(" ")[:5]
-            yield kind, Path(mounted_root), Path(mount)
+            yield "cgroup", mounts / "memory", Path(path)
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, int]]:

@@ -28,14 +28,10 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
 from fgoffload.engine.torch_internals import share_counter
 from fgoffload.errors import StateError
-from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
 ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 """States in which the original storage still has the bytes."""
-
-Spot = tuple[Site, int, int]
-"""Position of a save: the site, the number of earlier saves in the region, and the bytes of the storage."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,7 +66,7 @@ class SavedStorage:
     __slots__ = (
         "__weakref__", "_aliases", "_bases", "_copied_views", "_leftovers", "block", "contents", "covered_bytes", "d2h_done",
         "end", "fault", "gathered", "has_left", "is_let_go", "itemsize", "lane", "moved_bytes", "owner", "place", "reload",
-        "spot", "start", "state", "stats", "storage", "streams", "uses", "whole",
+        "start", "state", "stats", "storage", "streams", "uses", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -115,8 +111,6 @@ class SavedStorage:
         """Compute streams on which the storage's tensors were saved."""
         self.has_left = False
         """Whether a copy to the host was ever queued."""
-        self.spot: Spot | None = None
-        """Spot of the first save in its region, or None outside of regions."""
         self.is_let_go = False
         """Whether the lane counts the storage as released by backward."""
         self.uses = 0

@@ -23,7 +23,7 @@ from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
-from fgoffload.engine.saved import SavedStorage, Spot
+from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.engine.transfers import Transfers
 from fgoffload.plan import Site
@@ -31,40 +31,6 @@ from fgoffload.transfer_schedule import SavedState
 
 COMPARISONS = 8
 """Number of re-saves to compare for a pair of places. A comparison blocks the host and reads the tensor over the link."""
-
-
-class ReferencedSpots:
-    """Spots whose storages are referenced elsewhere each time, although each step has a new storage.
-
-    A quantized linear, for example, saves tensors that its own state references too. They are new storages in each step.
-    """
-
-    ENOUGH = 2
-    """Number of consecutive storages still referenced elsewhere at their reload. A single one may be an inspected value."""
-    PAUSE = 64
-    """Number of saves to keep before one is offloaded again, to check whether it is still referenced elsewhere."""
-
-    def __init__(self) -> None:
-        self._held: dict[Spot, int] = {}
-        """Number of consecutive storages that were referenced elsewhere, plus those kept since."""
-
-    def stays(self, spot: Spot) -> bool:
-        """Return whether to keep the storage that is saved at `spot` on the device."""
-        count = self._held.get(spot, 0)
-        if count < self.ENOUGH:
-            return False
-        self._held[spot] = count + 1
-        if count >= self.ENOUGH + self.PAUSE:
-            self._held[spot] = self.ENOUGH - 1
-            return False
-        return True
-
-    def note(self, spot: Spot, *, is_held: bool) -> None:
-        """Note whether a storage saved at `spot` was still referenced elsewhere when it was reloaded."""
-        if is_held:
-            self._held[spot] = self._held.get(spot, 0) + 1
-        else:
-            self._held.pop(spot, None)
 
 
 class SavedRegistry:
@@ -80,7 +46,6 @@ class SavedRegistry:
         """Number of them above which freed ones are dropped."""
         self._outlived: list[StorageRef] = []
         """Offloaded storages that autograd has dropped but that are still alive."""
-        self._referenced_spots = ReferencedSpots()
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
         """Number of compared re-saves, by the pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
@@ -120,9 +85,6 @@ class SavedRegistry:
             # running statistics. So an earlier copy must not be used, and offloading it again would free nothing.
             self._keep(saved.storage, KeptReason.REFERENCED)
             return KeptReason.REFERENCED
-        spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
-        if saved is None and spot is not None and self._referenced_spots.stays(spot):
-            return KeptReason.REFERENCED
         stream = self._device.current_stream()
         place, stats = (lane.place, self._watched) if group is None else (group.place, group.stats)
         if saved is not None and saved.is_ordered_on(stream):
@@ -131,7 +93,7 @@ class SavedRegistry:
                 self._follow_rewrite(saved, tensor, place)
             return saved
         added = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
-        added.lane, added.spot = lane.place, spot
+        added.lane = lane.place
         if saved is not None:
             added.streams |= saved.streams
         self._saved[key] = weakref.ref(added)
@@ -199,11 +161,8 @@ class SavedRegistry:
                 self._outlived.clear()
 
     def note_reload(self, saved: SavedStorage) -> None:
-        """Remember a storage and its spot if something else referenced it while it was on the host."""
-        is_held = not saved.storage.is_freed
-        if saved.spot is not None:
-            self._referenced_spots.note(saved.spot, is_held=is_held)
-        if is_held:
+        """Keep the storage of `saved` on the device from now on if something else still references it."""
+        if not saved.storage.is_freed:
             saved.stats.held_elsewhere_bytes += saved.size_bytes
             self._keep(saved.storage, KeptReason.REFERENCED)
 

@@ -5,10 +5,8 @@ Every wait names the hazard that it prevents; the notes in `hazards.py` explain 
 
 import collections
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence, Set
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -36,44 +34,30 @@ class _InFlight(NamedTuple):
     streams: set[Stream]
     d2h_done: Event
     size_bytes: int
-    end_bytes: int
-    """Bytes of these copies and of earlier ones since the queue was last empty."""
     stats: TagStats
     """Statistics of the group's tag."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Span:
-    """Context that measures the work that its body queues on `stream`, with two timed events."""
-
-    watch: "StopWatch"
-    stream: Stream
-    stats: TagStats
-    kind: TimeKind
-    start: Event = None
-
-    def __enter__(self) -> None:
-        self.start = self.watch.device.record_event(self.stream, is_timed=True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            end = self.watch.device.record_event(self.stream, is_timed=True)
-            self.watch.spans.append((self.start, end, self.stats, self.kind))
 
 
 class StopWatch:
     """Measures spans of streams by the device's clock. That costs extra events, so an engine has it only on request."""
 
     def __init__(self, device: Device) -> None:
-        self.device = device
-        self.spans: collections.deque[tuple[Event, Event, TagStats, TimeKind]] = collections.deque()
+        self._device = device
+        self._spans: collections.deque[tuple[Event, Event, TagStats, TimeKind]] = collections.deque()
+
+    @contextlib.contextmanager
+    def measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> Iterator[None]:
+        """Measure the work that the body queues on `stream`."""
+        start = self._device.record_event(stream, is_timed=True)
+        yield
+        self._spans.append((start, self._device.record_event(stream, is_timed=True), stats, kind))
 
     def collect(self) -> None:
         """Add the seconds measured so far to their statistics. The host blocks until the copies and waits are done."""
-        while self.spans:
-            start, end, stats, kind = self.spans.popleft()
-            self.device.synchronize(end)
-            stats.seconds[kind] = stats.seconds.get(kind, 0.0) + self.device.measure_seconds(start, end)
+        while self._spans:
+            start, end, stats, kind = self._spans.popleft()
+            self._device.synchronize(end)
+            stats.seconds[kind] = stats.seconds.get(kind, 0.0) + self._device.measure_seconds(start, end)
 
 
 class Transfers:
@@ -98,12 +82,8 @@ class Transfers:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in flight to the host.
-
-        It is derived from the queue: an interrupt between changes of the queue and a counter would leave the counter wrong.
-        """
-        queue = self._in_flight
-        return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
+        """Bytes in flight to the host. They are summed each time, since an interrupt could leave a separate counter wrong."""
+        return sum(entry.size_bytes for entry in self._in_flight)
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
         """Start the copies of one group's storages to their host blocks, and return their bytes.
@@ -138,8 +118,7 @@ class Transfers:
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
         references = [weakref.ref(saved) for saved, _ in leaving]
         # Queued first: after an interrupt, either the copies are in flight or the storages still count as on the device.
-        end_bytes = size_bytes + (self._in_flight[-1].end_bytes if self._in_flight else 0)
-        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, end_bytes, stats))
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         for saved, block in leaving:
             saved.leave(block, d2h_done)
         return size_bytes
@@ -300,7 +279,7 @@ class Transfers:
 
     def _measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> contextlib.AbstractContextManager[object]:
         """Return a context that measures the work queued on `stream`, if times are measured."""
-        return NO_CONTEXT if self._watch is None else _Span(self._watch, stream, stats, kind)
+        return NO_CONTEXT if self._watch is None else self._watch.measure(stream, stats, kind)
 
     def _gather(self, saved: SavedStorage) -> torch.Tensor:
         """Return the packed views of `saved` to offload, as uint8 `[n]` on the device."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fgoffload import InternalError
 from fgoffload.engine import CpuDevice, HostArena, HostBlock, HostSlab
+from fgoffload.engine.host_arena import MIN_PART_BYTES
 
 pytestmark = pytest.mark.quick
 
@@ -77,7 +78,8 @@ class ModelDevice(CpuDevice):
 class ArenaMachine(RuleBasedStateMachine):
     """The arena against a model: for each unit of 512 bytes of each slab, who has it, and who may still read it."""
 
-    min_part_bytes: int | None = None
+    min_part_bytes = MIN_PART_BYTES
+    """More than any block here has, so that no block is split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +119,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return 512 * max(runs, default=0)
 
     def may_refuse(self, needed_bytes: int) -> bool:
-        if self.min_part_bytes is None:
+        if self.min_part_bytes == MIN_PART_BYTES:
             return needed_bytes > max(self.find_longest_free(), self.budget_bytes - self.arena.reserved_bytes)
         return needed_bytes > self.budget_bytes - self.arena.used_bytes
 
