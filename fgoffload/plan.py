@@ -176,14 +176,14 @@ class OffloadPlan:
         Raises:
             PlanError: `text` is not a plan of this format.
         """
-        fix = "Give a file that `OffloadPlan.to_json` wrote."
+        fix = "Pass a file that `OffloadPlan.to_json` wrote."
         document = parse_json(text, name=source, fix=fix, error_type=PlanError)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
         unknown = [key for key in document if key not in _KEYS]
         if unknown:
-            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Leave it out.")
+            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Remove it.")
         actions: dict[Site, Action] = {}
         rows = document.get("sites")
         if not isinstance(rows, list):
@@ -192,16 +192,16 @@ class OffloadPlan:
             site, action = _read_row(row, number, source)
             if site in actions:
                 raise PlanError(
-                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
+                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Remove one of them."
                 )
             actions[site] = action
         window_bytes, made_for = document.get(_LOSS_WINDOW), document.get(_MADE_FOR)
         if window_bytes is not None and (type(window_bytes) is not int or window_bytes < 0):
-            raise PlanError(f"{source}: {_LOSS_WINDOW} is {window_bytes!r}. It is a whole number of bytes from 0, or left out.")
+            raise PlanError(f"{source}: {_LOSS_WINDOW} is {window_bytes!r}. Use a whole number of bytes, or remove it.")
         if made_for is not None and not (
             isinstance(made_for, dict) and all(type(value) in (int, str) for value in made_for.values())
         ):
-            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. It has whole numbers or words by name, or is left out.")
+            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. Use whole numbers or text by name, or remove it.")
         return cls(actions=actions, loss_window_bytes=window_bytes, made_for=made_for)
 
     @classmethod
@@ -212,7 +212,7 @@ class OffloadPlan:
             PlanError: The file cannot be read or is not a plan.
         """
         source = f"--offload-plan {path}"
-        text = read_text_file(path, name=source, fix="Give the path of a plan file.", error_type=PlanError)
+        text = read_text_file(path, name=source, fix="Pass the path of a plan file.", error_type=PlanError)
         return cls.from_json(text, source=source)
 
 

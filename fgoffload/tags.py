@@ -94,7 +94,7 @@ class TagRegistry:
                 return tag
         if "," in name:
             separated = " ".join(name.replace(",", " ").split())
-            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with blanks, as in {flag} {separated}.")
+            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with spaces, for example {flag} {separated}.")
         nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         if find_recompute_unit(name) is not None:
@@ -127,13 +127,13 @@ class TagRegistry:
             for excluded in tag.excludes:
                 if excluded in chosen_names:
                     raise ConfigError(
-                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Leave the other out."
+                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Remove the other."
                     )
             for required in tag.requires:
                 if required not in chosen_names:
                     raise ConfigError(
                         f"{flag} {tag.name!r} needs {required!r} with it: both save the same storage, and one of them alone "
-                        f"frees nothing. Add {required!r} or leave {tag.name!r} out."
+                        f"frees nothing. Add {required!r} or remove {tag.name!r}."
                     )
         return chosen
 

@@ -57,12 +57,12 @@ class TransferConfig:
         """Check every field. Errors have the field, the value, the limit and the fix."""
         for name in ("enabled", "is_timed"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is neither True nor False. Give one of them.")
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not a bool. Use True or False.")
         self._check_sizes()
         if not isinstance(self.host_memory, HostMemory):
-            raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Give HostMemory.PINNED or .PAGEABLE.")
+            raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Use HostMemory.PINNED or .PAGEABLE.")
         if self.keep is not None and not callable(self.keep):
-            raise ConfigError(f"keep {self.keep!r} is not callable. Give a function of a tensor that returns true to keep it.")
+            raise ConfigError(f"keep {self.keep!r} is not callable. Pass a function that returns true to keep a tensor.")
 
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the window and prefetch sizes.
@@ -97,9 +97,9 @@ class TransferConfig:
             size_bytes = getattr(self, name)
             may_be_none = name != "min_offloaded_bytes"
             if not (may_be_none and size_bytes is None) and check_bytes(size_bytes, name=name) < 0:
-                raise ConfigError(f"{name} {size_bytes} is below 0. Give bytes; {zero}.")
+                raise ConfigError(f"{name} {size_bytes} is below 0. Use 0 or more bytes; {zero}.")
         budget_bytes = self.host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:
             raise ConfigError(
-                f"host_budget_bytes {budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
+                f"host_budget_bytes {budget_bytes} leaves no host memory. Use more, or None for a share of the free host memory."
             )

@@ -50,7 +50,7 @@ class TransferPolicy:
         """Reject sizes that are not whole numbers from 0, with an error that has the flag, the value and the fix."""
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
-                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 or a size like 512MiB.")
+                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Use 0 or a size, for example 512MiB.")
 
     def must_wait(self, *, in_flight_bytes: int) -> bool:
         """Return whether compute must wait for the oldest copy to the host."""

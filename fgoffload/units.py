@@ -37,19 +37,19 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         ConfigError: `text` is not a size, its unit is unknown or missing, or it is a fraction of a byte.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
-        raise ConfigError(f"{name} {text!r} is negative. Give 0 or a size like 512MiB.")
+        raise ConfigError(f"{name} {text!r} is negative. Use 0 or a size, for example 512MiB.")
     match = _match_size(text)
     if match is None:
-        raise ConfigError(f"{name} {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB.")
+        raise ConfigError(f"{name} {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
     if math.isinf(size_bytes):
-        raise ConfigError(f"{name} has {len(match['number'])} digits. Give a size that memory can have, as in 60GiB.")
+        raise ConfigError(f"{name} has {len(match['number'])} digits. Use a size that memory can have, for example 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
-        raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, as in {match['number']}GiB.")
+        raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, for example {match['number']}GiB.")
     # Most decimal fractions of a GiB are not whole bytes, and the last byte does not matter.
     if bytes_per_unit == 1 and not size_bytes.is_integer():
-        raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Give a whole number of bytes.")
+        raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Use a whole number of bytes.")
     return int(size_bytes)
 
 
@@ -66,18 +66,13 @@ def _match_size(text: str) -> re.Match[str] | None:
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:
-    """Return `size_bytes`, which was given in code for `name` and may be negative.
+    """Return `size_bytes`, the value of `name` in code, which may be negative.
 
     Raises:
-        ConfigError: The size is not a whole number. Text is rejected, since only flags are text.
+        ConfigError: The size is not an int. Only flags take text.
     """
-    if isinstance(size_bytes, str):
-        raise ConfigError(
-            f"{name} {size_bytes!r} is text, not a number of bytes. Give an int, as `fgoffload.units.parse_bytes` returns it "
-            "for text like '1MiB'."
-        )
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
-        raise ConfigError(f"{name} {size_bytes!r} is not a whole number of bytes. Give an int, as in 64 * fgoffload.units.MIB.")
+        raise ConfigError(f"{name} {size_bytes!r} is not a whole number of bytes. Pass an int, for example 64 * fgoffload.MIB.")
     return size_bytes
 
 

@@ -87,7 +87,7 @@ def test_a_plan_with_what_no_plan_has_is_refused():
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [], "loss_window": 5}), source="plan.json")
     assert str(caught.value) == (
         "plan.json has 'loss_window', which is not a key of a plan: format, made_for, loss_window_bytes, predicted, sites. "
-        "Leave it out."
+        "Remove it."
     )
 
 
