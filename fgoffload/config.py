@@ -35,12 +35,12 @@ class OffloadConfig:
         delta_offload_bytes_across_pp_ranks: Bytes per step by which each pipeline rank offloads less than the rank before
             it, from the second step on.
         offload_plan: Plan file, which keeps, recomputes or offloads each site.
-        offload_memory_budget_bytes: GPU memory to plan for, as the allocator counts it. Only for `auto`.
-        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None takes this
+        offload_memory_budget_bytes: GPU memory to plan for, in bytes of torch's allocator. Only for `auto`.
+        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None uses this
             rank's share of 60% of the free host memory.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
-        tags: The tags that `offload_modules` may name.
+        tags: Tags that `offload_modules` may name.
     """
 
     offload_modules: tuple[str, ...]
@@ -56,7 +56,7 @@ class OffloadConfig:
     tags: TagRegistry = dataclasses.field(default_factory=default_tags)
 
     def __post_init__(self) -> None:
-        """Check every field. Errors have the flag, the value, the limit and the fix."""
+        """Check every field. Errors name the flag, the value, the limit and the fix."""
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
@@ -92,7 +92,7 @@ class OffloadConfig:
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+        """Reject tags whose modules Megatron's selective recompute reruns, since they save nothing to offload.
 
         Args:
             recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
@@ -155,8 +155,8 @@ class OffloadConfig:
         """Return the options from parsed Megatron flags, or None if offload is off.
 
         Args:
-            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing ones take their defaults.
-            tags: The tags that may be named; None takes `default_tags()`.
+            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags have their defaults.
+            tags: Tags that `--offload-modules` may name. None means `default_tags()`.
 
         Raises:
             ConfigError: A flag has a wrong value.

@@ -1,6 +1,6 @@
 """Exceptions of fgoffload.
 
-Every error that a user can cause names the value as typed, the limit, and the fix.
+Every error that a user can cause names the value as typed, the limit and the fix.
 
     OffloadError
     ├── ConfigError        a flag or an option has a wrong value (also a ValueError)
@@ -24,7 +24,7 @@ class OffloadError(Exception):
 
 
 def shorten_message(message: str) -> str:
-    """Return `message` without its middle if it is longer than `LONGEST_MESSAGE`. The flag is at the start, the fix at the end."""
+    """Return `message` without its middle if it is longer than `LONGEST_MESSAGE`. Flag and fix are at the two ends."""
     if len(message) <= LONGEST_MESSAGE:
         return message
     part = LONGEST_MESSAGE // 2 - 3

@@ -38,10 +38,10 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
 
 
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Parse JSON text. The other arguments are as in `read_text_file`.
+    """Parse JSON text. See `read_text_file` for the other arguments.
 
     Raises:
-        OffloadError: The text is not JSON, or Python cannot parse it, as with thousands of nested brackets or digits.
+        OffloadError: The text is not JSON, or Python cannot parse it because of its nesting or the length of a number.
     """
     try:
         return json.loads(text)

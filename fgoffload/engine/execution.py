@@ -1,4 +1,4 @@
-"""Executes the transfer schedule: offloads ended groups, cancels copies to the host, and starts copies to the device."""
+"""Executes the transfer schedule: offloads ended groups, cancels offloads, and reloads storages."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Execution:
-    """Executes the decisions of `schedule` by `transfers`. Called under the engine's lock."""
+    """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
 
     arena: HostArena  # before the transfers, see `OffloadEngine.staging`
     device: Device
@@ -68,7 +68,7 @@ class Execution:
             Queues copies on the device-to-host stream, after the work queued on the compute streams. If too many bytes are in
             flight, the compute streams wait for the oldest copies. The host does not block.
         """
-        self.transfers.poll()  # before the new copies, which cannot be done yet: a query costs as much as a wait
+        self.transfers.poll()  # before the new copies, which cannot be done yet
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
@@ -91,7 +91,6 @@ class Execution:
         self.execute(self.schedule.look_ahead())
 
     def _must_wait(self, stats: TagStats) -> bool:
-        """Return whether compute must wait for the oldest copy to the host, after a group of the tag of `stats`."""
         if self.schedule.policy.must_wait(in_flight_bytes=self.transfers.in_flight_bytes):
             return True
         return self.most_in_flight is not None and self.transfers.count_in_flight(stats) > self.most_in_flight
@@ -104,7 +103,7 @@ class Execution:
             return None
         if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
-            return None  # no error yet: only a backward that takes it raises
+            return None  # only a backward that needs it raises
         if saved.storage.key in group.filtered:  # filtered after it was saved
             for view in saved.views:
                 group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
@@ -133,14 +132,14 @@ class Execution:
     def leave(self, lane: Lane, position: int) -> None:
         """Drop the tensors that backward no longer needs, since it has left the groups from `position` on."""
         for group in lane.leave(position):
-            # Tensors that a retained graph still needs stay on the host only, once no earlier group needs them.
+            # A retained graph may still need them. Their host blocks keep the bytes.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self.transfers.drop_reloaded(saved)
         self.transfers.poll()
 
     def _drop_untaken(self, groups: Iterable[Group]) -> None:
-        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has taken them."""
+        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has used them."""
         for group in groups:
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.reload is not None and not saved.reload.taken_on:
@@ -158,10 +157,10 @@ class Execution:
         elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
-            # While the copy to the host is queued, the storage is still there. It is freed only after a wait for that copy.
+            # During the copy to the host the storage is still there. It is freed only after a wait for that copy.
             saved.check_unchanged("backward took it", view)
             if saved.state is SavedState.OFFLOADING:
-                saved.streams.add(self.device.current_stream())  # this stream reads it, and perhaps did not save it
+                saved.streams.add(self.device.current_stream())  # this stream reads it
             return saved.get_alias(view)
         if saved.state is SavedState.OFFLOADED:
             saved.stats.prefetch_misses += 1
@@ -184,7 +183,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in away.items()})
 
     def _reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Reload the storages `away`, which are on the host only, in this order, each with the place of its group."""
+        """Reload the storages `away`, which are on the host only, in order. Each has the place of its group."""
         for saved in away:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)

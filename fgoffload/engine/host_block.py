@@ -1,7 +1,4 @@
-"""Block of host memory for one offloaded storage: its location in the arena's slabs, and the copies that use it.
-
-The notes cited here are in `host_arena.py`.
-"""
+"""Block of host memory for one offloaded storage. The notes cited here are in `host_arena.py`."""
 
 import dataclasses
 import weakref
@@ -55,7 +52,7 @@ class HostBlock:
         """Events after which the block may be written. See [Note: A host block that is still read]."""
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part of the block, and the range of the contiguous `tensor` to copy to or from it, as the same type."""
+        """Return each part of the block with the range of the contiguous `tensor` to copy to or from it, in the same type."""
         if len(self.parts) == 1:
             return ((self.parts[0].view(tensor.dtype).view(tensor.size()), tensor),)
         ranges = torch.split(get_bytes(tensor), [part.numel() for part in self.parts])
@@ -63,13 +60,13 @@ class HostBlock:
 
 
 class LentBlock(weakref.ref[HostBlock]):
-    """Weak reference to a block in use. When the block's last reference dies, this is appended to the arena's queue.
+    """Weak reference to a block in use. When the block dies, on any thread, this is appended to the arena's queue.
 
-    That may occur on any thread at any time, even inside the arena's own code. See [Note: Interrupted arenas].
+    See [Note: Interrupted arenas].
     """
 
     __slots__ = ("place", "reads")
 
     place: BlockPlace
     reads: Sequence[Event]
-    """Events of reads before this use. They still count: nothing has waited for them if the block was never written."""
+    """Events of reads before this use. Nothing has waited for them if the block was never written."""

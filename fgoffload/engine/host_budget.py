@@ -1,7 +1,7 @@
 """Computes the default host budget of a rank.
 
-A process is in a tree of control groups. Each group may have a limit, and the tightest limit counts. A container sees only its
-own part of that tree, mounted at its root. Version 1 and version 2 may be mounted side by side.
+The tightest limit among a process's control group and its ancestors applies. A container sees only its own part of the tree of
+groups. Versions 1 and 2 may be mounted side by side.
 """
 
 import os
@@ -14,22 +14,17 @@ from fgoffload.errors import ConfigError
 from fgoffload.transfer_config import HOST_SHARE
 from fgoffload.units import GIB
 
-SHARE = HOST_SHARE
-"""Maximum fraction of the host memory free at start that all ranks of a node take together."""
-
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. torchrun's is first, since each of its agents
-may be a Slurm task."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. Each torchrun agent may be one Slurm task."""
 
 _NO_LIMIT = 1 << 62
 
-
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""Budgets by process id, since a fork is another process. All engines of a process share one budget."""
+"""Budgets by process id, since a fork is another process."""
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share. It is measured again once none of them is left."""
+    """Return the budget that all engines of this process share. It is computed again after the last of them is gone."""
     process = os.getpid()
     budget = _process_budgets.get(process)
     if budget is None:
@@ -40,13 +35,13 @@ def get_process_budget() -> HostBudget:
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
     """Return this rank's share of the free host memory, within the limits of its control groups.
 
-    A process counts as alone on its node if none of `RANKS_PER_NODE_VARIABLES` is set. `root` has `proc` and `sys`.
+    Without any of `RANKS_PER_NODE_VARIABLES`, the rank counts as alone on its node. `root` contains `proc` and `sys`.
 
     Raises:
         ConfigError: One of the variables is not a number of ranks.
     """
     free_bytes = min(_read_available_bytes(root), _read_cgroup_free_bytes(root))
-    return int(free_bytes * SHARE / _read_ranks_per_node())
+    return int(free_bytes * HOST_SHARE / _read_ranks_per_node())
 
 
 def _read_ranks_per_node() -> int:
@@ -55,8 +50,8 @@ def _read_ranks_per_node() -> int:
         if text is not None:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise ConfigError(
-                    f"The environment has {name}={text!r}, which is not a number of ranks per node. It divides the host "
-                    "memory among them: set it to 1 or more, unset it, or give --offload-host-budget."
+                    f"The environment has {name}={text!r}, which is not a number of ranks per node. The host memory is divided "
+                    "by it. Set it to 1 or more, unset it, or use --offload-host-budget."
                 )
             return int(text)
     return 1
@@ -66,7 +61,7 @@ def _read_available_bytes(root: Path) -> int:
     for name, kib in _read_table(root / "proc/meminfo"):
         if name == "MemAvailable:":
             return kib * 1024
-    return 16 * GIB  # no procfs, so not Linux: an amount that every training host has
+    return 16 * GIB  # not Linux
 
 
 def _read_cgroup_free_bytes(root: Path) -> int:
@@ -84,9 +79,9 @@ def _read_cgroup_free_bytes(root: Path) -> int:
 
 
 def _read_free_bytes(folder: Path, kind: str) -> int:
-    """Return the bytes that one control group may still take.
+    """Return the free bytes of one control group.
 
-    Cached files that were not read lately count as free. The kernel drops them first, and data loaders fill a group with them.
+    Inactive file cache counts as free. The kernel drops it first, and data loaders fill a group with it.
     """
     if kind == "cgroup2":
         # Above `high` the kernel throttles the group to reclaim memory, and pinned memory cannot be reclaimed.

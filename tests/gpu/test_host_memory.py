@@ -7,7 +7,8 @@ import torch
 from support.locking import is_locked
 
 from fgoffload import HostMemory, StateError
-from fgoffload.engine import AcceleratorDevice, Hazard, HostArena
+from fgoffload.engine import AcceleratorDevice, Hazard
+from fgoffload.engine.host_arena import HostArena
 from fgoffload.units import GIB, MIB
 
 SLACK_BYTES = 16 * MIB

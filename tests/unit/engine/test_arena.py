@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fgoffload import InternalError
-from fgoffload.engine import CpuDevice, HostArena, HostBlock, HostSlab
-from fgoffload.engine.host_arena import MIN_PART_BYTES
+from fgoffload.engine import CpuDevice, HostSlab
+from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
+from fgoffload.engine.host_block import HostBlock
 
 pytestmark = pytest.mark.quick
 

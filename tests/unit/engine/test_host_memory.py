@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fgoffload import ConfigError, HostMemory, StateError
-from fgoffload.engine import AcceleratorDevice, CpuDevice, HostArena, OffloadEngine
-from fgoffload.engine.host_budget import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
+from fgoffload.engine import AcceleratorDevice, CpuDevice, OffloadEngine
+from fgoffload.engine.host_arena import HostArena
+from fgoffload.engine.host_budget import HOST_SHARE, RANKS_PER_NODE_VARIABLES, get_default_budget_bytes
 from fgoffload.units import GIB, MIB
 
 UNLIMITED_V1 = 9223372036854771712  # what version 1 says where there is no limit
@@ -52,7 +53,7 @@ class Host:
         self.write(f"{folder}/{names[1]}", used)
 
     def get_free_bytes(self) -> int:
-        return round(get_default_budget_bytes(root=self.root) / SHARE / MIB) * MIB  # a share of it was rounded down
+        return round(get_default_budget_bytes(root=self.root) / HOST_SHARE / MIB) * MIB  # a share of it was rounded down
 
 
 @pytest.fixture
@@ -61,11 +62,11 @@ def host(tmp_path):
 
 
 def test_without_procfs_a_budget_is_there_all_the_same(tmp_path):
-    assert get_default_budget_bytes(root=tmp_path) == int(16 * GIB * SHARE)
+    assert get_default_budget_bytes(root=tmp_path) == int(16 * GIB * HOST_SHARE)
 
 
 def test_the_machine_that_runs_the_tests_has_a_budget():
-    assert 0 < get_default_budget_bytes() <= SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < get_default_budget_bytes() <= HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 LIMITS = {
@@ -125,13 +126,13 @@ def test_a_container_sees_its_group_at_the_mount(host, group, version):
 @pytest.mark.parametrize("name", RANKS_PER_NODE_VARIABLES)
 def test_ranks_of_a_node_share_the_memory(host, name, monkeypatch):
     monkeypatch.setenv(name, "8")
-    assert get_default_budget_bytes(root=host.root) == int(100 * GIB * SHARE / 8)
+    assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 
 
 def test_what_torchrun_says_comes_first(host, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert get_default_budget_bytes(root=host.root) == int(100 * GIB * SHARE / 8)
+    assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "eight", "1_000", "²", " 8"])
