@@ -32,9 +32,6 @@ _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
 """Tags whose storages other ops of attention save too. The projection saves the output of core attention. The query and key
 norms save the storage of the value."""
 
-_ROUTER = frozenset({"router"})
-"""Tags whose input other modules, such as shared experts, may save too."""
-
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
     """Return which ops of a layer to watch if `tags` are offloaded.
@@ -42,7 +39,7 @@ def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched
     `shares_router_input`: whether other modules, such as shared experts or a recomputed permutation, save the router's input.
     """
     shared = set(tags) - _ALONE
-    if shared == _ROUTER and not shares_router_input:
+    if shared == {"router"} and not shares_router_input:
         return Watched.FOLLOWED
     if shared - _IN_ATTENTION:
         return Watched.LAYER

@@ -326,7 +326,6 @@ class OffloadEngine:
         """
         with self._lock:
             self._transfers.close()
-            self._transfers.forget_streams()
             self.arena.forget_reads()
         self._captures_step = True
         try:

@@ -51,21 +51,17 @@ class HostBudget:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
-        self._arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
-
-    def add(self, arena: "HostArena") -> None:
-        """Share this budget with `arena` as long as the arena lives."""
-        self._arenas.add(arena)
+        self.arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
     @property
     def left_bytes(self) -> int:
         """Bytes that no arena has reserved."""
-        return self.total_bytes - sum(arena.reserved_bytes for arena in self._arenas)
+        return self.total_bytes - sum(arena.reserved_bytes for arena in self.arenas)
 
     @property
     def part_bytes(self) -> int:
         """Bytes of an equal share for each arena."""
-        return self.total_bytes // max(1, len(self._arenas))
+        return self.total_bytes // max(1, len(self.arenas))
 
 
 class HostArena:
@@ -90,7 +86,7 @@ class HostArena:
     ) -> None:
         self._device = device
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
-        self._budget.add(self)
+        self._budget.arenas.add(self)
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []

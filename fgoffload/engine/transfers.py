@@ -73,7 +73,7 @@ class Transfers:
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages that autograd released, and whether they had been offloaded."""
         self._used: set[Stream] = set()
-        """Streams on which copies were queued since the last `join`."""
+        """Streams on which copies were queued since `close` or the last `join`."""
         self._filling: list[torch.Tensor] = []
         """Buffers with a queued copy and no event yet. After an exception they live until `close`."""
 
@@ -214,19 +214,15 @@ class Transfers:
         """Join the copy streams of a captured graph to the current stream, and release the copies' memory.
 
         Streams:
-            The current stream waits for all copies queued since `forget_streams`. The host does not block.
+            The current stream waits for all copies queued since `close` or the last `join`. The host does not block.
         """
         current = self._device.current_stream()
         for stream in self._used:
             self._device.wait_stream(current, stream, Hazard.GRAPH_UNJOINED)
-        self.forget_streams()
+        self._used.clear()
         while self._in_flight:
             self._release(self._in_flight[0], is_done=True)
         self.poll()
-
-    def forget_streams(self) -> None:
-        """Exclude earlier copies from the next `join`."""
-        self._used.clear()
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
@@ -234,6 +230,7 @@ class Transfers:
             self._device.synchronize(self._in_flight[0].d2h_done)
             self._release(self._in_flight[0], is_done=True)
         self.poll()
+        self._used.clear()
         if self._filling:
             self._device.synchronize(self._device.record_event(self._device.h2d_stream))
             self._filling.clear()
