@@ -235,7 +235,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 
 @dataclasses.dataclass(slots=True)
-class CallBack(Generic[Group, Saved]):
+class ReloadDecision(Generic[Group, Saved]):
     """Decision to cancel the offload of bytes that are still on the device, and to reload other bytes."""
 
     lane: ScheduledLane[Group, Saved]
@@ -284,7 +284,7 @@ class TransferSchedule:
     def _take_back(self) -> list[Any]:
         return [] if self._next is None else self._next.take_back()
 
-    def look_ahead(self) -> Iterator[CallBack[Any, Any]]:
+    def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
         """Reload the first groups of the announced backward, since the running pass has made progress."""
         lane, current = self._next, self.current
         if lane is None or not lane.away or (current is not None and current.away):
@@ -292,13 +292,13 @@ class TransferSchedule:
         beside_bytes = 0 if current is None else current.ahead_bytes
         if self.policy.may_begin_prefetch(ahead_bytes=beside_bytes + lane.ahead_bytes):
             may_prefetch = self.policy.may_prefetch_across
-            yield from self._call_back_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
+            yield from self._reload_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
 
-    def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+    def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
-        return self._call_back_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
+        return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
-    def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
+    def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload `group` if nothing did, and the next groups: backward has reached `group` and left the later ones."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.away == lane.end:
@@ -306,14 +306,14 @@ class TransferSchedule:
             yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
         yield from self.prefetch(lane)
 
-    def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+    def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
         if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            yield from self._call_back_ahead(lane, self.policy.may_prefetch)
+            yield from self._reload_ahead(lane, self.policy.may_prefetch)
         if not lane.away:
             yield from self.look_ahead()
 
-    def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
+    def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
         Backward unpacks `size_bytes` in such a layer now. Without these reloads it would always wait for its first group.
@@ -324,16 +324,16 @@ class TransferSchedule:
         lane.let_go_bytes += size_bytes
         if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             may_prefetch = functools.partial(self.policy.may_prefetch_early, let_go_bytes=let_go_bytes)
-            yield from self._call_back_ahead(lane, may_prefetch)
+            yield from self._reload_ahead(lane, may_prefetch)
 
-    def _call_back_ahead(
+    def _reload_ahead(
         self,
         lane: ScheduledLane[Group, Saved],
         may_prefetch: Callable[..., bool],
         *,
         beside_bytes: int = 0,
         only: SavedState | None = None,
-    ) -> Iterator[CallBack[Group, Saved]]:
+    ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
         `beside_bytes` are ahead in another lane. With `only`, stop at a group that is not submitted or not in this state.
@@ -358,7 +358,7 @@ class TransferSchedule:
             yield _sort(lane, coming, is_late=False)
 
 
-def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> CallBack[Group, Saved]:
+def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> ReloadDecision[Group, Saved]:
     """Return the decision for `coming`: cancel the offload of bytes still on the device, and reload the rest."""
     reloaded = {saved: group for saved, group in coming.items() if lane.is_offloaded(saved)}
-    return CallBack(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)
+    return ReloadDecision(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)

@@ -22,7 +22,7 @@ from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.stats import Counters, KeptReason, TagStats
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
-from fgoffload.transfer_schedule import CallBack, GroupState, SavedState, TransferSchedule
+from fgoffload.transfer_schedule import GroupState, ReloadDecision, SavedState, TransferSchedule
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Execution:
             self._reload({saved: saved.place})
         return self.transfers.take(saved, view)
 
-    def execute(self, decisions: Iterable[CallBack[Group, SavedStorage]]) -> None:
+    def execute(self, decisions: Iterable[ReloadDecision[Group, SavedStorage]]) -> None:
         """Cancel the offload of storages that are still on the device, and reload the others."""
         for decision in decisions:
             for saved in decision.cancelled:

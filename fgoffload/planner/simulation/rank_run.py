@@ -19,7 +19,7 @@ from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, 
 from fgoffload.planner.simulation.link_queue import Copy
 from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
-from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
+from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
@@ -269,7 +269,7 @@ class RankRun(RankClock):
 
     def _find_loss_window(self) -> float:
         """Return the bytes that may be in flight when the loss begins, if the plan does not set them."""
-        if self._rank.turn is Turn.CALL_BACK:
+        if self._rank.turn is Turn.CANCEL:
             return math.inf
         self._link.advance(self.clock_s)
         patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
@@ -283,7 +283,7 @@ class RankRun(RankClock):
             window_bytes += entry.size_bytes
         return window_bytes
 
-    def _execute(self, decisions: Iterable[CallBack[ScheduledGroup, int]]) -> None:
+    def _execute(self, decisions: Iterable[ReloadDecision[ScheduledGroup, int]]) -> None:
         """Cancel the offload of resident parcels, and reload the others."""
         for decision in decisions:
             lane = cast("SimulatedLane", decision.lane)
