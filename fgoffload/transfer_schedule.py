@@ -7,7 +7,7 @@ engine.
     [Note: Events]
     A pass begins: `announce`. Forward reaches a site: `open`. A group ends: `close`, `submit`, then compute waits by
     `must_wait`, then `look_ahead`. Backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`,
-    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It unpacks tensors there: `let_go`. Before
+    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It unpacks tensors there: `release`. Before
     `submit`, `list_held`, `reach` and `prefetch` the executor releases memory that finished copies no longer need.
 
     [Note: Prefetch across passes]
@@ -72,14 +72,14 @@ class TransferPolicy:
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
-    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
+    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        It must fit into the `let_go_bytes` that backward has released there. Otherwise the device would hold more than at the
+        It must fit into the `released_bytes` that backward has released there. Otherwise the device would hold more than at the
         end of forward, where most steps have their peak.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
-        return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
+        return may_prefetch and ahead_bytes + group_bytes <= released_bytes
 
     def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both lanes."""
@@ -143,7 +143,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     Backward needs them from the last to the first. Lanes may run in any order.
     """
 
-    __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "let_go_bytes")
+    __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "released_bytes")
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups = list(groups)
@@ -152,7 +152,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         """Number of groups that backward has not left (`end`), and that are neither reloaded nor cancelled (`away`)."""
         self.ahead_bytes = 0
         """Bytes ahead in all groups together."""
-        self.let_go_bytes = 0
+        self.released_bytes = 0
         """Bytes that backward unpacked in layers without offloaded tensors, and releases after the op that uses them."""
         self._leftover: list[Group] = []
 
@@ -313,17 +313,17 @@ class TransferSchedule:
         if not lane.away:
             yield from self.look_ahead()
 
-    def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
+    def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
         Backward unpacks `size_bytes` in such a layer now. Without these reloads it would always wait for its first group.
         """
         if not lane.away:
             return
-        let_go_bytes = lane.let_go_bytes
-        lane.let_go_bytes += size_bytes
+        released_bytes = lane.released_bytes
+        lane.released_bytes += size_bytes
         if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            may_prefetch = functools.partial(self.policy.may_prefetch_early, let_go_bytes=let_go_bytes)
+            may_prefetch = functools.partial(self.policy.may_prefetch_early, released_bytes=released_bytes)
             yield from self._reload_ahead(lane, may_prefetch)
 
     def _reload_ahead(

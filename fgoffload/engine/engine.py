@@ -290,7 +290,7 @@ class OffloadEngine:
         """Note that backward unpacks a storage of `size_bytes` in a `follow` segment."""
         with self._lock:
             if lane.away and is_in_backward():
-                self.execution.execute(self._schedule.let_go(lane, size_bytes))
+                self.execution.execute(self._schedule.release(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
         """Return the saved tensor of `view`. The first unpacked tensor of a group shows that backward has reached it.

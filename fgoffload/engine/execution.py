@@ -151,9 +151,9 @@ class Execution:
             raise StateError(saved.fault)
         if group is None:
             if lane.away and is_in_backward():
-                is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
-                saved.is_let_go = saved.is_let_go or is_let_go
-                self.execute(self.schedule.let_go(lane, saved.size_bytes if is_let_go else 0))
+                is_released = not saved.is_released and saved.state is SavedState.RESIDENT
+                saved.is_released = saved.is_released or is_released
+                self.execute(self.schedule.release(lane, saved.size_bytes if is_released else 0))
         elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):

@@ -65,7 +65,7 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__", "_aliases", "_bases", "_copied_views", "_leftovers", "block", "contents", "covered_bytes", "d2h_done",
-        "end", "fault", "gathered", "has_left", "is_let_go", "itemsize", "lane", "moved_bytes", "owner", "place", "reload",
+        "end", "fault", "gathered", "has_left", "is_released", "itemsize", "lane", "moved_bytes", "owner", "place", "reload",
         "start", "state", "stats", "storage", "streams", "uses", "whole",
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ class SavedStorage:
         """Compute streams on which tensors of the storage were saved."""
         self.has_left = False
         """Whether a copy to the host was ever queued."""
-        self.is_let_go = False
+        self.is_released = False
         """Whether the lane counts the storage as released by backward."""
         self.uses = 0
         """Number of groups with this storage that backward has not left."""

@@ -86,15 +86,15 @@ def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
 
 def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_let_go_of():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
-    found = [lane.execute(schedule.let_go(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
+    found = [lane.execute(schedule.release(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
     # What is taken now is let go of when the next one is.
     assert found == [[], [], [("", "b")], [("", "a")], []]
-    assert lane.let_go_bytes == 2 * NBYTES
+    assert lane.released_bytes == 2 * NBYTES
 
 
 def test_in_a_layer_that_stays_nothing_comes_back_while_more_than_half_of_the_prefetch_is_ahead():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=3 * NBYTES)
-    found = [lane.execute(schedule.let_go(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
+    found = [lane.execute(schedule.release(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
     assert found == [[], [("", "cb")], []]  # though the first group fits
 
 

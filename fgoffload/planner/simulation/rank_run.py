@@ -229,7 +229,7 @@ class RankRun(RankClock):
             if group is None:
                 # The engine counts the bytes of a parcel whose offload was cancelled. Backward reaches its group next, so
                 # nothing reads the sum before the prefetch there, which has no such limit.
-                self._execute(self._schedule.let_go(lane, 0))
+                self._execute(self._schedule.release(lane, 0))
             elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
                 self._reach(lane, group)
             if lane.states[parcel] is _OFFLOADED:
@@ -238,11 +238,11 @@ class RankRun(RankClock):
             if reload is not None:
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
-    def let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
+    def release(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
         """Release resident tensors that backward has used."""
         for size_bytes in sizes_bytes:
             if lane.away:
-                self._execute(self._schedule.let_go(lane, size_bytes))
+                self._execute(self._schedule.release(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
         """Note that backward has reached `group`. Mirrors `OffloadEngine.approach_backward`."""
