@@ -225,7 +225,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         leftover, self._leftover = self._leftover, left
         return leftover
 
-    def take_back(self) -> list[Group]:
+    def discard_prefetched(self) -> list[Group]:
         """Return the groups that were reloaded for a backward that does not come next. Their reloaded bytes may be dropped."""
         called = self.groups[self.away : self.end]
         for group in called:
@@ -269,20 +269,20 @@ class TransferSchedule:
             lane: None if it is unknown, its forward has not run, or more than one other forward comes before its backward.
             during: Lane whose backward begins. None if a forward begins.
         """
-        vain = self._take_back() if self._next is not lane and self._next is not during else []
+        discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
         self.current, self._next = during, lane
-        return vain
+        return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
         """Note that backward is in `lane`. Return groups of another lane that were reloaded for nothing."""
         if lane is self.current:
             return []
-        vain = self._take_back() if self._next is not lane else []
+        discarded = self._discard_prefetched() if self._next is not lane else []
         self.current, self._next = lane, None
-        return vain
+        return discarded
 
-    def _take_back(self) -> list[Any]:
-        return [] if self._next is None else self._next.take_back()
+    def _discard_prefetched(self) -> list[Any]:
+        return [] if self._next is None else self._next.discard_prefetched()
 
     def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
         """Reload the first groups of the announced backward, since the running pass has made progress."""

@@ -70,13 +70,13 @@ class Capture:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)
 
-    def take_back(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
+    def unpack(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
         return handle.take()
 
     def __enter__(self) -> "Capture":
         """Install the hooks."""
-        push_hooks(self, self.take_back)
+        push_hooks(self, self.unpack)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -109,7 +109,7 @@ class Saving:
                 return keep_tensor(tensor, group.place)
         return engine.save(tensor, lane=lane, group=group)
 
-    def take_back(self, handle: Packed) -> torch.Tensor:
+    def unpack(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
         tensor = handle.take()
         for ledger in self._engine.observers:
@@ -118,7 +118,7 @@ class Saving:
 
     def __enter__(self) -> None:
         """Install the hooks, as `torch.autograd.graph.saved_tensors_hooks` does."""
-        push_hooks(self, self.take_back)
+        push_hooks(self, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Remove the hooks, also after an exception."""

@@ -187,7 +187,7 @@ def test_bytes_ahead_in_the_lane_that_backward_is_in_and_in_the_next_one_count_t
     assert reach(schedule, lane, 1) == []
     assert (lane.ahead_bytes, other.ahead_bytes) == (NBYTES, 0)
     assert reach(schedule, lane, 0) == [("", "yz")]
-    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in vain
+    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in discarded
     assert other.states == {"x": OFFLOADED, "y": SavedState.RELOADED, "z": SavedState.RELOADED}
 
 
@@ -207,8 +207,8 @@ def test_what_came_back_for_a_backward_that_does_not_come_next_may_go_and_counts
     schedule.announce(lane, during=None)
     lane.execute(schedule.look_ahead())
     announced = {"another announcement": other, "none": None}
-    vain = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
-    assert vain == lane.groups[1:]
+    discarded = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
+    assert discarded == lane.groups[1:]
     assert (lane.away, lane.ahead_bytes) == (3, 0)
     assert list(schedule.look_ahead()) == [] or comes == "another announcement"
     lane.states.update(b=OFFLOADED, c=OFFLOADED)  # as the executor drops them

@@ -110,9 +110,9 @@ class UncompiledSaving(Saving):
         return super().__call__(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take_back(self, handle: Packed) -> torch.Tensor:
+    def unpack(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
-        return super().take_back(handle)
+        return super().unpack(handle)
 
 
 class SizedSaving(UncompiledSaving):
