@@ -56,13 +56,13 @@ def _make_view(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], of
 def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the contiguous `tensor` as uint8 `[n]`, without a copy."""
     start = int(tensor.storage_offset()) * tensor.element_size()
-    return get_stretch(tensor, start=start, end=start + tensor.numel() * tensor.element_size())
+    return get_byte_range(tensor, start=start, end=start + tensor.numel() * tensor.element_size())
 
 
-def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
+def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
     """Return a range of the bytes of the storage of `tensor` as uint8 `[end - start]`, without a copy."""
-    stretch = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return stretch.set_(tensor.untyped_storage(), start, (end - start,), (1,))
+    target = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return target.set_(tensor.untyped_storage(), start, (end - start,), (1,))
 
 
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
@@ -100,13 +100,13 @@ def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> 
         values.copy_(_look(view, tensor, start=0))
 
 
-def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
+def scatter(views: Sequence[View], dense: torch.Tensor, target: torch.Tensor, *, target_start: int) -> None:
     """Unpack the views that `gather` packed, on the current stream. The bytes in between stay unchanged.
 
-    All views lie in `stretch`, uint8 `[n]`, which begins at byte `stretch_start` of the saved storage.
+    All views lie in `target`, uint8 `[n]`, which begins at byte `target_start` of the saved storage.
     """
     for view, values in _pair(views, dense):
-        _look(view, stretch, start=stretch_start).copy_(values)
+        _look(view, target, start=target_start).copy_(values)
 
 
 def _look(view: View, tensor: torch.Tensor, *, start: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from fgoffload.engine.device import Event, Stream
-from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_gathered_bytes, get_stretch, rebuild
+from fgoffload.engine.geometry import ALIGNMENT_BYTES, View, choose_gathered, get_byte_range, get_gathered_bytes, rebuild
 from fgoffload.engine.host_block import HostBlock
 from fgoffload.engine.identity import Contents, StorageRef, get_version
 from fgoffload.engine.place import Place
@@ -169,11 +169,11 @@ class SavedStorage:
         """Return one of the saved tensors. Their storage must be on the device."""
         return next(iter(self._aliases.values()))
 
-    def get_stretch(self) -> torch.Tensor:
+    def get_byte_range(self) -> torch.Tensor:
         """Return the range to copy, unless it is gathered. The storage must be on the device."""
         if self.whole is not None:
             return self._aliases[self.whole]
-        return get_stretch(self.get_any_alias(), start=self.start, end=self.end)
+        return get_byte_range(self.get_any_alias(), start=self.start, end=self.end)
 
     def choose_form(self) -> None:
         """Choose the format of the copies. See [Note: Copy format]."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import torch
 
 from fgoffload.engine.device import Device
-from fgoffload.engine.geometry import View, gather, get_stretch
+from fgoffload.engine.geometry import View, gather, get_byte_range
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
@@ -123,17 +123,16 @@ class SavedRegistry:
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
             return True  # nothing was copied, as in an estimate
-        stretch = get_stretch(tensor, start=saved.start, end=saved.end)
+        byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
             # The padding between the views is arbitrary, so it comes from the copy.
             if saved.d2h_done is not None:
                 self._device.synchronize(saved.d2h_done)
-            stretch = torch.cat(saved.block.parts).to(tensor.device)
-            gather(saved.gathered, tensor, stretch)
-        stretches = torch.split(stretch, [part.numel() for part in saved.block.parts])
+            byte_range = torch.cat(saved.block.parts).to(tensor.device)
+            gather(saved.gathered, tensor, byte_range)
+        ranges = torch.split(byte_range, [part.numel() for part in saved.block.parts])
         return all(
-            self._device.is_equal(part, now, after=saved.d2h_done)
-            for part, now in zip(saved.block.parts, stretches, strict=True)
+            self._device.is_equal(part, now, after=saved.d2h_done) for part, now in zip(saved.block.parts, ranges, strict=True)
         )
 
     def make(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:

@@ -168,7 +168,7 @@ class Staging:
             forward = CapturedForward(self, slot, size_bytes, tuple(tags.values()))
             slot.captured_for = forward
             for part in fitting:
-                slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_stretch())
+                slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_byte_range())
                 part.saved.drop_aliases()
                 part.forward = forward
             self._add_turn(_Turn(forward, is_backward=False))

@@ -97,7 +97,7 @@ class Transfers:
         gathers = any(saved.gathered for saved, _ in leaving)
         if gathers:
             self._join(streams, Hazard.GATHER_UNWRITTEN)
-        sources = [self._gather(saved) if saved.gathered else saved.get_stretch() for saved, _ in leaving]
+        sources = [self._gather(saved) if saved.gathered else saved.get_byte_range() for saved, _ in leaving]
         if gathers:
             # A gathered storage is freed before the copy is done, and its memory may belong to another stream.
             self._join(streams, Hazard.SOURCE_STILL_USED)
@@ -108,8 +108,8 @@ class Transfers:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         with self._measure(d2h, stats, TimeKind.D2H), _name_range("offload", place), device.copying_on(d2h):
             for (_, block), source in zip(leaving, sources, strict=True):
-                for part, stretch in block.pair(source):
-                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
+                for part, byte_range in block.pair(source):
+                    device.copy_bytes(destination=part, source=byte_range, stream=d2h)
         d2h_done = device.record_event(d2h)
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
@@ -262,8 +262,8 @@ class Transfers:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
         with self._measure(h2d, saved.stats, TimeKind.H2D):
-            for part, stretch in saved.block.pair(buffer):
-                device.copy_bytes(destination=stretch, source=part, stream=h2d)
+            for part, byte_range in saved.block.pair(buffer):
+                device.copy_bytes(destination=byte_range, source=part, stream=h2d)
         h2d_done = device.record_event(h2d)
         saved.block.place.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))
@@ -280,9 +280,9 @@ class Transfers:
 
     def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
         """Return a buffer with the gathered views at their offsets in the saved storage."""
-        stretch = self._allocate(saved.size_bytes)
-        scatter(saved.gathered, dense.buffer, stretch, stretch_start=saved.start)
-        placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False)
+        byte_range = self._allocate(saved.size_bytes)
+        scatter(saved.gathered, dense.buffer, byte_range, target_start=saved.start)
+        placed = Reload(byte_range, self._device.record_event(stream), stream, is_dense=False)
         placed.taken_on.add(stream)
         self._order(dense)
         return placed

@@ -219,11 +219,11 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
     del blocks[::2]
     source = torch.arange(1200).to(torch.uint8)
     block = arena.find_block(1200)
-    for part, stretch in block.pair(source):
-        part.copy_(stretch)
+    for part, byte_range in block.pair(source):
+        part.copy_(byte_range)
     found = torch.zeros_like(source)
-    for part, stretch in block.pair(found):
-        stretch.copy_(part)
+    for part, byte_range in block.pair(found):
+        byte_range.copy_(part)
     assert len(block.parts) == 3
     assert torch.equal(found, source)
 
