@@ -143,13 +143,13 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     Backward needs them from the last to the first. Lanes may run in any order.
     """
 
-    __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "released_bytes")
+    __slots__ = ("_leftover", "ahead_bytes", "end", "groups", "released_bytes", "remaining")
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups = list(groups)
         """Groups in forward order."""
-        self.end = self.away = len(self.groups)
-        """Number of groups that backward has not left (`end`), and that are neither reloaded nor cancelled (`away`)."""
+        self.end = self.remaining = len(self.groups)
+        """Number of groups that backward has not left (`end`), and that are neither reloaded nor cancelled (`remaining`)."""
         self.ahead_bytes = 0
         """Bytes ahead in all groups together."""
         self.released_bytes = 0
@@ -157,25 +157,25 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
-    def list_away(self, group: int) -> list[Saved]:
+    def list_remaining(self, group: int) -> list[Saved]:
         """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
 
     @abc.abstractmethod
     def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, one of `list_away`, is `OFFLOADED`."""
+        """Return whether `saved`, one of `list_remaining`, is `OFFLOADED`."""
 
     @abc.abstractmethod
-    def count_bytes(self, away: Iterable[Saved]) -> int:
-        """Return the number of bytes to copy for `away`."""
+    def count_bytes(self, remaining: Iterable[Saved]) -> int:
+        """Return the number of bytes to copy for `remaining`."""
 
     def open(self, group: Group) -> None:
         """Append `group`, whose site forward has reached."""
         groups = self.groups
-        if self.away < len(groups):
-            for called in groups[self.away :]:
-                self.expect(called, 0)  # forward continues, so backward needs later groups first
+        if self.remaining < len(groups):
+            for reloaded in groups[self.remaining :]:
+                self.expect(reloaded, 0)  # forward continues, so backward needs later groups first
         groups.append(group)
-        self.end = self.away = len(groups)
+        self.end = self.remaining = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
         """End `group`. It is submitted next, or with `is_held` once the host has synchronized."""
@@ -200,7 +200,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         reloaded before backward reached any group, or in a group inside of it. Its bytes count as ahead until backward reaches
         it.
         """
-        if self.end > group.end_position or self.away > group.position:
+        if self.end > group.end_position or self.remaining > group.position:
             return True
         return group.position >= self.end if is_offloaded else group.ahead_bytes > 0
 
@@ -212,12 +212,12 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         same graph has begun.
         """
         if position > self.end:
-            self.end = self.away = position
+            self.end = self.remaining = position
         left = self.groups[position : self.end]
         if not left:
             return []
         self.end = position
-        self.away = min(self.away, position)
+        self.remaining = min(self.remaining, position)
         for group in left:
             group.spend()
             if group.ahead_bytes:
@@ -227,11 +227,11 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
     def discard_prefetched(self) -> list[Group]:
         """Return the groups that were reloaded for a backward that does not come next. Their reloaded bytes may be dropped."""
-        called = self.groups[self.away : self.end]
-        for group in called:
+        reloaded = self.groups[self.remaining : self.end]
+        for group in reloaded:
             self.expect(group, 0)
-        self.away = self.end
-        return called
+        self.remaining = self.end
+        return reloaded
 
 
 @dataclasses.dataclass(slots=True)
@@ -287,12 +287,12 @@ class TransferSchedule:
     def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
         """Reload the first groups of the announced backward, since the running pass has made progress."""
         lane, current = self._next, self.current
-        if lane is None or not lane.away or (current is not None and current.away):
+        if lane is None or not lane.remaining or (current is not None and current.remaining):
             return
-        beside_bytes = 0 if current is None else current.ahead_bytes
-        if self.policy.may_begin_prefetch(ahead_bytes=beside_bytes + lane.ahead_bytes):
+        other_ahead_bytes = 0 if current is None else current.ahead_bytes
+        if self.policy.may_begin_prefetch(ahead_bytes=other_ahead_bytes + lane.ahead_bytes):
             may_prefetch = self.policy.may_prefetch_across
-            yield from self._reload_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
+            yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
@@ -301,16 +301,16 @@ class TransferSchedule:
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload `group` if nothing did, and the next groups: backward has reached `group` and left the later ones."""
         lane.expect(group, 0)
-        if group.position == lane.end - 1 and lane.away == lane.end:
-            lane.away -= 1
-            yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
+        if group.position == lane.end - 1 and lane.remaining == lane.end:
+            lane.remaining -= 1
+            yield _sort(lane, dict.fromkeys(lane.list_remaining(group.position), group), is_late=True)
         yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
-        if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+        if lane.remaining and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
             yield from self._reload_ahead(lane, self.policy.may_prefetch)
-        if not lane.away:
+        if not lane.remaining:
             yield from self.look_ahead()
 
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
@@ -318,7 +318,7 @@ class TransferSchedule:
 
         Backward unpacks `size_bytes` in such a layer now. Without these reloads it would always wait for its first group.
         """
-        if not lane.away:
+        if not lane.remaining:
             return
         released_bytes = lane.released_bytes
         lane.released_bytes += size_bytes
@@ -331,34 +331,34 @@ class TransferSchedule:
         lane: ScheduledLane[Group, Saved],
         may_prefetch: Callable[..., bool],
         *,
-        beside_bytes: int = 0,
+        other_ahead_bytes: int = 0,
         only: SavedState | None = None,
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `beside_bytes` are ahead in another lane. With `only`, stop at a group that is not submitted or not in this state.
+        `other_ahead_bytes` are ahead in another lane. With `only`, stop at a group that is not submitted or not in this state.
         """
-        coming: dict[Saved, Group] = {}  # each once, though several groups may need it
-        while lane.away > 0:
-            group = lane.groups[lane.away - 1]
-            away = [saved for saved in lane.list_away(lane.away - 1) if saved not in coming]
+        chosen: dict[Saved, Group] = {}  # each once, though several groups may need it
+        while lane.remaining > 0:
+            group = lane.groups[lane.remaining - 1]
+            remaining = [saved for saved in lane.list_remaining(lane.remaining - 1) if saved not in chosen]
             if only is not None and (
                 group.state is not GroupState.SUBMITTED
-                or any(lane.is_offloaded(saved) is not (only is SavedState.OFFLOADED) for saved in away)
+                or any(lane.is_offloaded(saved) is not (only is SavedState.OFFLOADED) for saved in remaining)
             ):
                 break
-            group_bytes = lane.count_bytes(away)
-            if away and not may_prefetch(ahead_bytes=lane.ahead_bytes + beside_bytes, group_bytes=group_bytes):
+            group_bytes = lane.count_bytes(remaining)
+            if remaining and not may_prefetch(ahead_bytes=lane.ahead_bytes + other_ahead_bytes, group_bytes=group_bytes):
                 break
-            lane.away -= 1
-            if away:
+            lane.remaining -= 1
+            if remaining:
                 lane.expect(group, group_bytes)
-                coming.update(dict.fromkeys(away, group))
-        if coming:
-            yield _sort(lane, coming, is_late=False)
+                chosen.update(dict.fromkeys(remaining, group))
+        if chosen:
+            yield _sort(lane, chosen, is_late=False)
 
 
-def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> ReloadDecision[Group, Saved]:
-    """Return the decision for `coming`: cancel the offload of bytes still on the device, and reload the rest."""
-    reloaded = {saved: group for saved, group in coming.items() if lane.is_offloaded(saved)}
-    return ReloadDecision(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)
+def _sort(lane: ScheduledLane[Group, Saved], chosen: dict[Saved, Group], *, is_late: bool) -> ReloadDecision[Group, Saved]:
+    """Return the decision for `chosen`: cancel the offload of bytes still on the device, and reload the rest."""
+    reloaded = {saved: group for saved, group in chosen.items() if lane.is_offloaded(saved)}
+    return ReloadDecision(lane, [saved for saved in chosen if saved not in reloaded], reloaded, is_late)

@@ -289,7 +289,7 @@ class OffloadEngine:
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
         """Note that backward unpacks a storage of `size_bytes` in a `follow` segment."""
         with self._lock:
-            if lane.away and is_in_backward():
+            if lane.remaining and is_in_backward():
                 self.execution.execute(self._schedule.release(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:

@@ -150,7 +150,7 @@ class Execution:
         if saved.fault is not None:
             raise StateError(saved.fault)
         if group is None:
-            if lane.away and is_in_backward():
+            if lane.remaining and is_in_backward():
                 is_released = not saved.is_released and saved.state is SavedState.RESIDENT
                 saved.is_released = saved.is_released or is_released
                 self.execute(self.schedule.release(lane, saved.size_bytes if is_released else 0))
@@ -173,21 +173,21 @@ class Execution:
             for saved in decision.cancelled:
                 saved.stats.recalled_bytes += saved.moved_bytes
                 saved.recall()
-            away = decision.reloaded
-            if decision.is_late and away:
-                next(iter(away.values())).stats.prefetch_misses += len(away)
+            storages = decision.reloaded
+            if decision.is_late and storages:
+                next(iter(storages.values())).stats.prefetch_misses += len(storages)
             if logger.isEnabledFor(logging.DEBUG):
-                for group in dict.fromkeys(away.values()):
+                for group in dict.fromkeys(storages.values()):
                     logger.debug("reloading group %d of %d: %s", group.position + 1, len(decision.lane.groups), group.place)
-            if away:
-                self._reload({saved: group.place for saved, group in away.items()})
+            if storages:
+                self._reload({saved: group.place for saved, group in storages.items()})
 
-    def _reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Reload the storages `away`, which are on the host only, in order. Each has the place of its group."""
-        for saved in away:
+    def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
+        """Reload `storages`, which are on the host only, in order. Each has the place of its group."""
+        for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)
-        self.transfers.reload(away)
+        self.transfers.reload(storages)
         if logger.isEnabledFor(logging.DEBUG):
-            for saved, place in away.items():
+            for saved, place in storages.items():
                 logger.debug("reload %s: %s", place, format_bytes(saved.moved_bytes))

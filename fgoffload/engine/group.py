@@ -112,7 +112,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.open(group)
         return group
 
-    def list_away(self, group: int) -> list[SavedStorage]:
+    def list_remaining(self, group: int) -> list[SavedStorage]:
         """Return the storages of a group to reload, or to cancel the offload of, that autograd still needs."""
         return self.groups[group].list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
 
@@ -120,6 +120,6 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         """Return whether `saved` is on the host only."""
         return saved.state is SavedState.OFFLOADED
 
-    def count_bytes(self, away: Iterable[SavedStorage]) -> int:
-        """Return the bytes to copy for `away`."""
-        return sum([saved.moved_bytes for saved in away])
+    def count_bytes(self, remaining: Iterable[SavedStorage]) -> int:
+        """Return the bytes to copy for `remaining`."""
+        return sum([saved.moved_bytes for saved in remaining])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fgoffload.engine.host_arena import HostBudget
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_config import HOST_SHARE
+from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")

@@ -146,8 +146,8 @@ class Transfers:
                 self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._release(entry, is_done=False)
 
-    def reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Queue the copies of `away`, which are on the host only, to the device, in order. Profilers show their places.
+    def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
+        """Queue the copies of `storages`, which are on the host only, to the device, in order. Profilers show their places.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
@@ -157,12 +157,12 @@ class Transfers:
         """
         device, h2d = self._device, self._device.h2d_stream
         current = device.current_stream()
-        buffers = [self._allocate_for(saved, current) for saved in away]
-        for owner in {saved.owner for saved in away}:
+        buffers = [self._allocate_for(saved, current) for saved in storages]
+        for owner in {saved.owner for saved in storages}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
         self._used.add(h2d)
         with device.copying_on(h2d):
-            for (saved, place), buffer in zip(away.items(), buffers, strict=True):
+            for (saved, place), buffer in zip(storages.items(), buffers, strict=True):
                 with _name_range("reload", place):
                     self._fill(saved, buffer)
 

@@ -198,14 +198,14 @@ class BlockSaving(SizedSaving):
         """Return the handle that autograd unpacks later."""
         if is_in_backward():
             return keep_tensor(tensor, self.lane.place)
-        if self.lane.away < len(self.lane.groups):
+        if self.lane.remaining < len(self.lane.groups):
             self.renew_lane()
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
         """End the current group, and return the lane to continue in. It is new if backward has begun."""
         self.close_group()
-        if self.lane.away < len(self.lane.groups):
+        if self.lane.remaining < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
         return self.lane
 

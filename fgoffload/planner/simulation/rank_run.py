@@ -47,7 +47,7 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
         self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
 
-    def list_away(self, group: int) -> list[int]:
+    def list_remaining(self, group: int) -> list[int]:
         """Return the parcels of a group that are offloaded or in flight."""
         states = self.states
         return [one for one in self.chunk.groups[group].members if (state := states[one]) is _OFFLOADING or state is _OFFLOADED]
@@ -56,10 +56,10 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         """Return whether a parcel is on the host only."""
         return self.states[saved] is _OFFLOADED
 
-    def count_bytes(self, away: Iterable[int]) -> int:
+    def count_bytes(self, remaining: Iterable[int]) -> int:
         """Return the bytes of parcels."""
         known = self.chunk.parcels
-        return sum([known[parcel].size_bytes for parcel in away])
+        return sum([known[parcel].size_bytes for parcel in remaining])
 
 
 class InFlight(NamedTuple):
@@ -241,7 +241,7 @@ class RankRun(RankClock):
     def release(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
         """Release resident tensors that backward has used."""
         for size_bytes in sizes_bytes:
-            if lane.away:
+            if lane.remaining:
                 self._execute(self._schedule.release(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
