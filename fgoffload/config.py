@@ -35,7 +35,7 @@ class OffloadConfig:
         delta_offload_bytes_across_pp_ranks: Bytes per step by which each pipeline rank offloads less than the rank before
             it, from the second step on.
         offload_plan: Plan file, which keeps, recomputes or offloads each site.
-        offload_memory_budget_bytes: GPU memory to plan for, in bytes of torch's allocator. Only for `auto`.
+        offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
         offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None uses this
             rank's share of 60% of the free host memory.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
