@@ -26,7 +26,7 @@ class OffloadConfig:
     """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, as in `--offload-modules core_attn attn_proj`. Empty takes the tags of the plan;
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. Empty uses the tags of the plan;
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Elements. Smaller storages stay on the GPU.
         activation_offload_fraction: Fraction of a chunk's sites to offload, from 0 to 1. The last sites of forward stay on
@@ -34,13 +34,13 @@ class OffloadConfig:
         delay_offload_until_cuda_graph: Offloads a group after the launch of the next CUDA graph, when the CPU is idle.
         delta_offload_bytes_across_pp_ranks: Bytes per step by which each pipeline rank offloads less than the rank before
             it, from the second step on.
-        offload_plan: A plan file: keep, recompute or offload for every site.
-        offload_memory_budget_bytes: GPU memory to plan for, as the allocator counts it. Only for `auto`.
-        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None takes this
+        offload_plan: Plan file, which keeps, recomputes or offloads each site.
+        offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
+        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None uses this
             rank's share of 60% of the free host memory.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
-        tags: The tags that `offload_modules` may name.
+        tags: Tags that `offload_modules` may name.
     """
 
     offload_modules: tuple[str, ...]
@@ -56,27 +56,27 @@ class OffloadConfig:
     tags: TagRegistry = dataclasses.field(default_factory=default_tags)
 
     def __post_init__(self) -> None:
-        """Check every field. Errors have the flag, the value, the limit and the fix."""
+        """Check every field. Errors name the flag, the value, the limit and the fix."""
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
-                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Give "
+                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Name "
                 f"at least one of: {' '.join(self.tags.names)}."
             )
         if self.offload_modules and AUTO not in self.offload_modules:
             self.tags.check(self.offload_modules)
         size, fraction = self.min_offloaded_tensor_size, self.activation_offload_fraction
         if isinstance(size, bool) or not isinstance(size, int):
-            raise ConfigError(f"--min-offloaded-tensor-size {size!r} is not a whole number of elements. Give an int.")
+            raise ConfigError(f"--min-offloaded-tensor-size {size!r} is not a whole number of elements. Pass an int.")
         if size < 0:
-            raise ConfigError(f"--min-offloaded-tensor-size {size} is below 0. Give elements; 0 offloads storages of any size.")
+            raise ConfigError(f"--min-offloaded-tensor-size {size} is below 0. Use 0 or more; 0 offloads storages of any size.")
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-            raise ConfigError(f"--activation-offload-fraction {fraction!r} is not a number. Give a part, as in 0.8.")
+            raise ConfigError(f"--activation-offload-fraction {fraction!r} is not a number. Use a fraction, for example 0.8.")
         if not (math.isfinite(fraction) and 0 <= fraction <= 1):
-            raise ConfigError(f"--activation-offload-fraction {fraction} is outside 0 to 1. Give a part, as in 0.8.")
+            raise ConfigError(f"--activation-offload-fraction {fraction} is outside 0 to 1. Use a fraction, for example 0.8.")
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
-            raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Give a size like 64GiB.")
+            raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Use a size, for example 64GiB.")
         self._check_auto()
         self._check_choice()
         _ = self.transfer_policy  # checks the window and prefetch sizes
@@ -92,7 +92,7 @@ class OffloadConfig:
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+        """Reject tags whose modules Megatron's selective recompute reruns, since they save nothing to offload.
 
         Args:
             recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
@@ -106,14 +106,14 @@ class OffloadConfig:
                 return
             raise ConfigError(
                 "--offload-modules auto chooses recompute layer by layer, but --recompute-modules "
-                f"{' '.join(sorted(recomputed))} sets it for all layers. Leave Megatron's recompute flags out."
+                f"{' '.join(sorted(recomputed))} sets it for all layers. Remove Megatron's recompute flags."
             )
         for name in self.offload_modules:
             for module in self.tags.get(name).excluded_by:
                 if module in recomputed:
                     raise ConfigError(
                         f"--offload-modules {name!r} and --recompute-modules {module!r} exclude each other: recomputed "
-                        "tensors are not saved, so nothing would be offloaded. Leave one of them out."
+                        "tensors are not saved, so nothing would be offloaded. Remove one of them."
                     )
 
     def _check_choice(self) -> None:
@@ -121,7 +121,7 @@ class OffloadConfig:
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
-            raise ConfigError(f"{flag} {delta_bytes} is below 0. Give bytes; 0 treats ranks alike.")
+            raise ConfigError(f"{flag} {delta_bytes} is below 0. Use 0 or more bytes; 0 treats all ranks alike.")
         given = {
             f"--offload-modules {AUTO}": self.is_auto,
             "--offload-plan": self.offload_plan is not None,
@@ -130,33 +130,33 @@ class OffloadConfig:
         }
         choices = [name for name, is_given in given.items() if is_given]
         if len(choices) > 1 and (self.is_auto or self.offload_plan is not None):
-            raise ConfigError(f"{choices[0]} and {choices[1]} both choose what is offloaded. Give one of them.")
+            raise ConfigError(f"{choices[0]} and {choices[1]} both choose what is offloaded. Use one of them.")
 
     def _check_auto(self) -> None:
         """Reject `auto` without a budget or with other tags, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
-            raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Give a size like 60GiB.")
+            raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Use a size, for example 60GiB.")
         if AUTO in self.offload_modules and not self.is_auto:
             others = " ".join(name for name in self.offload_modules if name != AUTO)
-            raise ConfigError(f"--offload-modules names {AUTO} and {others}: auto chooses among all tags. Give auto alone.")
+            raise ConfigError(f"--offload-modules names {AUTO} and {others}: auto chooses among all tags. Use auto alone.")
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
-                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for it. Give "
-                    f"--offload-modules {AUTO}, or leave it out."
+                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for it. Add "
+                    f"--offload-modules {AUTO}, or remove {flag}."
                 )
             return
         if budget_bytes is None:
-            raise ConfigError(f"--offload-modules {AUTO} needs a memory budget. Give {flag} too, with a size like 60GiB.")
+            raise ConfigError(f"--offload-modules {AUTO} needs a memory budget. Add {flag}, for example {flag} 60GiB.")
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
         """Return the options from parsed Megatron flags, or None if offload is off.
 
         Args:
-            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing ones take their defaults.
-            tags: The tags that may be named; None takes `default_tags()`.
+            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags have their defaults.
+            tags: Tags that `--offload-modules` may name. None means `default_tags()`.
 
         Raises:
             ConfigError: A flag has a wrong value.
@@ -171,8 +171,8 @@ class OffloadConfig:
             text = getattr(flags, name, None)
             if text == AUTO and name == "offload_memory_budget":
                 raise ConfigError(
-                    f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, give a size, as "
-                    "in 60GiB."
+                    f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, use a size, "
+                    "for example 60GiB."
                 )
             if text is not None:
                 flag = "--" + name.replace("_", "-")
@@ -185,4 +185,4 @@ def _check_sequence_of_names(modules: object) -> None:
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)
-    raise ConfigError(f"offload_modules {modules!r} is not a sequence of tags. Give one, as in {wanted!r}.")
+    raise ConfigError(f"offload_modules {modules!r} is not a sequence of tags. Pass one, for example {wanted!r}.")

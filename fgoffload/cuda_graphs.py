@@ -1,7 +1,4 @@
-"""Tags and recompute units of a Megatron layer that CUDA graphs capture.
-
-Plans and the start-up checks of a training use them. This file has names only: Megatron decides whether a graph can be
-captured.
+"""Tags and recompute units of a Megatron layer that CUDA graphs capture, for plans and start-up checks.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
 `MoELayer.forward` of megatron-core 0.19.2.
@@ -23,7 +20,7 @@ class Graphs(NamedTuple):
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
     modules: tuple[str, ...] = ()
-    """Values of `--cuda-graph-modules`, as in 0.19. An empty tuple captures the whole layer."""
+    """Values of `--cuda-graph-modules` of megatron-core 0.19. An empty tuple captures the whole layer."""
 
 
 NO_CAPTURE = Graphs()
@@ -39,22 +36,20 @@ _OF_MOE_LAYERS = {
     "attn": _ATTENTION,
     "moe": (*_BEFORE_EXPERTS, *_EXPERTS),
     "moe_router": _BEFORE_EXPERTS,
-    "moe_preprocess": ("dispatch",),  # tokens are permuted for the exchange
+    "moe_preprocess": ("dispatch",),  # permutes tokens for the exchange
 }
 """Tags and units by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Names of the layer as a whole. Graphs replay without the layer's forward, so the layer cannot be recomputed."""
+"""Names of the whole layer. A replay does not call the layer's forward, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
     """Return the tags and units of a layer that overlap a captured module.
 
-    A name that is both a tag and a unit is captured as both.
-
     Args:
         impl: Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
-        modules: Values of `--cuda-graph-modules`, as in 0.19. Empty captures the whole layer.
+        modules: Values of `--cuda-graph-modules` of megatron-core 0.19. Empty captures the whole layer.
         is_moe: Whether the layer has experts.
         has_shared_overlap: Whether shared experts overlap the all-to-all.
     """
@@ -68,7 +63,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags of a layer that cannot be offloaded next to its graphs, with the reasons. See `find_captured`."""
+    """Return the tags of a layer that its graphs exclude from offload, with the reasons. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:

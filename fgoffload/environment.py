@@ -1,4 +1,4 @@
-"""Sets environment variables of this process, for imports and child processes."""
+"""Sets and restores environment variables of this process."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ def set_environment(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def keep_environment(names: Iterable[str]) -> Iterator[None]:
-    """Restore the variables `names` when the body ends."""
+    """Restore the values of the variables `names` when the body ends."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

@@ -1,6 +1,6 @@
 """Exceptions of fgoffload.
 
-Every error that a user can cause names the value as typed, the limit, and the fix.
+Every error that a user can cause names the value as typed, the limit and the fix.
 
     OffloadError
     ├── ConfigError        a flag or an option has a wrong value (also a ValueError)
@@ -12,42 +12,23 @@ Every error that a user can cause names the value as typed, the limit, and the f
     └── InternalError      a bug in fgoffload: please report it
 """
 
-import re
-
-LONGEST_VALUE = 200
-"""Maximum characters of a value that an error repeats."""
-
-LONGEST_MESSAGE = 4000
-"""Maximum characters of a message, since a value may consist of many short words."""
-
-_QUOTED_OR_LONG = re.compile(rf"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|\S{{{LONGEST_VALUE + 1},}}""")
+LONGEST_MESSAGE = 2000
+"""Maximum characters of a message. Errors repeat values from users and files, which may have any length."""
 
 
 class OffloadError(Exception):
-    """Base of all errors that fgoffload raises on purpose. Long values in messages are cut, see `cut_values`."""
+    """Base of all errors that fgoffload raises on purpose. Long messages are shortened, see `shorten_message`."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(cut_values(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(shorten_message(arg) if isinstance(arg, str) else arg for arg in args))
 
 
-def cut_values(message: str) -> str:
-    """Return `message` with its quoted values and its words cut at `LONGEST_VALUE` characters.
-
-    Values come from the user or a file and may have any length. Cutting twice changes nothing.
-    """
-    message = _QUOTED_OR_LONG.sub(_cut_value, message)
+def shorten_message(message: str) -> str:
+    """Return `message` without its middle if it is longer than `LONGEST_MESSAGE`. Flag and fix are at the two ends."""
     if len(message) <= LONGEST_MESSAGE:
         return message
-    part = LONGEST_MESSAGE // 2 - 3  # the start has the flag, the end has the fix
+    part = LONGEST_MESSAGE // 2 - 3
     return f"{message[:part]} ... {message[-part:]}"
-
-
-def _cut_value(match: re.Match[str]) -> str:
-    value = match[0]
-    quote = value[0] if value[0] in "'\"" and value[-1] == value[0] and len(value) > 1 else ""
-    if len(value) <= LONGEST_VALUE + 2 * len(quote):
-        return value
-    return f"{value[: LONGEST_VALUE - 3 + len(quote)]}...{quote}"
 
 
 class ConfigError(OffloadError, ValueError):
@@ -62,7 +43,7 @@ class BudgetError(PlanError):
     """No plan fits a memory budget.
 
     Args:
-        why: Sentence that says what does not fit.
+        why: Sentence that names the part that does not fit.
         least_bytes: Smallest budget with a known plan, in bytes.
     """
 
@@ -73,7 +54,7 @@ class BudgetError(PlanError):
 
     def __str__(self) -> str:
         """Return the reason and the fix."""
-        return f"{self.why} Give a budget of {_spell_at_least(self.least_bytes)} or more, or spread the model over more ranks."
+        return f"{self.why} Use a budget of {_spell_at_least(self.least_bytes)} or more, or spread the model over more ranks."
 
 
 def _spell_at_least(size_bytes: int) -> str:
@@ -93,4 +74,4 @@ class StateError(OffloadError, RuntimeError):
 
 
 class InternalError(OffloadError):
-    """Bug in fgoffload itself."""
+    """A bug in fgoffload."""

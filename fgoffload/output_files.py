@@ -1,4 +1,4 @@
-"""Writes files atomically, so that a full disk or an interrupt leaves the old file unchanged."""
+"""Writes files atomically: a full disk or an interrupt does not damage the old file."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. Its file replaces the file at `path` when the body ends.
+    """Yield a temporary path whose file replaces the file at `path` when the body ends.
 
         with replacing(path) as partial:
             figure.savefig(partial)
@@ -20,7 +20,7 @@ def replacing(path: Path) -> Iterator[Path]:
     directly. If `path` is a link, its target is replaced.
 
     Raises:
-        OSError: The file cannot be written or replaced. In this case, or if the body raises, the old file stays.
+        OSError: The file cannot be written or replaced. The old file is then unchanged, as it is if the body raises.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -32,12 +32,12 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Only the suffix that a writer may check, such as `.json.gz`, since the name may already have the maximum length.
+    # Writers may check the suffix, such as `.json.gz`. The rest of the name may already have the maximum length.
     partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-20:]}")
     try:
         yield partial
         with partial.open("rb") as file:
-            os.fsync(file.fileno())  # some file systems report a full disk only then
+            os.fsync(file.fileno())  # some file systems report a full disk only here
         if mode is not None:
             shutil.copymode(target, partial)
         os.replace(partial, target)
@@ -52,7 +52,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OSError` unless `path` is writable, by writing an empty file next to it."""
+    """Raise `OSError` if `path` is not writable. The check writes an empty file next to it."""
     with contextlib.suppress(_OnlyCheckingError), replacing(path) as partial:
         with partial.open("ab"):
             pass
@@ -60,4 +60,4 @@ def check_writable(path: Path) -> None:
 
 
 class _OnlyCheckingError(Exception):
-    """Leaves `replacing` without a replacement."""
+    """Ends `replacing` without replacing the file."""

@@ -1,7 +1,4 @@
-"""Plans, which keep, recompute or offload each site of a rank.
-
-The planner writes a plan and the engine reads it. Neither imports the other.
-"""
+"""Plans, which keep, recompute or offload each site of a rank. The planner writes them, and integrations apply them."""
 
 import contextlib
 import dataclasses
@@ -15,15 +12,15 @@ from fgoffload.errors import PlanError
 from fgoffload.text_files import parse_json, read_text_file
 
 FORMAT = 1
-"""Version of the JSON that `OffloadPlan.to_json` writes. Raise it if older readers would misread newer files."""
+"""Version of the JSON of `OffloadPlan.to_json`. Increase it if older readers would misread newer files."""
 
 
 TOKENS = "tokens"
-"""Key of `made_for`: tokens of a microbatch, sequence length times sequences."""
+"""Key of `made_for`: tokens of a microbatch, which are sequence length times sequences."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches of a step on each data-parallel rank. It is present only if more microbatches would raise
-the number in flight."""
+"""Key of `made_for`: microbatches of a step on each data-parallel rank. Absent if more of them would not increase the number in
+flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
 """Key of `made_for`: bytes per element of parameters and of activations between layers, 2 for bf16 and fp16, 4 for fp32."""
@@ -32,7 +29,7 @@ FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, and its value without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Keys whose value may be smaller in a training run, since memory is then smaller too."""
+"""Keys whose value may be smaller in the training run, which then needs less memory."""
 
 _LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
@@ -41,8 +38,8 @@ _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 class Action(enum.Enum):
     """Treatment of a site.
 
-    Offload moves the module's saved tensors to the host. Recompute reruns the module in backward, so that its output need not
-    be saved. A site can have both, such as a recomputed norm whose input is offloaded.
+    Offload moves the module's saved tensors to the host. Recompute runs the module again in backward, so its output need not be
+    saved. Both together recompute a norm, for example, and offload its input.
     """
 
     KEEP = "keep"  # saved tensors stay on the device
@@ -51,21 +48,17 @@ class Action(enum.Enum):
     RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module is recomputed in backward; its input is offloaded
 
     __hash__ = object.__hash__
-    """Identity hash, since members are singletons. The hash of `Enum` is in Python and several times slower."""
-
-    def __init__(self, value: str) -> None:
-        # Computed once, since planning reads these a million times, and looking up other members is as slow as a call.
-        self._offloads, self._recomputes = "offload" in value, "recompute" in value
+    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
     @property
     def offloads(self) -> bool:
         """Return whether the site's saved tensors are offloaded."""
-        return self._offloads
+        return "offload" in self._value_
 
     @property
     def recomputes(self) -> bool:
         """Return whether the site's module is recomputed in backward."""
-        return self._recomputes
+        return "recompute" in self._value_
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -89,14 +82,14 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Action for every site of all ranks. A site that the plan does not name is kept.
+    """Action for each site of all ranks. Sites that the plan does not name are kept.
 
     Args:
         actions: Action by site.
-        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. Compute waits for the rest, since the
-            planner counts it as freed. None never waits.
-        made_for: Training that the plan was made for: fields of Megatron-Core's TransformerConfig by name, and `TOKENS`,
-            `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. Compute waits until no more are, since
+            the planner counts the rest as freed. None never waits.
+        made_for: Facts of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name, and
+            `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """
 
     actions: Mapping[Site, Action]
@@ -139,7 +132,7 @@ class OffloadPlan:
         """Return the plan as JSON, with one row per site, in order.
 
         Args:
-            predicted: Predicted peak and step time, for people who read the file. The parser ignores it.
+            predicted: Predicted peak and step time, for people who read the file. `from_json` ignores them.
         """
         rows = [
             {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
@@ -151,18 +144,18 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Check that the plan was made for the training with the facts `found`, by the keys that `made_for` has too.
+        """Compare `made_for` with the facts `found` of the training run, by the keys that both have.
 
         Raises:
-            PlanError: The plan was made for another training. The message names the first difference.
+            PlanError: The plan was made for another training run. The message names the first difference.
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
             is_fewer = name in _AT_MOST and isinstance(actual, int) and isinstance(planned, int) and actual < planned
             if actual != planned and not is_fewer:
                 raise PlanError(
-                    f"The plan was made for {name} {planned}, and this training has {actual}. Plan for this training, or "
-                    f"delete `{_MADE_FOR}` from the plan's file to compare only its sites."
+                    f"The plan was made for {name} {planned}, but this training run has {actual}. Plan again for this run, or "
+                    f"delete `{_MADE_FOR}` from the plan file to compare only its sites."
                 )
 
     @classmethod
@@ -171,19 +164,19 @@ class OffloadPlan:
 
         Args:
             text: Output of `to_json`.
-            source: Origin of `text`, for errors.
+            source: Name of the text in errors.
 
         Raises:
             PlanError: `text` is not a plan of this format.
         """
-        fix = "Give a file that `OffloadPlan.to_json` wrote."
+        fix = "Pass a file that `OffloadPlan.to_json` wrote."
         document = parse_json(text, name=source, fix=fix, error_type=PlanError)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
         unknown = [key for key in document if key not in _KEYS]
         if unknown:
-            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Leave it out.")
+            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Remove it.")
         actions: dict[Site, Action] = {}
         rows = document.get("sites")
         if not isinstance(rows, list):
@@ -192,16 +185,16 @@ class OffloadPlan:
             site, action = _read_row(row, number, source)
             if site in actions:
                 raise PlanError(
-                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Leave one."
+                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Remove one of them."
                 )
             actions[site] = action
         window_bytes, made_for = document.get(_LOSS_WINDOW), document.get(_MADE_FOR)
         if window_bytes is not None and (type(window_bytes) is not int or window_bytes < 0):
-            raise PlanError(f"{source}: {_LOSS_WINDOW} is {window_bytes!r}. It is a whole number of bytes from 0, or left out.")
+            raise PlanError(f"{source}: {_LOSS_WINDOW} is {window_bytes!r}. Use a whole number of bytes, or remove it.")
         if made_for is not None and not (
             isinstance(made_for, dict) and all(type(value) in (int, str) for value in made_for.values())
         ):
-            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. It has whole numbers or words by name, or is left out.")
+            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. Use whole numbers or text by name, or remove it.")
         return cls(actions=actions, loss_window_bytes=window_bytes, made_for=made_for)
 
     @classmethod
@@ -212,7 +205,7 @@ class OffloadPlan:
             PlanError: The file cannot be read or is not a plan.
         """
         source = f"--offload-plan {path}"
-        text = read_text_file(path, name=source, fix="Give the path of a plan file.", error_type=PlanError)
+        text = read_text_file(path, name=source, fix="Pass the path of a plan file.", error_type=PlanError)
         return cls.from_json(text, source=source)
 
 
@@ -236,7 +229,7 @@ def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
 
 @contextlib.contextmanager
 def naming_plan_file(path: Path | None) -> Iterator[None]:
-    """Prefix each `PlanError` of the body with the plan's file. None if the plan has no file."""
+    """Prefix each `PlanError` of the body with the plan file, if the plan has one."""
     try:
         yield
     except PlanError as error:

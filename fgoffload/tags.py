@@ -1,8 +1,5 @@
 """Registry of tags, which users select for offload, and of units, which a plan can recompute.
 
-A tag describes what a module saves for backward, which tags must be selected with it, and which recompute makes it pointless.
-This file has names only. Bytes per tag are in the planner.
-
 Source of Megatron's tags and of the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
 `TransformerConfig.__post_init__`, megatron-core 0.16.1.
 """
@@ -20,11 +17,11 @@ class Tag:
     """Module name that users select for offload.
 
     Args:
-        name: Name that users type in `--offload-modules`.
-        saves: Text for people about the tensors that the module saves for backward.
-        requires: Tags that save the same storage. Without them, offloading this tag frees nothing.
-        excludes: Tags without a site in a layer that has this tag, since this tag's module does their work too.
-        excluded_by: Megatron recompute modules (`--recompute-modules`) with which the module saves nothing to offload.
+        name: Name for `--offload-modules`.
+        saves: Description of the tensors that the module saves for backward.
+        requires: Tags that save the same storage. Offloading this tag without them frees nothing.
+        excludes: Tags that a layer with this tag cannot have, since this tag's module does their work too.
+        excluded_by: Megatron recompute modules (`--recompute-modules`) that leave the module nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -45,7 +42,7 @@ class Tag:
 class TagRegistry:
     """Immutable set of tags in the order in which a layer's forward reaches them.
 
-    Add your own tags with `with_tag`. Registries are independent, so two trainings in one process may have different tags:
+    Add your own tags with `with_tag`. Two models in one process may have different registries:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
@@ -94,7 +91,7 @@ class TagRegistry:
                 return tag
         if "," in name:
             separated = " ".join(name.replace(",", " ").split())
-            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with blanks, as in {flag} {separated}.")
+            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with spaces, for example {flag} {separated}.")
         nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         if find_recompute_unit(name) is not None:
@@ -102,7 +99,7 @@ class TagRegistry:
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
     def get_place(self, name: str) -> tuple[int, str]:
-        """Return a sort key that puts names in registry order, and unregistered names last."""
+        """Return a sort key for names in registry order, with unregistered names last."""
         return (self.names.index(name) if name in self.names else len(self.tags), name)
 
     def with_tag(self, tag: Tag) -> "TagRegistry":
@@ -114,7 +111,7 @@ class TagRegistry:
         return TagRegistry((*self.tags, tag))
 
     def check(self, names: Iterable[str], *, flag: str = "--offload-modules") -> tuple[Tag, ...]:
-        """Return the tags called `names`, after a check of their requirements.
+        """Check the requirements of the tags called `names`, and return the tags.
 
         Raises:
             ConfigError: A name is unknown or repeated, or a required tag is not among them.
@@ -127,13 +124,13 @@ class TagRegistry:
             for excluded in tag.excludes:
                 if excluded in chosen_names:
                     raise ConfigError(
-                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Leave the other out."
+                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Remove the other."
                     )
             for required in tag.requires:
                 if required not in chosen_names:
                     raise ConfigError(
                         f"{flag} {tag.name!r} needs {required!r} with it: both save the same storage, and one of them alone "
-                        f"frees nothing. Add {required!r} or leave {tag.name!r} out."
+                        f"frees nothing. Add {required!r} or remove {tag.name!r}."
                     )
         return chosen
 
@@ -208,7 +205,7 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """Unit that a plan can recompute in single layers, so that later modules save less."""
+    """Part of a layer that a plan can recompute in single layers, so that later modules save less."""
 
     name: str
     """Name in a plan. It equals a tag's name if the unit is that tag's module."""
@@ -249,8 +246,8 @@ RECOMPUTE_UNITS = (
         reads=("router",),
     ),
 )
-"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears with
-their surroundings are our own units, see `partial_recompute.py` of the Megatron integration."""
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears are
+our own units, see `partial_recompute.py` of the Megatron integration."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))

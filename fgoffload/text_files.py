@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import os
-import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,15 @@ LARGEST_TEXT_BYTES = 256 * MIB
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
     """Return the UTF-8 text of the file at `path`, unpacked if its name ends with `.gz`.
 
-    A byte order mark is removed, and line ends are normalized. Errors have the file's `name`, such as `profile p.json`, and
+    A byte order mark is removed, and line ends are normalized. Errors begin with `name`, such as `profile p.json`, and end with
     the sentence `fix`.
 
     Raises:
         OffloadError: The file cannot be read. The error is an `error_type`.
     """
     try:
-        content = _read(path)
-        if content is None:
-            raise error_type(f"{name}: not a regular file. {fix}")
+        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else file as source:
+            content = source.read(LARGEST_TEXT_BYTES + 1)
         if len(content) > LARGEST_TEXT_BYTES:
             unpacked = ", unpacked" if path.suffix == ".gz" else ""
             raise error_type(f"{name}: larger than {format_bytes(LARGEST_TEXT_BYTES)}{unpacked}. {fix}")
@@ -40,24 +37,11 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read(path: Path) -> bytes | None:
-    """Return the bytes of the file at `path`, up to one more than allowed. None if it is not a regular file."""
-    # Without O_NONBLOCK, opening a pipe without a writer would block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        with open(descriptor, "rb", closefd=False) as file, gzip.open(file) if path.suffix == ".gz" else file as unpacked:
-            return unpacked.read(LARGEST_TEXT_BYTES + 1)
-    finally:
-        os.close(descriptor)
-
-
 def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> Any:
-    """Parse JSON text. The other arguments are as in `read_text_file`.
+    """Parse JSON text. See `read_text_file` for the other arguments.
 
     Raises:
-        OffloadError: The text is not JSON, or Python cannot parse it, as with thousands of nested brackets or digits.
+        OffloadError: The text is not JSON, or Python cannot parse it because of its nesting or the length of a number.
     """
     try:
         return json.loads(text)

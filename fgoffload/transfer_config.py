@@ -1,4 +1,4 @@
-"""Options of offload for plain PyTorch and Hugging Face."""
+"""Offload options for plain PyTorch and Hugging Face."""
 
 import dataclasses
 import enum
@@ -11,37 +11,35 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
-"""Bytes. Small copies waste the link: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, compared with 50 GB/s for large copies
-(measured, H100, PCIe 5)."""
+"""Bytes. Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, against 50 GB/s for large ones (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default limit of all ranks of a node together, as a fraction of host memory. The engine applies it to the memory free at
-start, the planner to the node's memory. The rest is for data loaders, checkpoint writing and the page cache."""
+"""Default limit for all ranks of a node together, as a fraction of host memory. The engine applies it to the memory free at
+start, the planner to the node's memory. Data loaders, checkpoint writing and the page cache use the rest."""
 
 
 class HostMemory(enum.Enum):
-    """Kind of host memory for offloaded bytes."""
+    """Kind of host memory that holds offloaded bytes."""
 
     PINNED = "pinned"  # copies run at the link's rate and overlap compute
-    PAGEABLE = "pageable"  # slower, and copies block the CPU, but the system may swap it
+    PAGEABLE = "pageable"  # copies are slower and block the CPU, but the system may swap the memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Options of offload: what is offloaded, when it is copied, and where the host memory comes from.
+    """Offload options: which tensors are offloaded, when they are copied, and which host memory they use.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
         window_bytes: Bytes that may be in flight to the host before compute waits. None derives it, see `derive_policy`.
         prefetch_bytes: Bytes that may be reloaded before backward needs them. None derives it, see `derive_policy`.
-        host_budget_bytes: Limit of this process's host memory; tensors that do not fit stay on the GPU. None takes this
+        host_budget_bytes: Limit of this process's host memory; tensors that do not fit stay on the GPU. None uses this
             process's share of 60% of the free host memory.
-        host_memory: Kind of host memory. Pinned is faster. Choose pageable if the limit for pinned memory (`ulimit -l`) is low.
+        host_memory: Pinned memory is faster. Use pageable memory if the limit for pinned memory (`ulimit -l`) is low.
         is_timed: Measures the seconds of copies and waits for `stats()`. This records a few more events per group, and
             `stats()` waits for them.
-        keep: Your filter. A saved tensor stays on the GPU if it returns true. It is called for each tensor that could be
-            offloaded.
+        keep: Filter that is called with each tensor that could be offloaded. The tensor stays on the GPU if it returns true.
     """
 
     enabled: bool = True
@@ -54,24 +52,24 @@ class TransferConfig:
     keep: Callable[[Any], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field. Errors have the field, the value, the limit and the fix."""
+        """Check every field. Errors name the field, the value, the limit and the fix."""
         for name in ("enabled", "is_timed"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} {getattr(self, name)!r} is neither True nor False. Give one of them.")
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not a bool. Use True or False.")
         self._check_sizes()
         if not isinstance(self.host_memory, HostMemory):
-            raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Give HostMemory.PINNED or .PAGEABLE.")
+            raise ConfigError(f"host_memory {self.host_memory!r} is not a HostMemory. Use HostMemory.PINNED or .PAGEABLE.")
         if self.keep is not None and not callable(self.keep):
-            raise ConfigError(f"keep {self.keep!r} is not callable. Give a function of a tensor that returns true to keep it.")
+            raise ConfigError(f"keep {self.keep!r} is not callable. Pass a function that returns true to keep a tensor.")
 
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the window and prefetch sizes.
 
         A size of None becomes a quarter of the offloaded bytes, at least one group and at most the default. So one group is
-        always reloaded ahead, and three quarters of a small model's activations are off the device at the peak.
+        always prefetched, and three quarters of a small model's activations are off the GPU at the peak.
 
         Args:
-            offloaded_bytes: Peak bytes on the host. None before the first forward, which takes the defaults.
+            offloaded_bytes: Peak bytes on the host. None, before the first forward, means the defaults.
             largest_group_bytes: Bytes of the last forward's largest group.
         """
 
@@ -90,16 +88,16 @@ class TransferConfig:
     def _check_sizes(self) -> None:
         zeros = {
             "min_offloaded_bytes": "0 offloads storages of any size",
-            "window_bytes": "with 0 compute waits for each copy",
+            "window_bytes": "0 makes compute wait for each copy",
             "prefetch_bytes": "0 switches prefetch off",
         }
         for name, zero in zeros.items():
             size_bytes = getattr(self, name)
             may_be_none = name != "min_offloaded_bytes"
             if not (may_be_none and size_bytes is None) and check_bytes(size_bytes, name=name) < 0:
-                raise ConfigError(f"{name} {size_bytes} is below 0. Give bytes; {zero}.")
+                raise ConfigError(f"{name} {size_bytes} is below 0. Use 0 or more bytes; {zero}.")
         budget_bytes = self.host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:
             raise ConfigError(
-                f"host_budget_bytes {budget_bytes} leaves no host memory. Give bytes, or None for a share of it all."
+                f"host_budget_bytes {budget_bytes} leaves no host memory. Use more, or None for a share of the free memory."
             )

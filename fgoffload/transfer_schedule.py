@@ -1,22 +1,23 @@
-"""State machine that decides what is offloaded, reloaded, cancelled and released, and when. Engine and simulator share it.
+"""Decides which groups are offloaded, reloaded, cancelled and released, and when. Engine and simulator share it.
 
-The schedule knows groups by their order and bytes. The engine reports events on a device, the simulator in simulated time. Both
-execute its decisions. Their lanes say where bytes are. Locks, weak references and shared storages belong to the engine.
+The schedule knows groups by their order and bytes. The engine reports events of a device, the simulator events in simulated
+time. Both execute its decisions, and their lanes know where bytes are. Locks, weak references and shared storages belong to the
+engine.
 
     [Note: Events]
     A pass begins: `announce`. Forward reaches a site: `open`. A group ends: `close`, `submit`, then compute waits by
     `must_wait`, then `look_ahead`. Backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`,
-    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It takes tensors there: `let_go`. Before
+    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It unpacks tensors there: `release`. Before
     `submit`, `list_held`, `reach` and `prefetch` the executor releases memory that finished copies no longer need.
 
     [Note: Prefetch across passes]
     A caller that knows the order of passes announces, as each begins, the lane of the next backward. That backward follows the
     pass directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in
-    a backward, only once all groups of its own lane are. The bytes ahead in both lanes count together and stay within the
-    prefetch bytes, so a larger group is not reloaded. They are on the device when that forward ends and memory peaks, see
-    docs/decisions.md. An announcement is a hint: it reloads only groups on the host, and wrong reloads are dropped.
+    a backward, only after all groups of its own lane. The bytes ahead in both lanes together stay within the prefetch bytes, so
+    a larger group is not reloaded: they are on the device when that forward ends and memory peaks, see docs/decisions.md. An
+    announcement is a hint: it reloads only groups on the host, and wrong reloads are dropped.
 
-All rules count bytes, never tensors or groups, since groups of one model differ in size by a factor of 100.
+All rules count bytes, never tensors or groups, whose sizes differ by a factor of 100 in one model.
 """
 
 import abc
@@ -47,10 +48,10 @@ class TransferPolicy:
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        """Reject sizes that are not whole numbers from 0, with an error that has the flag, the value and the fix."""
+        """Reject sizes that are not whole numbers of 0 or more."""
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
-                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Give 0 or a size like 512MiB.")
+                raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Use 0 or a size, for example 512MiB.")
 
     def must_wait(self, *, in_flight_bytes: int) -> bool:
         """Return whether compute must wait for the oldest copy to the host."""
@@ -59,26 +60,26 @@ class TransferPolicy:
     def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
         """Return whether to look for groups to reload.
 
-        False while more than half of the prefetch bytes are used: reloading several groups at once costs less CPU time.
+        False while more than half of the prefetch bytes are in use: reloading several groups at once costs less CPU time.
         """
         return 2 * ahead_bytes <= self.prefetch_bytes
 
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead. Otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
-        or in flight to the device, for groups that backward has not reached.
+        One group of any size may be ahead, since backward would always wait for a large group otherwise. `ahead_bytes` are
+        reloaded, or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
-    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, let_go_bytes: int) -> bool:
+    def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        It must not take more memory than the `let_go_bytes` that backward has released there. Otherwise the device would hold
-        more than at the end of forward, where most steps have their peak.
+        It must fit into the `released_bytes` that backward has released there. Otherwise the device would hold more than at the
+        end of forward, where most steps have their peak.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
-        return may_prefetch and ahead_bytes + group_bytes <= let_go_bytes
+        return may_prefetch and ahead_bytes + group_bytes <= released_bytes
 
     def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both lanes."""
@@ -92,10 +93,10 @@ class SavedState(enum.Enum):
     OFFLOADING = enum.auto()  # on the device, and their copy to the host is not known to be done
     OFFLOADED = enum.auto()  # on the host only
     RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
-    FREED = enum.auto()  # nowhere, since backward no longer needs them. Only the simulator has this state
+    FREED = enum.auto()  # nowhere, since backward no longer needs them; only in the simulator
 
     __hash__ = object.__hash__
-    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
+    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
 
 class GroupState(enum.Enum):
@@ -116,7 +117,7 @@ class ScheduledGroup:
         self.position = position
         """Number of groups in the lane before this one."""
         self.end_position = position + 1 if end_position is None else end_position
-        """Number of groups in the lane when this one ended, itself and groups between its region and its end included."""
+        """Number of groups in the lane when this one ended. Groups between its region and its end are included."""
         self.ahead_bytes = 0
         """Bytes reloaded or cancelled before backward has reached the group."""
         self.state = GroupState.SAVING
@@ -126,56 +127,55 @@ class ScheduledGroup:
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Note that backward has left the site. A backward that runs inside of the still saving region does not count."""
+        """Note that backward has left the site. A backward inside of the region, which still saves, does not count."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that are copied together and have one state: a storage in the engine, the number of a parcel in the simulator."""
+"""Bytes that are copied together and have one state: a storage in the engine, a parcel's number in the simulator."""
 
 
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     """Groups of one microbatch in one model chunk, in the order in which forward reached them.
 
-    Backward needs them from the last to the first. The pipeline schedule decides the order of the lanes, and nothing here
-    depends on it.
+    Backward needs them from the last to the first. Lanes may run in any order.
     """
 
-    __slots__ = ("_leftover", "ahead_bytes", "away", "end", "groups", "let_go_bytes")
+    __slots__ = ("_leftover", "ahead_bytes", "end", "groups", "released_bytes", "remaining")
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups = list(groups)
         """Groups in forward order."""
-        self.end = self.away = len(self.groups)
-        """Number of groups that backward has not left (`end`), and that were neither reloaded nor cancelled (`away`)."""
+        self.end = self.remaining = len(self.groups)
+        """Number of groups that backward has not left (`end`), and that are neither reloaded nor cancelled (`remaining`)."""
         self.ahead_bytes = 0
         """Bytes ahead in all groups together."""
-        self.let_go_bytes = 0
-        """Bytes that backward took in layers without offloaded tensors. It releases them when the op that took them is done."""
+        self.released_bytes = 0
+        """Bytes that backward unpacked in layers without offloaded tensors, and releases after the op that uses them."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
-    def list_away(self, group: int) -> list[Saved]:
+    def list_remaining(self, group: int) -> list[Saved]:
         """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
 
     @abc.abstractmethod
     def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, one of `list_away`, is `OFFLOADED`."""
+        """Return whether `saved`, one of `list_remaining`, is `OFFLOADED`."""
 
     @abc.abstractmethod
-    def count_bytes(self, away: Iterable[Saved]) -> int:
-        """Return the number of bytes to copy for `away`."""
+    def count_bytes(self, remaining: Iterable[Saved]) -> int:
+        """Return the number of bytes to copy for `remaining`."""
 
     def open(self, group: Group) -> None:
         """Append `group`, whose site forward has reached."""
         groups = self.groups
-        if self.away < len(groups):
-            for called in groups[self.away :]:
-                self.expect(called, 0)  # forward continues, so backward needs them last: they must not block later groups
+        if self.remaining < len(groups):
+            for reloaded in groups[self.remaining :]:
+                self.expect(reloaded, 0)  # forward continues, so backward needs later groups first
         groups.append(group)
-        self.end = self.away = len(groups)
+        self.end = self.remaining = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
         """End `group`. It is submitted next, or with `is_held` once the host has synchronized."""
@@ -188,36 +188,36 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         return [group for group in self.groups if group.state is GroupState.HELD]
 
     def expect(self, group: Group, size_bytes: int) -> None:
-        """Note that `size_bytes` of `group` are ahead, since backward has not reached it. 0 once it has."""
+        """Note that `size_bytes` of `group` are ahead of backward. 0 once backward has reached it."""
         self.ahead_bytes += size_bytes - group.ahead_bytes
         group.ahead_bytes = size_bytes
 
     def is_news(self, group: Group, *, is_offloaded: bool) -> bool:
-        """Return whether a take by backward of bytes of `group`, on the host only or not, shows that it has reached the group.
+        """Return whether an unpack of bytes of `group` shows for the first time that backward has reached the group.
 
-        False if that was already known. If backward has left the group, a take of bytes on the host only shows that another
-        backward of the same graph has begun. Late takes by ops of other branches find nothing away. A group may have been
-        reloaded while backward was after all groups, or in a group inside of it. Its bytes count as ahead until backward
-        reaches it, and block earlier groups.
+        If backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) shows that another
+        backward of the same graph has begun. Late unpacks by ops of other branches find reloaded bytes. A group may have been
+        reloaded before backward reached any group, or in a group inside of it. Its bytes count as ahead until backward reaches
+        it.
         """
-        if self.end > group.end_position or self.away > group.position:
+        if self.end > group.end_position or self.remaining > group.position:
             return True
         return group.position >= self.end if is_offloaded else group.ahead_bytes > 0
 
     def leave(self, position: int) -> list[Group]:
         """Note that backward has left the groups from `position` on, and return groups whose reloaded bytes may be dropped.
 
-        These are the groups that it left at the previous call. Ops between two regions, such as the rotary embedding, may share
-        the storages of the region that backward has just left. A position after the end means that another backward of the
+        These are the groups that it left at the previous call, since ops between two regions, such as the rotary embedding, may
+        share storages with the region that backward has just left. A position after the end means that another backward of the
         same graph has begun.
         """
         if position > self.end:
-            self.end = self.away = position
+            self.end = self.remaining = position
         left = self.groups[position : self.end]
         if not left:
             return []
         self.end = position
-        self.away = min(self.away, position)
+        self.remaining = min(self.remaining, position)
         for group in left:
             group.spend()
             if group.ahead_bytes:
@@ -225,18 +225,18 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         leftover, self._leftover = self._leftover, left
         return leftover
 
-    def take_back(self) -> list[Group]:
+    def discard_prefetched(self) -> list[Group]:
         """Return the groups that were reloaded for a backward that does not come next. Their reloaded bytes may be dropped."""
-        called = self.groups[self.away : self.end]
-        for group in called:
+        reloaded = self.groups[self.remaining : self.end]
+        for group in reloaded:
             self.expect(group, 0)
-        self.away = self.end
-        return called
+        self.remaining = self.end
+        return reloaded
 
 
 @dataclasses.dataclass(slots=True)
-class CallBack(Generic[Group, Saved]):
-    """Decision to cancel the offload of bytes that are still on the device, and to reload the others."""
+class ReloadDecision(Generic[Group, Saved]):
+    """Decision to cancel the offload of bytes that are still on the device, and to reload other bytes."""
 
     lane: ScheduledLane[Group, Saved]
     """Lane of the bytes."""
@@ -249,9 +249,9 @@ class CallBack(Generic[Group, Saved]):
 
 
 class TransferSchedule:
-    """Decides which bytes are reloaded, and when. Bytes still on the device are not copied: their offload is cancelled.
+    """Decides which bytes are reloaded, and when. The offload of bytes that are still on the device is cancelled instead.
 
-    Each event returns an iterator of decisions. Exhaust it, and execute each decision before you take the next.
+    Each event returns an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
@@ -269,98 +269,96 @@ class TransferSchedule:
             lane: None if it is unknown, its forward has not run, or more than one other forward comes before its backward.
             during: Lane whose backward begins. None if a forward begins.
         """
-        vain = self._take_back() if self._next is not lane and self._next is not during else []
+        discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
         self.current, self._next = during, lane
-        return vain
+        return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Note that backward is in `lane`, announced or not. Return groups of another lane that were reloaded in vain."""
+        """Note that backward is in `lane`. Return groups of another lane that were reloaded for nothing."""
         if lane is self.current:
             return []
-        vain = self._take_back() if self._next is not lane else []
+        discarded = self._discard_prefetched() if self._next is not lane else []
         self.current, self._next = lane, None
-        return vain
+        return discarded
 
-    def _take_back(self) -> list[Any]:
-        return [] if self._next is None else self._next.take_back()
+    def _discard_prefetched(self) -> list[Any]:
+        return [] if self._next is None else self._next.discard_prefetched()
 
-    def look_ahead(self) -> Iterator[CallBack[Any, Any]]:
+    def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
         """Reload the first groups of the announced backward, since the running pass has made progress."""
         lane, current = self._next, self.current
-        if lane is None or not lane.away or (current is not None and current.away):
+        if lane is None or not lane.remaining or (current is not None and current.remaining):
             return
-        beside_bytes = 0 if current is None else current.ahead_bytes
-        if self.policy.may_begin_prefetch(ahead_bytes=beside_bytes + lane.ahead_bytes):
+        other_ahead_bytes = 0 if current is None else current.ahead_bytes
+        if self.policy.may_begin_prefetch(ahead_bytes=other_ahead_bytes + lane.ahead_bytes):
             may_prefetch = self.policy.may_prefetch_across
-            yield from self._call_back_ahead(lane, may_prefetch, beside_bytes=beside_bytes, only=SavedState.OFFLOADED)
+            yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
-    def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+    def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
-        return self._call_back_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
+        return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
-    def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[CallBack[Group, Saved]]:
+    def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload `group` if nothing did, and the next groups: backward has reached `group` and left the later ones."""
         lane.expect(group, 0)
-        if group.position == lane.end - 1 and lane.away == lane.end:
-            lane.away -= 1
-            yield _sort(lane, dict.fromkeys(lane.list_away(group.position), group), is_late=True)
+        if group.position == lane.end - 1 and lane.remaining == lane.end:
+            lane.remaining -= 1
+            yield _sort(lane, dict.fromkeys(lane.list_remaining(group.position), group), is_late=True)
         yield from self.prefetch(lane)
 
-    def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[CallBack[Group, Saved]]:
+    def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
-        if lane.away and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            yield from self._call_back_ahead(lane, self.policy.may_prefetch)
-        if not lane.away:
+        if lane.remaining and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
+            yield from self._reload_ahead(lane, self.policy.may_prefetch)
+        if not lane.remaining:
             yield from self.look_ahead()
 
-    def let_go(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[CallBack[Group, Saved]]:
+    def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Backward takes `size_bytes` in such a layer and still reads them. Without this it would always wait for its first group.
+        Backward unpacks `size_bytes` in such a layer now. Without these reloads it would always wait for its first group.
         """
-        if not lane.away:
+        if not lane.remaining:
             return
-        let_go_bytes = lane.let_go_bytes
-        lane.let_go_bytes += size_bytes
+        released_bytes = lane.released_bytes
+        lane.released_bytes += size_bytes
         if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            may_prefetch = functools.partial(self.policy.may_prefetch_early, let_go_bytes=let_go_bytes)
-            yield from self._call_back_ahead(lane, may_prefetch)
+            may_prefetch = functools.partial(self.policy.may_prefetch_early, released_bytes=released_bytes)
+            yield from self._reload_ahead(lane, may_prefetch)
 
-    def _call_back_ahead(
+    def _reload_ahead(
         self,
         lane: ScheduledLane[Group, Saved],
         may_prefetch: Callable[..., bool],
         *,
-        beside_bytes: int = 0,
+        other_ahead_bytes: int = 0,
         only: SavedState | None = None,
-    ) -> Iterator[CallBack[Group, Saved]]:
+    ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `beside_bytes` are ahead in another lane. With `only`, stop at a group that was not submitted or has bytes in another
-        state.
+        `other_ahead_bytes` are ahead in another lane. With `only`, stop at a group that is not submitted or not in this state.
         """
-        coming: dict[Saved, Group] = {}  # each once, though several groups may need it
-        while lane.away > 0:
-            group = lane.groups[lane.away - 1]
-            away = [saved for saved in lane.list_away(lane.away - 1) if saved not in coming]
-            if only is not None and not (group.state is GroupState.SUBMITTED and _are_all(lane, away, only)):
+        chosen: dict[Saved, Group] = {}  # each once, though several groups may need it
+        while lane.remaining > 0:
+            group = lane.groups[lane.remaining - 1]
+            remaining = [saved for saved in lane.list_remaining(lane.remaining - 1) if saved not in chosen]
+            if only is not None and (
+                group.state is not GroupState.SUBMITTED
+                or any(lane.is_offloaded(saved) is not (only is SavedState.OFFLOADED) for saved in remaining)
+            ):
                 break
-            group_bytes = lane.count_bytes(away)
-            if away and not may_prefetch(ahead_bytes=lane.ahead_bytes + beside_bytes, group_bytes=group_bytes):
+            group_bytes = lane.count_bytes(remaining)
+            if remaining and not may_prefetch(ahead_bytes=lane.ahead_bytes + other_ahead_bytes, group_bytes=group_bytes):
                 break
-            lane.away -= 1
-            if away:
+            lane.remaining -= 1
+            if remaining:
                 lane.expect(group, group_bytes)
-                coming.update(dict.fromkeys(away, group))
-        if coming:
-            yield _sort(lane, coming, is_late=False)
+                chosen.update(dict.fromkeys(remaining, group))
+        if chosen:
+            yield _sort(lane, chosen, is_late=False)
 
 
-def _are_all(lane: ScheduledLane[Group, Saved], away: Iterable[Saved], state: SavedState) -> bool:
-    return all(lane.is_offloaded(saved) is (state is SavedState.OFFLOADED) for saved in away)
-
-
-def _sort(lane: ScheduledLane[Group, Saved], coming: dict[Saved, Group], *, is_late: bool) -> CallBack[Group, Saved]:
-    """Return the decision for `coming`: cancel the offload of bytes still on the device, and reload the rest."""
-    reloaded = {saved: group for saved, group in coming.items() if lane.is_offloaded(saved)}
-    return CallBack(lane, [saved for saved in coming if saved not in reloaded], reloaded, is_late)
+def _sort(lane: ScheduledLane[Group, Saved], chosen: dict[Saved, Group], *, is_late: bool) -> ReloadDecision[Group, Saved]:
+    """Return the decision for `chosen`: cancel the offload of bytes still on the device, and reload the rest."""
+    reloaded = {saved: group for saved, group in chosen.items() if lane.is_offloaded(saved)}
+    return ReloadDecision(lane, [saved for saved in chosen if saved not in reloaded], reloaded, is_late)

@@ -1,20 +1,20 @@
-"""Chooses which ops of a Megatron layer are watched, for the engine and the simulator."""
+"""Chooses which ops of a Megatron layer the engine watches. The simulator uses the same choice."""
 
 import enum
 from collections.abc import Collection
 
 
 class Watched(enum.Enum):
-    """Ops of a layer that are watched for saves that share offloaded storages. See `OffloadEngine.watch`.
+    """Ops of a layer whose saves may share an offloaded storage. See `OffloadEngine.watch`.
 
-    Each watched save costs a few microseconds of CPU time in forward and backward, and a layer with experts has over a
-    hundred: a view of the tokens and a weight for each expert.
+    Each watched save costs a few microseconds of CPU time in forward and backward. A layer with experts has over a hundred
+    saves: a view of the tokens and a weight for each expert.
     """
 
     LAYER = "the whole layer"
-    FOLLOWED = "the whole layer, none of whose ops save an offloaded storage"
+    FOLLOWED = "the whole layer, where no op outside of sites saves an offloaded storage"
     ATTENTION = "only attention"
-    NOTHING = "nothing"  # only the sites save offloaded storages
+    NOTHING = "nothing"  # no op outside of sites saves an offloaded storage
 
     @property
     def covers_layer(self) -> bool:
@@ -25,25 +25,21 @@ class Watched(enum.Enum):
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages no op outside of their sites saves: residual, inputs of attention's projections, the experts' tokens and
-outputs."""
+"""Tags whose storages no op outside of their sites saves: the residual, inputs of attention's projections, and the experts'
+tokens and outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
-"""Tags whose storages other ops of attention save too. The projection saves the output of core attention. The norms of query
-and key save the storage of the value."""
-
-_ROUTER = frozenset({"router"})
-"""Tags whose input other modules may save too, such as shared experts."""
+"""Tags whose storages other ops of attention save too. The projection saves the output of core attention. The query and key
+norms save the storage of the value."""
 
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
-    """Return which ops of a layer to watch, by its offloaded `tags`.
+    """Return which ops of a layer to watch if `tags` are offloaded.
 
-    `shares_router_input`: other modules save the router's input hidden states too, such as shared experts or a recomputed
-    permutation.
+    `shares_router_input`: whether other modules, such as shared experts or a recomputed permutation, save the router's input.
     """
     shared = set(tags) - _ALONE
-    if shared == _ROUTER and not shares_router_input:
+    if shared == {"router"} and not shares_router_input:
         return Watched.FOLLOWED
     if shared - _IN_ATTENTION:
         return Watched.LAYER

@@ -105,7 +105,7 @@ def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
     plan = _make_plan(ranks, setting)
     # Megatron's own recompute runs without this package.
     has_engine = setting.system is not System.RECOMPUTE
-    ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks]
+    ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CANCEL) for rank in ranks]
     if setting.plan is None:
         ranks = [copy_outputs(rank) for rank in ranks]
     result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, BASELINE))

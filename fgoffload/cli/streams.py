@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from fgoffload.errors import cut_values
+from fgoffload.errors import shorten_message
 
 _LIBRARY = "fgoffload"
 _SHOWN_INFO = (
@@ -39,7 +39,7 @@ class LibraryLog(logging.Handler):
         if self._held is not None:
             self._held.append(record)
             return
-        message = cut_values(" ".join(record.getMessage().split()))
+        message = shorten_message(" ".join(record.getMessage().split()))
         is_warning = record.levelno >= logging.WARNING
         if self._is_silent or message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return

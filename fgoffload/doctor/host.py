@@ -44,7 +44,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")
-    from fgoffload.engine.host_budget import RANKS_PER_NODE_VARIABLES, SHARE, get_default_budget_bytes
+    from fgoffload.engine.host_budget import HOST_SHARE, RANKS_PER_NODE_VARIABLES, get_default_budget_bytes
 
     try:
         share_bytes = get_default_budget_bytes(root=machine.root)
@@ -55,7 +55,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
-    found = f"{format_bytes(share_bytes)} a rank: {SHARE:.0%} of free memory, shared by {sharing}"
+    found = f"{format_bytes(share_bytes)} a rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or give a budget with --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
         return fail(name, found, fix)

@@ -1,10 +1,10 @@
 """Offloads layers that a CUDA graph captures, through the staging slots.
 
 [Note: Captured layers]
-The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover
-the whole layer, and regions only set the current tag: an op outside of all regions may save a view of a region's tensor, which
-would hold its memory. At the end of forward, when the layer's frames are gone, a storage is offloaded if a region saved it and
-only this capture references it. Static inputs and outputs of the graph stay on the device.
+The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover the whole layer and
+regions only set the current tag, since an op outside of regions may save a view of a region's tensor. After forward, when the
+layer's frames are gone, a storage is offloaded if a region saved it and only this capture references it. Static inputs and
+outputs of the graph stay on the device.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ class CapturedHandle:
     """Place of the save."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd. In a captured backward it lies at the address that a replay reads."""
+        """Return the tensor for autograd. In a captured backward it is at the address that replays read."""
         return self.part.take(self.view)
 
 
 class Capture:
-    """One forward of a layer during capture or warm-up; also its pack hook."""
+    """Context and pack hook for one forward of a layer during capture or warm-up."""
 
     def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
         self._device = device
@@ -59,24 +59,24 @@ class Capture:
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
-            return keep_tensor(tensor, self._place)  # a branch of the graph on another stream, which this capture cannot order
+            return keep_tensor(tensor, self._place)  # this capture cannot order another stream
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:
             part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
-        part.saved.add(tensor.detach(), view)  # a separate object, so that other references to `tensor` can be counted
+        part.saved.add(tensor.detach(), view)  # a separate object, so that references to `tensor` can be counted
         if self.stats is not None:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)
 
-    def take_back(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
+    def unpack(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
         return handle.take()
 
     def __enter__(self) -> "Capture":
         """Install the hooks."""
-        push_hooks(self, self.take_back)
+        push_hooks(self, self.unpack)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -86,7 +86,7 @@ class Capture:
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
         """Stage the tensors that regions saved. Call it after the frames of the forward are gone.
 
-        `static` are inputs and outputs of the graph. The result is None during warm-up, or if nothing is offloaded.
+        `static` are the graph's inputs and outputs. The result is None during warm-up, or if nothing is offloaded.
         """
         keys = {get_key(tensor) for tensor in static}
         parts = []
@@ -113,14 +113,14 @@ class Capture:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CapturedRegion:
-    """Region inside a captured layer, which only sets the current tag. It has the methods of `Region`."""
+    """Region inside a captured layer, with the methods of `Region`. It only sets the current tag."""
 
     capture: Capture
     stats: TagStats
     _before: TagStats | None = None
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Do nothing: a graph's backward needs no position."""
+        """Do nothing. The position of a graph's backward is not tracked."""
 
     def saving(self) -> "CapturedRegion":
         """Return the context in which saves belong to the region."""
@@ -135,4 +135,4 @@ class CapturedRegion:
         self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Do nothing: the whole layer is offloaded together."""
+        """Do nothing. The whole layer is offloaded together."""

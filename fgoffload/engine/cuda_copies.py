@@ -1,17 +1,15 @@
 """Queues copies directly through the CUDA runtime.
 
 [Note: Copies past torch]
-`Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and
-strides, pinned-memory check, and a switch of the current stream. Here all of that is known: the bytes are contiguous, the
-memory is pinned, the stream is our own. As torch would, the engine keeps both ends alive until an event after the copy.
-
-PyTorch's stream sanitizer sees copies only in the dispatcher. If it is on, copies go through torch.
+`Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and strides, pinned-memory check
+and a stream switch. The engine's copies are contiguous and pinned, on its own stream. As torch would, the engine keeps both
+ends alive until an event after the copy. PyTorch's stream sanitizer sees only the dispatcher, so it switches this off.
 
 [Note: Pieces of a copy]
-A GPU has one copy engine for each direction. It finishes all copies queued on one stream before it serves another stream. A
-small copy on another stream, such as FSDP2's pointers or a dispatcher's token counts, would wait for all copies queued here:
-9.5 ms behind 512 MiB. So copies are cut into pieces, and every second piece goes through a second stream. Between pieces the
-copy engine serves other streams: 0.05 ms behind 16 MiB pieces, 0.4 ms behind 32 MiB, at the same rate (measured, H100, PCIe 5).
+A GPU has one copy engine for each direction, which finishes all copies queued on one stream before it serves another. A small
+copy on another stream, such as FSDP2's pointers or a dispatcher's token counts, would wait for all copies queued here: 9.5 ms
+behind 512 MiB. So copies are split, and every second piece goes through a second stream. Between pieces the copy engine serves
+other streams: after 0.05 ms with 16 MiB pieces, 0.4 ms with 32 MiB, at the same rate (measured, H100, PCIe 5).
 """
 
 import ctypes
@@ -42,7 +40,7 @@ class _Relay:
 
 
 class CudaCopies:
-    """Queues copies on streams of one device, by torch's CUDA runtime library. See [Note: Copies past torch]."""
+    """Queues copies on one device's streams with torch's CUDA runtime library. See [Note: Copies past torch]."""
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
         self._copy = runtime.cudaMemcpyAsync
@@ -51,7 +49,7 @@ class CudaCopies:
         self._relays: dict[torch.Stream, _Relay] = {}
 
     def queue(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Queue a copy on `stream` in pieces, whichever stream is current. The host does not block.
+        """Queue a copy on `stream` in pieces. The host does not block.
 
         Both tensors are contiguous, of one type and size, and each is pinned or on the device.
 
@@ -91,7 +89,7 @@ def find_cuda_copies() -> CudaCopies | None:
     try:
         return CudaCopies(ctypes.CDLL(None))  # torch exports the symbols of its libraries to the whole process
     except AttributeError:
-        return None  # torch was linked with the runtime statically, so its symbols are not exported
+        return None  # torch has the runtime linked statically
 
 
 def _get_address(stream: torch.Stream) -> int:

@@ -1,9 +1,6 @@
-"""One interface for the streams, events, byte copies and memory of a device.
+"""Streams, events, copies and memory of a device.
 
-[Note: Who waits for whom]
-Compute stays on the training's streams. Copies run on two streams of our own, one for each
-direction, so that neither direction queues behind the other. Nothing here synchronizes the host. Every buffer that two streams
-use is handed over with an event, and the engine names the hazard at each wait.
+Copies run on two streams of the engine, one for each direction, so that neither queues behind the other.
 
 On the CPU both memories are RAM and copies are synchronous, so an event has passed once it is recorded. The engine works as on
 a GPU: it copies to another buffer and drops the source, so a bug gives a wrong gradient.
@@ -11,8 +8,6 @@ a GPU: it copies to another buffer and drops the source, so a bug gives a wrong 
 
 import abc
 import contextlib
-import dataclasses
-import functools
 import mmap
 import resource
 import time
@@ -23,7 +18,6 @@ from typing import Any, TypeAlias
 import torch
 
 from fgoffload.engine.cuda_copies import find_cuda_copies
-from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.torch_internals import find_raw_stream_getter, get_stream, sleep_on_device
@@ -34,10 +28,10 @@ from fgoffload.units import MIB, format_bytes
 Stream: TypeAlias = Any
 """Queue of device work: `torch.Stream`, or another device's equivalent. Hashable, compared with `==`."""
 Event: TypeAlias = Any
-"""Point in a stream: `RecordedEvent`, or another device's equivalent."""
+"""Point in a stream: `torch.Event`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""Bytes of a host copy that a comparison loads to the device at a time. Small compared with an activation."""
+"""Bytes of a host copy that a comparison copies to the device at a time, which must be few."""
 
 
 class HostSlab:
@@ -45,13 +39,13 @@ class HostSlab:
 
     Args:
         buffer: uint8 `[size_bytes]`, on the CPU.
-        free: Function that releases the memory once the copies queued so far are done. It must not reference the slab.
+        free: Releases the memory once the copies queued so far are done. It must not reference the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
         self.buffer = buffer
         self._finalizer = weakref.finalize(self, free)
-        self._finalizer.atexit = False  # the driver may be gone by then, and the system frees the memory anyway
+        self._finalizer.atexit = False  # the driver may be gone by then
 
     def close(self) -> None:
         """Release the memory, as dropping the slab does. The host blocks until its copies are done."""
@@ -112,7 +106,7 @@ class Device(abc.ABC):
         """Return the seconds between two timed events that have passed."""
 
     def stall(self, seconds: float) -> None:
-        """Keep the current stream idle for about `seconds`, so that the CPU gets ahead. The CPU device ignores it."""
+        """Keep the current stream idle for about `seconds`, so that the CPU gets ahead. Does nothing on the CPU."""
         return
 
     @abc.abstractmethod
@@ -122,14 +116,13 @@ class Device(abc.ABC):
         Args:
             destination: Contiguous tensor with the type and size of `source`.
             source: Contiguous tensor, not bool: a copy of bools need not keep every bit.
-            stream: Call inside of `copying_on` for it. Switching streams costs half the host time of a copy, so switch once for
-                several copies.
+            stream: Call inside of `copying_on(stream)`. A switch costs half the CPU time of a copy, so switch once for several.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
         """Return whether `on_host` has the bytes of `tensor`, both uint8, once `after` has passed.
 
-        Pieces are compared on the device of `tensor`. The host blocks until `after` has passed and the current stream is done.
+        They are compared on the device of `tensor`. The host blocks until `after` has passed and the current stream is done.
         """
         if after is not None:
             self.synchronize(after)
@@ -137,7 +130,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context for `copy_bytes` on `stream`. It makes `stream` current if the copies need that."""
+        """Return a context for `copy_bytes` on `stream`. It makes `stream` current if copies need that."""
         return self.on(stream)
 
     @abc.abstractmethod
@@ -146,7 +139,7 @@ class Device(abc.ABC):
 
     def allocate_like(self, view: View) -> torch.Tensor:
         """Return device memory with the type, size and stride of the contiguous `view`, ordered on the current stream."""
-        # Detached: with grad mode on, autograd forbids backward to change a view that was made without grad mode.
+        # Detached: with grad mode on, autograd forbids in-place changes of a view that was made without it.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
     @abc.abstractmethod
@@ -161,26 +154,18 @@ class Device(abc.ABC):
         """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CpuStream:
-    """Named stream. On the CPU all work is synchronous."""
-
-    name: str
-
-
 class CpuDevice(Device):
-    """CPU as a device. Device memory and host memory are both RAM."""
+    """CPU as a device. Device memory and host memory are both RAM, and all work is synchronous, so streams are only names."""
 
     type = "cpu"
     has_blocking_copies = True
 
     def __init__(self) -> None:
-        self.d2h_stream = CpuStream("d2h")
-        self.h2d_stream = CpuStream("h2d")
-        self._compute_stream = CpuStream("compute")
+        self.d2h_stream = "d2h"
+        self.h2d_stream = "h2d"
 
     def current_stream(self) -> Stream:  # noqa: D102
-        return self._compute_stream
+        return "compute"
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
         return contextlib.nullcontext()
@@ -215,7 +200,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context for allocations that outlive inference mode. Tensors of that mode cannot be written outside of it."""
+    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside of it."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 
@@ -240,13 +225,11 @@ class AcceleratorDevice(Device):
         """Streams by the driver's address. Streams with equal addresses are one queue."""
         # The driver synchronizes copies of pageable memory, so torch handles those.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
-        self._events = EventPool(functools.partial(torch.Event, device=self._device))
-        self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
     def current_stream(self) -> Stream:  # noqa: D102
         if self._get_address is None:
             return get_stream(self._index)
-        # This runs for each save and each take. The driver's address is a number, which is faster to get than a stream object.
+        # This runs for each save and each unpack. The driver's address is faster to get than a stream object.
         address = self._get_address(self._index)
         stream = self._streams.get(address)
         if stream is None:
@@ -257,22 +240,21 @@ class AcceleratorDevice(Device):
         return stream  # type: ignore[no-any-return]
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        return (self._timed_events if is_timed else self._events).record(stream)
+        event = torch.Event(device=self._device, enable_timing=is_timed)
+        event.record(stream)
+        return event
 
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
-        stream.wait_event(event.event)
-
-    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
-        self._events.order(stream, behind=other)
+        stream.wait_event(event)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.event.query())  # captured work does not run
+        return not self.is_capturing() and bool(event.query())  # captured work does not run
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
-        event.event.synchronize()
+        event.synchronize()
 
     def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
-        return float(start.event.elapsed_time(end.event)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     def stall(self, seconds: float) -> None:  # noqa: D102
         if self.type == "cuda":
@@ -308,11 +290,11 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Approximate cycles per second of a multiprocessor. An H100 or H200 has 1.98e9 at most, and fewer under load."""
+"""Approximate clock of a multiprocessor. An H100 or H200 has at most 1.98e9, and less under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
-    """Return pinned anonymous memory of the exact size. Torch's pinned allocator rounds up to powers of two."""
+    """Return pinned memory of exactly `size_bytes`. Torch's pinned allocator rounds up to powers of two."""
     buffer = torch.frombuffer(_map_host(size_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
@@ -322,8 +304,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
         limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
         raise StateError(
             f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit "
-            f"for pinned memory here is {limit}: raise it (`ulimit -l`) or the container's memory limit, or "
-            f"lower {_HOST_BUDGET}."
+            f"for pinned memory is {limit}. Increase it (`ulimit -l`) or the container's memory limit, or lower {_HOST_BUDGET}."
         )
 
     def free() -> None:
@@ -338,7 +319,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 def _map_host(size_bytes: int) -> mmap.mmap:
     """Return anonymous memory, with huge pages if available. Pages are allocated on first touch."""
     try:
-        # Private: the kernel treats shared memory as a file, which gets huge pages only by a separate setting.
+        # Private, since shared memory gets huge pages only by a separate kernel setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StateError(
@@ -356,7 +337,7 @@ _HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` o
 
 
 def _clear_last_error() -> None:
-    """Consume the error that the driver remembers with a kernel of our own. Otherwise the user's next kernel would raise it."""
+    """Consume the driver's last error. Otherwise the user's next kernel would raise it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
@@ -372,7 +353,5 @@ def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED
         return CpuDevice()
     device = AcceleratorDevice(host_memory=host_memory)
     if device.type != device_type:
-        raise StateError(
-            f"Device {device_type!r} was requested, but the accelerator here is {device.type!r}. Use {device.type!r}."
-        )
+        raise StateError(f"Device {device_type!r} was requested, but the accelerator is {device.type!r}. Use {device.type!r}.")
     return device

@@ -1,8 +1,7 @@
-"""Offload engine: decides what is offloaded and when, and serves autograd.
+"""Offload engine, which integrations hold and autograd calls through the hooks of regions.
 
-The engine handles tensors, groups, lanes and a device, and knows no framework. An integration constructs and holds an engine
-and opens regions. Autograd calls the engine through the regions' hooks. `keep_rules.py` decides which tensors stay on the
-device. `fgoffload.transfer_schedule` decides when bytes are reloaded. `transfers.py` copies and orders streams.
+`keep_rules.py` decides which tensors stay on the device, `fgoffload.transfer_schedule` when bytes are reloaded. `transfers.py`
+copies them and orders streams.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from fgoffload.engine.handles import (
     keep_tensor,
     wrap_like,
 )
-from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
+from fgoffload.engine.host_arena import HostArena
 from fgoffload.engine.host_budget import get_process_budget
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.keep_rules import KeepRules
@@ -57,8 +56,8 @@ class OffloadEngine:
         min_offloaded_numel: Elements. Storages with fewer saved elements stay on the device.
         min_offloaded_bytes: The same limit in bytes. Offloaded storages reach both.
         keep: The user's filter. A saved tensor stays on the device if it returns true.
-        host_budget_bytes: Limit of host memory. Engines of a process with None share one budget.
-        is_timed: Measures copies and waits, with a few more events per group. `finish_step` waits for them.
+        host_budget_bytes: Limit of host memory. All engines of a process with None share one default budget.
+        is_timed: Measures copies and waits with a few more events per group, for which `finish_step` waits.
     """
 
     def __init__(
@@ -79,15 +78,11 @@ class OffloadEngine:
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
         self.is_always_too_small = self._rules.is_always_too_small
-        """Returns whether a tensor stays on the device in any case, so that `save` is not needed."""
-        self.arena = HostArena(
-            device,
-            budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes,
-            min_part_bytes=MIN_PART_BYTES,
-        )
-        # Backward runs on autograd's own thread, and two models may train on two threads.
+        """Returns whether a tensor stays on the device in any case, so that it need not be passed to `save`."""
+        self.arena = HostArena(device, budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes)
+        # Backward runs on autograd's thread, and two models may train on two threads.
         self._lock = threading.RLock()
-        # Created before the transfers: a dropped engine then releases its host memory after its copies and before its buffers.
+        # Created before the transfers, so a dropped engine releases its host memory after its copies and before its buffers.
         self.staging = Staging(device, self.arena, self._lock)
         """Staging slots of captured graphs."""
         self.observers: list[ActivationLedger] = []
@@ -117,13 +112,13 @@ class OffloadEngine:
     # Regions, which an integration calls in forward.
 
     def begin_forward(self, lane: Lane) -> None:
-        """Note that forward begins in the new `lane`. It may reload tensors of the next backward meanwhile: `pass_order.py`."""
+        """Note that forward begins in the new `lane`. See `pass_order.py` for reloads of the next backward meanwhile."""
         if not is_inert():
             with self._lock:
                 self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, whose group joins `lane` at once. None if offload does nothing here."""
+        """Return a region for one run of `site`, whose group is at the end of `lane`. None if regions are inert here."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
@@ -141,35 +136,35 @@ class OffloadEngine:
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
         """Return a context whose saves join the group that owns their storage; the rest stay on the device.
 
-        Use it for ops between regions. For example, the rotary embedding saves query and key, which share a storage with the
-        value that core attention saves. An unwatched save would hold that storage, so offloading it would free nothing.
+        Use it for ops between regions. The rotary embedding, for example, saves query and key, which share a storage with the
+        value that core attention saves. Without `watch` these saves would keep the storage on the device.
         """
         return Saving(self, lane, None) if self._may_watch() else contextlib.nullcontext()
 
     def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
-        """Return a context as `watch` does, for a segment whose ops outside of regions share no storage with a region.
+        """Return a faster context than `watch`, for segments whose ops outside of regions share no storage with a region.
 
-        It only tracks the position of backward and the bytes it has released, at a fraction of the host time of `watch`.
+        It only tracks the position of backward and the bytes that backward releases.
         """
         return Following(self, lane) if self._may_watch() else contextlib.nullcontext()
 
     def _may_watch(self) -> bool:
         if is_inert():
             return False
-        self._prepare()  # here, since perhaps no region inside does it
+        self._prepare()
         return True
 
     def _prepare(self) -> None:
         if not self._captures_step and self.device.is_capturing():
             raise StateError(
-                "A CUDA graph is being captured, and a replay would not copy again. Capture without offload, or do not offload "
-                "the captured part."
+                "A CUDA graph is being captured, and its replays would copy nothing. Capture without offload, or exclude the "
+                "captured part from offload."
             )
         with self._lock:
             self.registry.forget_dropped()
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """Reload the next groups of `lane` once backward has left the segment without regions that begins with `tensor`."""
+        """Reload the next groups of `lane` when backward has left the segment that begins with `tensor` and has no regions."""
         if lane.groups and not is_inert():
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
 
@@ -182,9 +177,8 @@ class OffloadEngine:
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next.
 
-        Otherwise they would be freed just when backward needs them, and backward would wait for the reload. `window_bytes` may
-        stay in flight, and compute waits for the rest. So the loss, where memory peaks, finds the planned memory, however slow
-        copies are and however far the CPU is ahead.
+        Otherwise they would be freed just before backward needs them, and it would wait for the reload. With `window_bytes`,
+        compute waits until no more bytes are in flight, so that the loss, where memory peaks, has the planned memory.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
@@ -205,10 +199,10 @@ class OffloadEngine:
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
-        """Exclude the storages of `tensors` from offload, as long as they live.
+        """Exclude the storages of `tensors` from offload as long as they live.
 
-        As the `reason`, `REFERENCED` is for outputs of a captured graph. `RECOMPUTED` is for storages that a recompute empties
-        and refills in place: a copy made in between would be garbage at an unchanged version.
+        The `reason` is `REFERENCED` for outputs of a captured graph. It is `RECOMPUTED` for storages that a recompute empties
+        and refills in place, since a copy made in between would have wrong bytes at an unchanged version.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
@@ -233,7 +227,7 @@ class OffloadEngine:
                 self.execution.submit(group)
 
     def poll(self) -> None:
-        """Release the memory of finished copies, as every end of a group does. The host does not block."""
+        """Release the memory of finished copies, as each end of a group does too. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -251,7 +245,7 @@ class OffloadEngine:
     # Hooks, which autograd calls.
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
-        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if None."""
+        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if it is None."""
         local = find_local_tensor(tensor)
         if local is not None:
             return WrappedHandle(self.save(local, lane=lane, group=group), wrap_like(tensor))
@@ -278,9 +272,9 @@ class OffloadEngine:
             return keep_tensor(tensor, place)
 
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> FollowedHandle | KeptHandle:
-        """Return the handle for a tensor that autograd saves in a segment that is only followed.
+        """Return the handle for a tensor that autograd saves in a `follow` segment.
 
-        `seen` has the keys of storages saved earlier in that segment. Their handles keep these keys in use.
+        `seen` has the keys of storages saved earlier in the segment. Their handles keep these keys in use.
         """
         kept = keep_tensor(tensor, lane.place)
         with self._lock:
@@ -293,15 +287,13 @@ class OffloadEngine:
         return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
 
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
-        """Note that backward takes a storage of `size_bytes` in a followed segment."""
+        """Note that backward unpacks a storage of `size_bytes` in a `follow` segment."""
         with self._lock:
-            if lane.away and is_in_backward():
-                self.execution.execute(self._schedule.let_go(lane, size_bytes))
+            if lane.remaining and is_in_backward():
+                self.execution.execute(self._schedule.release(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return the saved tensor of `view`.
-
-        The first unpacked tensor of a group shows that backward has reached it, unless an end mark did.
+        """Return the saved tensor of `view`. The first unpacked tensor of a group shows that backward has reached it.
 
         Streams:
             The current stream waits for the copy to the device, if there is one. The host does not block.
@@ -334,7 +326,6 @@ class OffloadEngine:
         """
         with self._lock:
             self._transfers.close()
-            self._transfers.forget_streams()
             self.arena.forget_reads()
         self._captures_step = True
         try:
@@ -342,9 +333,9 @@ class OffloadEngine:
         finally:
             self._captures_step = False
             with self._lock:
-                self.arena.forget_reads()  # they have events of the graph, which nothing outside of it may wait for
+                self.arena.forget_reads()  # nothing outside of the graph may wait for its events
 
-    # The life of an engine.
+    # Statistics and end.
 
     def finish_step(self) -> StepStats:
         """Return the statistics since the last call, and reset them.
@@ -386,12 +377,12 @@ class OffloadEngine:
     def close(self) -> None:
         """Release all memory. The host blocks until copies in flight are done.
 
-        Memory that a graph still needs stays on the host and is freed with graph and engine. It never raises here.
+        Memory that an autograd graph still needs is freed with that graph and the engine.
         """
         with self._lock:
-            self.execution.held.clear()  # they stay on the device
+            self.execution.held.clear()
             self._transfers.close()
             if self.arena.used_bytes:
-                logger.warning("a graph still needs %s on the host: they stay there", format_bytes(self.arena.used_bytes))
+                logger.warning("an autograd graph still needs %s of host memory", format_bytes(self.arena.used_bytes))
             else:
                 self.arena.close()

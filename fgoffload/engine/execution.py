@@ -1,4 +1,4 @@
-"""Executes the transfer schedule: offloads ended groups, cancels copies to the host, and starts copies to the device."""
+"""Executes the transfer schedule: offloads ended groups, cancels offloads, and reloads storages."""
 
 import dataclasses
 import logging
@@ -22,7 +22,7 @@ from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.stats import Counters, KeptReason, TagStats
 from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
-from fgoffload.transfer_schedule import CallBack, GroupState, SavedState, TransferSchedule
+from fgoffload.transfer_schedule import GroupState, ReloadDecision, SavedState, TransferSchedule
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Execution:
-    """Executes the decisions of `schedule` by `transfers`. Called under the engine's lock."""
+    """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
 
     arena: HostArena  # before the transfers, see `OffloadEngine.staging`
     device: Device
@@ -68,7 +68,7 @@ class Execution:
             Queues copies on the device-to-host stream, after the work queued on the compute streams. If too many bytes are in
             flight, the compute streams wait for the oldest copies. The host does not block.
         """
-        self.transfers.poll()  # before the new copies, which cannot be done yet: a query costs as much as a wait
+        self.transfers.poll()  # before the new copies, which cannot be done yet
         leaving: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
@@ -91,7 +91,6 @@ class Execution:
         self.execute(self.schedule.look_ahead())
 
     def _must_wait(self, stats: TagStats) -> bool:
-        """Return whether compute must wait for the oldest copy to the host, after a group of the tag of `stats`."""
         if self.schedule.policy.must_wait(in_flight_bytes=self.transfers.in_flight_bytes):
             return True
         return self.most_in_flight is not None and self.transfers.count_in_flight(stats) > self.most_in_flight
@@ -104,7 +103,7 @@ class Execution:
             return None
         if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
-            return None  # no error yet: only a backward that takes it raises
+            return None  # only a backward that needs it raises
         if saved.storage.key in group.filtered:  # filtered after it was saved
             for view in saved.views:
                 group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
@@ -133,14 +132,14 @@ class Execution:
     def leave(self, lane: Lane, position: int) -> None:
         """Drop the tensors that backward no longer needs, since it has left the groups from `position` on."""
         for group in lane.leave(position):
-            # Tensors that a retained graph still needs stay on the host only, once no earlier group needs them.
+            # A retained graph may still need them. Their host blocks keep the bytes.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self.transfers.drop_reloaded(saved)
         self.transfers.poll()
 
     def _drop_untaken(self, groups: Iterable[Group]) -> None:
-        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has taken them."""
+        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has used them."""
         for group in groups:
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.reload is not None and not saved.reload.taken_on:
@@ -151,44 +150,44 @@ class Execution:
         if saved.fault is not None:
             raise StateError(saved.fault)
         if group is None:
-            if lane.away and is_in_backward():
-                is_let_go = not saved.is_let_go and saved.state is SavedState.RESIDENT
-                saved.is_let_go = saved.is_let_go or is_let_go
-                self.execute(self.schedule.let_go(lane, saved.size_bytes if is_let_go else 0))
+            if lane.remaining and is_in_backward():
+                is_released = not saved.is_released and saved.state is SavedState.RESIDENT
+                saved.is_released = saved.is_released or is_released
+                self.execute(self.schedule.release(lane, saved.size_bytes if is_released else 0))
         elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
-            # While the copy to the host is queued, the storage is still there. It is freed only after a wait for that copy.
+            # During the copy to the host the storage is still there. It is freed only after a wait for that copy.
             saved.check_unchanged("backward took it", view)
             if saved.state is SavedState.OFFLOADING:
-                saved.streams.add(self.device.current_stream())  # this stream reads it, and perhaps did not save it
+                saved.streams.add(self.device.current_stream())  # this stream reads it
             return saved.get_alias(view)
         if saved.state is SavedState.OFFLOADED:
             saved.stats.prefetch_misses += 1
             self._reload({saved: saved.place})
         return self.transfers.take(saved, view)
 
-    def execute(self, decisions: Iterable[CallBack[Group, SavedStorage]]) -> None:
+    def execute(self, decisions: Iterable[ReloadDecision[Group, SavedStorage]]) -> None:
         """Cancel the offload of storages that are still on the device, and reload the others."""
         for decision in decisions:
             for saved in decision.cancelled:
                 saved.stats.recalled_bytes += saved.moved_bytes
                 saved.recall()
-            away = decision.reloaded
-            if decision.is_late and away:
-                next(iter(away.values())).stats.prefetch_misses += len(away)
+            storages = decision.reloaded
+            if decision.is_late and storages:
+                next(iter(storages.values())).stats.prefetch_misses += len(storages)
             if logger.isEnabledFor(logging.DEBUG):
-                for group in dict.fromkeys(away.values()):
+                for group in dict.fromkeys(storages.values()):
                     logger.debug("reloading group %d of %d: %s", group.position + 1, len(decision.lane.groups), group.place)
-            if away:
-                self._reload({saved: group.place for saved, group in away.items()})
+            if storages:
+                self._reload({saved: group.place for saved, group in storages.items()})
 
-    def _reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Reload the storages `away`, which are on the host only, in this order, each with the place of its group."""
-        for saved in away:
+    def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
+        """Reload `storages`, which are on the host only, in order. Each has the place of its group."""
+        for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)
-        self.transfers.reload(away)
+        self.transfers.reload(storages)
         if logger.isEnabledFor(logging.DEBUG):
-            for saved, place in away.items():
+            for saved, place in storages.items():
                 logger.debug("reload %s: %s", place, format_bytes(saved.moved_bytes))

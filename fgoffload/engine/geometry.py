@@ -1,4 +1,4 @@
-"""Locates tensors in their storages, in bytes, and packs and rebuilds them."""
+"""Describes where tensors lie in their storages, and packs and rebuilds them."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT_BYTES = 512
-"""Alignment in bytes of a copied range in its storage. A kernel may take another path for another alignment and differ in the
-last bit. torch's device allocator aligns blocks to 512 bytes, so a reloaded tensor keeps its alignment."""
+"""Bytes to which the start of a copied range is aligned, as torch's device allocator aligns blocks. A reloaded tensor with
+another alignment could use another kernel, whose results differ in the last bit."""
 
 
 class View(NamedTuple):
@@ -21,7 +21,7 @@ class View(NamedTuple):
     start: int
     """Bytes from the start of the storage."""
     end: int
-    """Bytes from the start of the storage to the end of the last byte that the view can reach."""
+    """Bytes from the start of the storage to the end of the view's last byte."""
     dense_bytes: int
     """Bytes of the view's elements when packed. Elements of an expanded dimension count once."""
     covered_bytes: int
@@ -30,7 +30,7 @@ class View(NamedTuple):
     """Whether the elements lie in order and without gaps. A dimension of size 1 may have any stride."""
 
     def covers(self, other: "View") -> bool:
-        """Return whether this view reaches every byte that `other` can reach, judged by start and end."""
+        """Return whether this view has no gaps and covers `other` from start to end."""
         return self.dense_bytes == self.end - self.start and self.start <= other.start and other.end <= self.end
 
 
@@ -56,28 +56,27 @@ def _make_view(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], of
 def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the contiguous `tensor` as uint8 `[n]`, without a copy."""
     start = int(tensor.storage_offset()) * tensor.element_size()
-    return get_stretch(tensor, start=start, end=start + tensor.numel() * tensor.element_size())
+    return get_byte_range(tensor, start=start, end=start + tensor.numel() * tensor.element_size())
 
 
-def get_stretch(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
+def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
     """Return a range of the bytes of the storage of `tensor` as uint8 `[end - start]`, without a copy."""
-    stretch = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return stretch.set_(tensor.untyped_storage(), start, (end - start,), (1,))
+    target = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return target.set_(tensor.untyped_storage(), start, (end - start,), (1,))
 
 
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
-    """Return the tensor that `view` describes, over a copy of its storage's bytes.
+    """Return the tensor that `view` describes, over `buffer`, a copy of its storage's bytes.
 
-    All tensors rebuilt over one buffer share one version counter, as views of one storage do. The buffer is contiguous, of any
-    type, and at the start of its own storage. `buffer_start`, its offset in bytes in the copied storage, is a multiple of
-    `ALIGNMENT_BYTES`.
+    Tensors over one buffer share its version counter, as views of one storage do. `buffer` is contiguous, of any type, and at
+    the start of its own storage. `buffer_start`, its offset in bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.
     """
     itemsize = view.dtype.itemsize
     offset = (view.start - buffer_start) // itemsize
     if view.dtype is not buffer.dtype:
         octets = buffer.as_strided((buffer.nbytes // buffer.itemsize,), (1,)).view(torch.uint8)
         buffer = octets[: buffer.nbytes // itemsize * itemsize].view(view.dtype)
-    # Detached, so that the tensor that autograd gets has no base of another type.
+    # Detached, so that the tensor has no base of another type.
     return buffer.as_strided(view.size, view.stride, offset).detach()
 
 
@@ -87,7 +86,7 @@ def get_gathered_bytes(views: Sequence[View]) -> int:
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return distinct `views` in packing order if they pack into less than half of their `size_bytes`, otherwise none."""
+    """Return distinct `views` in packing order if they take less than half of `size_bytes`, otherwise none."""
     packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
     return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 
@@ -101,23 +100,22 @@ def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> 
         values.copy_(_look(view, tensor, start=0))
 
 
-def scatter(views: Sequence[View], dense: torch.Tensor, stretch: torch.Tensor, *, stretch_start: int) -> None:
+def scatter(views: Sequence[View], dense: torch.Tensor, target: torch.Tensor, *, target_start: int) -> None:
     """Unpack the views that `gather` packed, on the current stream. The bytes in between stay unchanged.
 
-    All views lie in `stretch`, uint8 `[n]`, which begins at byte `stretch_start` of the saved storage.
+    All views lie in `target`, uint8 `[n]`, which begins at byte `target_start` of the saved storage.
     """
     for view, values in _pair(views, dense):
-        _look(view, stretch, start=stretch_start).copy_(values)
+        _look(view, target, start=target_start).copy_(values)
 
 
 def _look(view: View, tensor: torch.Tensor, *, start: int) -> torch.Tensor:
-    """Return `view` over the storage of `tensor`, which begins at byte `start` of the saved storage."""
     offset = (view.start - start) // view.dtype.itemsize
     return torch.empty(0, dtype=view.dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, view.size, view.stride)
 
 
 def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, torch.Tensor]]:
-    """Yield each view without repeated elements, and the contiguous tensor of its values in `dense`."""
+    """Yield each view, without repeated elements, and its values in `dense`."""
     offset = 0
     for view in map(_reduce, views):
         yield view, dense[offset : offset + view.dense_bytes].view(view.dtype).view(view.size)
@@ -125,7 +123,7 @@ def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, to
 
 
 def _reduce(view: View) -> View:
-    """Return `view` with expanded dimensions of size 1 and bools as bytes, so that it has each byte once and unchanged."""
+    """Return `view` with expanded dimensions of size 1 and bools as bytes, so that it has each byte once."""
     size = torch.Size(n if step else min(n, 1) for n, step in zip(view.size, view.stride, strict=True))
     return view._replace(size=size, dtype=torch.uint8 if view.dtype is torch.bool else view.dtype)
 

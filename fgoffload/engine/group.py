@@ -18,7 +18,7 @@ class Group(ScheduledGroup):
 
     __slots__ = (
         "__weakref__", "_kept", "_passed", "_saved", "filtered", "moved_bytes", "passed_bytes", "passed_tensors", "place",
-        "saved_tensors", "site", "stats",
+        "saved_tensors", "stats",
     )  # fmt: skip
 
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
@@ -29,8 +29,6 @@ class Group(ScheduledGroup):
         """Statistics of the site's tag."""
         self.moved_bytes = 0
         """Bytes offloaded with this group."""
-        self.site: Site | None = None
-        """Site, set if each run saves the same tensors in the same order. Then one run predicts the next."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """Bytes counted by `count_kept`, by storage key and by address and size of the tensor."""
         self.filtered: set[int] = set()
@@ -38,7 +36,7 @@ class Group(ScheduledGroup):
         self.saved_tensors = 0
         """Number of tensors saved through the engine."""
         self.passed_tensors = 0
-        """Number of tensors saved past the engine, since they are never offloaded. The tag counts them when the group ends."""
+        """Number of saved tensors that are never offloaded, so they skip the engine. Added to the tag when the group ends."""
         self.passed_bytes = 0
         """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
@@ -48,10 +46,10 @@ class Group(ScheduledGroup):
     def add(self, saved: SavedStorage) -> None:
         """Offload `saved` with this group."""
         if self.state is GroupState.SAVING:
-            self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: What owns what]
+            self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count `tensor`, which stays on the device. Each tensor counts once, and a storage counts at most its size."""
+        """Count `tensor`, which stays on the device. Each tensor counts once, and a storage at most its size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
@@ -80,7 +78,7 @@ class Group(ScheduledGroup):
         return living
 
     def spend(self) -> None:
-        """Mark the group as passed by backward. From now on only autograd decides how long its tensors are needed."""
+        """Note that backward has left the group. From now on only autograd decides how long its tensors are needed."""
         if self.state is GroupState.SUBMITTED:
             for saved in self.list_saved():
                 saved.uses -= 1
@@ -105,7 +103,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.number = -1
         """Number of forwards before this one in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()
-        """Keys of storages with a tensor that the user's filter kept. They stay whole, since moving the rest frees nothing."""
+        """Keys of storages with a tensor that the user's filter kept. Offloading their other tensors would free nothing."""
 
     def add(self, site: Site, stats: TagStats) -> Group:
         """Append a new group of `site` and return it. `stats` are the statistics of its tag."""
@@ -114,7 +112,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.open(group)
         return group
 
-    def list_away(self, group: int) -> list[SavedStorage]:
+    def list_remaining(self, group: int) -> list[SavedStorage]:
         """Return the storages of a group to reload, or to cancel the offload of, that autograd still needs."""
         return self.groups[group].list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
 
@@ -122,6 +120,6 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         """Return whether `saved` is on the host only."""
         return saved.state is SavedState.OFFLOADED
 
-    def count_bytes(self, away: Iterable[SavedStorage]) -> int:
-        """Return the bytes to copy for `away`."""
-        return sum([saved.moved_bytes for saved in away])
+    def count_bytes(self, remaining: Iterable[SavedStorage]) -> int:
+        """Return the bytes to copy for `remaining`."""
+        return sum([saved.moved_bytes for saved in remaining])

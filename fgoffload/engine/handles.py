@@ -1,11 +1,11 @@
 """Handles that autograd holds in place of saved tensors and unpacks later.
 
-[Note: Which tensor is handed back]
-While the bytes are on the device, the handle of a saved tensor that requires no gradient returns the very object that was
-saved, with its Python attributes, as plain torch does. Autograd may take over an otherwise unreferenced tensor as a gradient,
-and it counts references to the object. For the same reason all who take the same view of a reloaded storage get one object. A
-saved tensor that requires a gradient is held detached, since its graph could close a reference cycle. Torch wraps it in a new
-object in any case, see [Note: A gradient that is a saved tensor].
+[Note: Unpacked tensors]
+While the bytes are on the device, the handle of a saved tensor that requires no gradient returns the saved object itself, with
+its Python attributes, as plain torch does. Autograd may reuse a tensor as a gradient if its object has no other reference. For
+the same reason, every unpack of one view of a reloaded storage returns one object. A saved tensor that requires a gradient is
+held detached, since its graph could close a reference cycle. Torch wraps it in a new object anyway, see [Note: A gradient that
+is a saved tensor].
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Handle:
         lane: "Lane",
         group: "Group | None",
     ) -> None:
-        # See [Note: Which tensor is handed back].
+        # See [Note: Unpacked tensors].
         self._origin = None if tensor.requires_grad else weakref.ref(tensor)
         self._attributes = None if tensor.requires_grad else tensor.__dict__ or None
         self._engine = engine
@@ -67,13 +67,13 @@ class Handle:
             if origin is not None and self._saved.state in ON_DEVICE:
                 return origin
             if self._attributes and taken is not origin:
-                taken = taken.clone()  # other handles return the same object without these attributes
+                taken = taken.clone()  # other handles return this object, without the attributes
                 taken.__dict__.update(self._attributes)
         return taken
 
 
 class WrappedHandle:
-    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` returns an inner tensor in the subclass."""
+    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` rebuilds the subclass around an inner tensor."""
 
     __slots__ = ("_inner", "_wrap", "place")
 
@@ -102,16 +102,16 @@ class KeptHandle:
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd. Raises `StateError` if it was changed in place or its storage was resized."""
         tensor, nbytes = self.tensor, self.nbytes
-        # Checked here for speed, since this runs for every weight of every step. `find_change` checks again for the message.
+        # Checked here for speed. `find_change` checks again for the message.
         if get_version(tensor) != self.version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
             raise StateError(find_change(tensor, version=self.version, nbytes=nbytes, place=self.place, act="backward took it"))
         return tensor
 
 
 class FollowedHandle:
-    """Handle of a saved tensor that stays on the device and shows the position of backward.
+    """Handle of a saved tensor that stays on the device and tells the engine when backward unpacks it.
 
-    It tells the engine when backward takes the tensor. `size_bytes` is its whole storage, which no other such handle counts.
+    `size_bytes` are the bytes of its storage, counted by only one handle.
     """
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")
@@ -125,7 +125,7 @@ class FollowedHandle:
 
     def take(self) -> torch.Tensor:
         """Return the tensor for autograd. Raises as `KeptHandle.take` does."""
-        size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases nothing more
+        size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases no more
         self._engine.follow_backward(self._lane, size_bytes)
         return self._kept.take()
 
@@ -135,19 +135,16 @@ Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
 
 
 def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
-    """Return a handle for a tensor of any kind, saved at `place`, that stays on the device.
-
-    See [Note: Which tensor is handed back].
-    """
+    """Return a handle for a tensor of any kind that stays on the device. See [Note: Unpacked tensors]."""
     version = get_version(tensor)
     if is_of_leaf(tensor):
-        return KeptHandle(tensor, version, None, place)  # as torch does: a leaf has no graph, and its data may be replaced
+        return KeptHandle(tensor, version, None, place)  # a leaf has no graph, and its data may be replaced
     kept = tensor.detach() if tensor.requires_grad else tensor
     if type(tensor) is not torch.Tensor or not has_bytes(tensor):
         return KeptHandle(kept, version, None, place)
     nbytes = tensor.untyped_storage().nbytes()
     if nbytes and tensor.numel() == 0:
-        # An expert without tokens saves an empty slice of all experts' tokens. The slice would keep that storage alive.
+        # An expert without tokens saves an empty slice of all experts' tokens, which would keep their storage alive.
         kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return KeptHandle(kept, get_version(kept), None, place)
     return KeptHandle(kept, version, nbytes, place)

@@ -1,27 +1,24 @@
 """Allocates host memory for offloaded storages, from slabs within a budget.
 
 [Note: A host block that is still read]
-A block returns to the arena when its last handle dies. The copy to the device that reads the block may be
-only queued then. So a free range keeps that copy's event, and the next writer waits for it. A copy to the
-host that still writes the range needs no event: those copies run in order on one stream.
+A block returns to the arena when its last reference dies. A copy to the device may still have to read it then. So a free range
+keeps that copy's event, and the next writer waits for it. A copy to the host that still writes the range needs no event, since
+those copies run in order on one stream.
 
 [Note: A block of several parts]
-Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous
-block cannot span two slabs. With the varying shapes of mixture-of-experts routing, slightly larger blocks would not fit into
-the rest of each slab: over thousands of steps, a fifth to a half of the reserved memory is never used (simulated). So a block
-that fits into no free range takes several ranges, the largest first, and only the missing bytes are reserved. The price is one
-copy for each part.
+Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous block cannot span two slabs. With
+the varying shapes of mixture-of-experts routing, a fifth to a half of the reserved memory would stay unused (simulated). So a
+block that fits into no free range takes several, the largest first, and only the missing bytes are reserved. Each part needs
+its own copy.
 
 [Note: Returned blocks]
-Most steps request the same sizes in the same order, and a search costs several times the CPU time of a
-copy. So a returned block is cached unchanged for the next request of its size. Only if there is no such block, all cached
-blocks are joined to the free ranges and searched. Cached blocks keep their tensor views, since most steps also request the
-same types and sizes.
+Most steps request the same sizes in the same order, and a search costs several times the CPU time of a copy. So a returned
+block is cached for the next request of its size. If there is no such block, all cached blocks are joined to the free ranges,
+which are then searched.
 
 [Note: Interrupted arenas]
-Ctrl-C may occur between any two lines. So a block is returned by a weak reference that appends
-itself to a queue, without Python code that could be skipped. After an exception, the free ranges are rebuilt from all memory
-that no living block has.
+Ctrl-C may occur between any two lines. So a weak reference returns a block by appending itself to a queue, without Python code
+that could be skipped. After an exception, the free ranges are rebuilt from all memory that no living block has.
 """
 
 import bisect
@@ -36,15 +33,14 @@ from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
 MAX_SLAB_BYTES = 256 * MIB
-"""Bytes. Pinning takes 0.34 s per GiB with huge pages and 0.67 s without (measured, H100 hosts), so slabs are small enough
-for one step."""
+"""Bytes. Pinning takes 0.34 s per GiB with huge pages and 0.67 s without (H100 hosts), so a larger slab would stall a step."""
 
 MIN_SLAB_BYTES = 4 * MIB
 """Bytes. A smaller slab is not worth a driver call."""
 
 GROWTH_FRACTION = 1 / 16
-"""Size of a new slab as a fraction of the reserved memory, within the two sizes above. It is larger if more bytes are missing.
-So less than 1/17 of the memory is unused, for any model."""
+"""Size of a new slab as a fraction of the reserved memory, within the sizes above and if no more bytes are missing. So less
+than 1/17 of the memory is unused."""
 
 MIN_PART_BYTES = 4 * MIB
 """Bytes. At 50 GB/s a copy of this size takes 84 us, several times the CPU time to queue it."""
@@ -55,21 +51,17 @@ class HostBudget:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
-        self._arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
-
-    def add(self, arena: "HostArena") -> None:
-        """Share this budget with `arena` too, as long as it lives."""
-        self._arenas.add(arena)
+        self.arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that no arena has taken."""
-        return self.total_bytes - sum(arena.reserved_bytes for arena in self._arenas)
+        """Bytes that no arena has reserved."""
+        return self.total_bytes - sum(arena.reserved_bytes for arena in self.arenas)
 
     @property
     def part_bytes(self) -> int:
         """Bytes of an equal share for each arena."""
-        return self.total_bytes // max(1, len(self._arenas))
+        return self.total_bytes // max(1, len(self.arenas))
 
 
 class HostArena:
@@ -79,17 +71,22 @@ class HostArena:
 
     Args:
         device: Device that allocates the slabs.
-        budget: Limit of bytes of all slabs. A plain number gives the arena its own budget.
+        budget: Limit for the bytes of all slabs. An int is a budget that no other arena shares.
         slab_bytes: Maximum bytes of a slab, unless one block needs more.
-        min_part_bytes: Minimum bytes of a block's part, except the last. None never splits blocks.
+        min_part_bytes: Minimum bytes of a block's part, except the last.
     """
 
     def __init__(
-        self, device: Device, *, budget: HostBudget | int, slab_bytes: int = MAX_SLAB_BYTES, min_part_bytes: int | None = None
+        self,
+        device: Device,
+        *,
+        budget: HostBudget | int,
+        slab_bytes: int = MAX_SLAB_BYTES,
+        min_part_bytes: int = MIN_PART_BYTES,
     ) -> None:
         self._device = device
         self._budget = HostBudget(budget) if isinstance(budget, int) else budget
-        self._budget.add(self)
+        self._budget.arenas.add(self)
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
@@ -97,7 +94,7 @@ class HostArena:
         """Blocks in use and blocks in `_returned`, by id."""
         self._returned: collections.deque[LentBlock] = collections.deque()
         """Returned blocks that are not cached yet."""
-        self._aside: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
+        self._cached: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
         """Cached returned blocks, by size. See [Note: Returned blocks]."""
         # The same free ranges, indexed by size for the best fit and by either end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
@@ -109,7 +106,7 @@ class HostArena:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of an equal share of the budget for each of its arenas. One arena may take more while others take less."""
+        """Equal share of the budget for each of its arenas. An arena may use more while others use less."""
         return self._budget.part_bytes
 
     @property
@@ -121,33 +118,31 @@ class HostArena:
     def used_bytes(self) -> int:
         """Bytes in use, alignment included."""
         try:
-            self._put_aside()
+            self._cache_returned()
         except BaseException:
-            self._mend()
+            self._rebuild()
             raise
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Return a block of `size_bytes`, or None if the budget is used up. It is in use until its last reference dies."""
+        """Return a block of `size_bytes`, in use until its last reference dies. Return None if the budget is used up."""
         try:
-            self._put_aside()
-            found = self._find_aside(size_bytes) or self._find_free(size_bytes)
+            self._cache_returned()
+            found = self._find_cached(size_bytes) or self._find_free(size_bytes)
             return None if found is None else self._lend(*found)
         except BaseException:
-            self._mend()
+            self._rebuild()
             raise
 
-    def _find_aside(self, size_bytes: int) -> tuple[BlockPlace, Sequence[Event]] | None:
-        aside = self._aside.get(size_bytes)
-        if not aside:
+    def _find_cached(self, size_bytes: int) -> tuple[BlockPlace, Sequence[Event]] | None:
+        cached = self._cached.get(size_bytes)
+        if not cached:
             return None
-        place, reads = aside[-1]
-        reads = self._list_unfinished(reads) if reads else reads
-        aside.pop()
-        return place, reads
+        place, reads = cached.pop()
+        return place, self._list_unfinished(reads)
 
     def _find_free(self, size_bytes: int) -> tuple[BlockPlace, Sequence[Event]] | None:
-        self._join_aside()
+        self._join_cached()
         needed_bytes = round_up(max(1, size_bytes))
         chosen, missing_bytes = self._choose(needed_bytes)
         if missing_bytes:
@@ -173,13 +168,11 @@ class HostArena:
             self.peak_bytes = self._used_bytes
         return block
 
-    def _mend(self) -> None:
+    def _rebuild(self) -> None:
         """Rebuild the free ranges after an exception interrupted a change. See [Note: Interrupted arenas]."""
-        if self._is_whole():
-            return
         reads = [self._device.record_event(self._device.h2d_stream)]  # every earlier read is done before this event
-        for books in (self._aside, self._by_size, self._by_start, self._by_end):
-            books.clear()
+        for index in (self._cached, self._by_size, self._by_start, self._by_end):
+            index.clear()
         taken = sorted((part.slab, part.start, part.end) for lent in self._lent.values() for part in lent.place.ranges)
         for slab, memory in enumerate(self._slabs):
             start, end = 0, memory.buffer.numel()
@@ -189,53 +182,41 @@ class HostArena:
                 start = taken_end
         self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
 
-    def _is_whole(self) -> bool:
-        """Return whether every byte is in use, cached or free, and the counts agree."""
-        free_bytes = sum(size_bytes for size_bytes, _, _ in self._by_size)
-        aside_bytes = sum(place.used_bytes for aside in self._aside.values() for place, _ in aside)
-        lent_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
-        return (
-            lent_bytes == self._used_bytes
-            and free_bytes + aside_bytes + lent_bytes == self.reserved_bytes
-            and len(self._by_size) == len(self._by_start) == len(self._by_end)
-        )
-
     def forget_reads(self) -> None:
-        """Drop the events of all reads, so that no writer waits for them. All of these copies, or their graphs, are done."""
-        self._put_aside()
+        """Drop the events of all reads, so that no writer waits for them. The reads, or their graphs, must be done."""
+        self._cache_returned()
         for free in self._by_start.values():
             free.reads = []
-        for aside in self._aside.values():
-            aside[:] = [(place, ()) for place, _ in aside]
+        for cached in self._cached.values():
+            cached[:] = [(place, ()) for place, _ in cached]
 
     def close(self) -> None:
-        """Release all slabs. No block may be in use and no copy in flight."""
+        """Release all slabs. No block may be in use and no copy to the host in flight."""
         if self.used_bytes:
             raise InternalError(f"The host arena was closed with {self._used_bytes} bytes in use.")
-        self._join_aside()
+        self._join_cached()
         for free in self._by_start.values():
             for event in free.reads:
-                # The pages are unmapped next. A copy that still reads them would read whatever is mapped there later.
+                # The pages are unmapped next, and a copy may still read them.
                 self._device.synchronize(event)
         for slab in self._slabs:
             slab.close()
-        for books in (self._slabs, self._by_size, self._by_start, self._by_end):
-            books.clear()
+        for index in (self._slabs, self._by_size, self._by_start, self._by_end):
+            index.clear()
 
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Return free ranges for a block, and the number of bytes that do not fit into them.
 
-        Choose the smallest range that holds the block. Otherwise choose the largest, then the smallest that holds the rest.
+        The smallest range that holds the block is best. Otherwise take the largest, then the smallest that holds the rest.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)
-        min_part_bytes = needed_bytes if self._min_part_bytes is None else self._min_part_bytes
         while True:
             index = bisect.bisect_left(self._by_size, (needed_bytes, -1, -1), hi=end)
             is_last = index < end
             if not is_last:
                 index = end = end - 1
-                if index < 0 or self._by_size[index][0] < min_part_bytes:
+                if index < 0 or self._by_size[index][0] < self._min_part_bytes:
                     return chosen, needed_bytes
             size_bytes, slab, start = self._by_size[index]
             chosen.append(self._by_start[slab, start])
@@ -245,62 +226,51 @@ class HostArena:
 
     def _take(self, chosen: list[FreeRange], needed_bytes: int) -> list[FreeRange]:
         """Remove the first `needed_bytes` of `chosen` from the free ranges, and return them."""
-        for free in chosen:
-            free.reads = self._list_unfinished(free.reads)
         taken = []
         for free in chosen:
             self._remove(free)
-            end = min(free.end, free.start + needed_bytes)
-            taken.append(FreeRange(free.slab, free.start, end, free.reads))
+            end, reads = min(free.end, free.start + needed_bytes), self._list_unfinished(free.reads)
+            taken.append(FreeRange(free.slab, free.start, end, reads))
             if end < free.end:
-                self._add(FreeRange(free.slab, end, free.end, free.reads))
+                self._add(FreeRange(free.slab, end, free.end, reads))
             needed_bytes -= end - free.start
         return taken
 
     def _grow(self, missing_bytes: int) -> bool:
         if self._device.is_capturing():
             return False  # the driver pins no memory during a capture
-        reserved_bytes = self.reserved_bytes
         left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
             return False
-        step_bytes = self._slab_bytes
-        if self._min_part_bytes is not None:
-            step_bytes = min(step_bytes, max(MIN_SLAB_BYTES, round_up(int(reserved_bytes * GROWTH_FRACTION))))
+        step_bytes = min(self._slab_bytes, max(MIN_SLAB_BYTES, round_up(int(self.reserved_bytes * GROWTH_FRACTION))))
         size_bytes = min(max(missing_bytes, step_bytes), left_bytes)
         with as_normal_tensors():
             self._slabs.append(self._device.allocate_host(size_bytes))
         self._add(FreeRange(len(self._slabs) - 1, 0, size_bytes, []))
         return True
 
-    def _put_aside(self) -> None:
+    def _cache_returned(self) -> None:
         while self._returned:
             lent = self._returned[0]
             if id(lent) in self._lent:  # else an exception interrupted this loop after the block was cached
                 place = lent.place
                 reads = lent.reads if place.last_read is None else (*lent.reads, place.last_read)
-                self._aside.setdefault(place.size_bytes, []).append((place, reads))
+                self._cached.setdefault(place.size_bytes, []).append((place, reads))
                 self._used_bytes -= place.used_bytes
                 del self._lent[id(lent)]
             self._returned.popleft()
 
-    def _join_aside(self) -> None:
-        """Join all cached blocks to the free ranges."""
-        # Query the device first: an exception must not lose a range.
+    def _join_cached(self) -> None:
         for free in self._by_start.values():
-            if free.reads:
-                free.reads = self._list_unfinished(free.reads)
-        for aside in self._aside.values():
-            while aside:
-                place, reads = aside[-1]
+            free.reads = self._list_unfinished(free.reads)
+        for cached in self._cached.values():
+            for place, reads in cached:
                 unfinished = self._list_unfinished(reads)
-                aside.pop()
                 for taken in place.ranges:
                     self._join(FreeRange(taken.slab, taken.start, taken.end, unfinished))
-        self._aside.clear()
+        self._cached.clear()
 
     def _join(self, free: FreeRange) -> None:
-        """Join `free` with its neighbours."""
         neighbours = (self._by_end.get((free.slab, free.start)), self._by_start.get((free.slab, free.end)))
         joined = [free, *(neighbour for neighbour in neighbours if neighbour is not None)]
         for neighbour in joined[1:]:
@@ -323,5 +293,5 @@ class HostArena:
 
 
 def _unite(reads: Iterable[Sequence[Event]]) -> Sequence[Event]:
-    """Return the distinct events of `reads`. Parts of a split range share events."""
+    """Return the distinct events of `reads`."""
     return list({id(event): event for events in reads for event in events}.values())

@@ -1,7 +1,4 @@
-"""Block of host memory for one offloaded storage: its location in the arena's slabs, and the copies that use it.
-
-The notes cited here are in `host_arena.py`.
-"""
+"""Block of host memory for one offloaded storage. The notes cited here are in `host_arena.py`."""
 
 import dataclasses
 import weakref
@@ -9,11 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fgoffload.engine.device import Event, as_normal_tensors
+from fgoffload.engine.device import Event
 from fgoffload.engine.geometry import get_bytes
-
-MAX_LOOKS = 8
-"""Maximum number of cached views of one block. In training, tensors of one byte size have two or three types and shapes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,8 +36,6 @@ class BlockPlace:
     parts: tuple[torch.Tensor, ...]
     last_read: Event | None = None
     """Event after the last copy to the device that reads this block."""
-    looks: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Contiguous tensors over the block's only part, by type and size. See [Note: Returned blocks]."""
 
 
 class HostBlock:
@@ -60,29 +52,21 @@ class HostBlock:
         """Events after which the block may be written. See [Note: A host block that is still read]."""
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part of the block, and the range of the contiguous `tensor` to copy to or from it, as the same type."""
-        place = self.place
-        if len(place.parts) == 1:
-            dtype, size = tensor.dtype, tensor.size()
-            look = place.looks.get((dtype, size))
-            if look is None:
-                if len(place.looks) >= MAX_LOOKS:
-                    place.looks.clear()
-                with as_normal_tensors():
-                    look = place.looks[dtype, size] = place.parts[0].view(dtype).view(size)
-            return ((look, tensor),)
-        stretches = torch.split(get_bytes(tensor), [part.numel() for part in place.parts])
-        return tuple(zip(place.parts, stretches, strict=True))
+        """Return each part of the block with the range of the contiguous `tensor` to copy to or from it, in the same type."""
+        if len(self.parts) == 1:
+            return ((self.parts[0].view(tensor.dtype).view(tensor.size()), tensor),)
+        ranges = torch.split(get_bytes(tensor), [part.numel() for part in self.parts])
+        return tuple(zip(self.parts, ranges, strict=True))
 
 
 class LentBlock(weakref.ref[HostBlock]):
-    """Weak reference to a block in use. When the block's last reference dies, this is appended to the arena's queue.
+    """Weak reference to a block in use. When the block dies, on any thread, this is appended to the arena's queue.
 
-    That may occur on any thread at any time, even inside the arena's own code. See [Note: Interrupted arenas].
+    See [Note: Interrupted arenas].
     """
 
     __slots__ = ("place", "reads")
 
     place: BlockPlace
     reads: Sequence[Event]
-    """Events of reads before this use. They still count: nothing has waited for them if the block was never written."""
+    """Events of reads before this use. Nothing has waited for them if the block was never written."""

@@ -1,7 +1,7 @@
 """Computes the default host budget of a rank.
 
-A process is in a tree of control groups. Each group may have a limit, and the tightest limit counts. A container sees only its
-own part of that tree, mounted at its root. Version 1 and version 2 may be mounted side by side.
+The tightest limit among a process's control group and its ancestors applies. A container sees only its own part of the tree of
+groups. Versions 1 and 2 may be mounted side by side.
 """
 
 import os
@@ -11,25 +11,20 @@ from pathlib import Path
 
 from fgoffload.engine.host_arena import HostBudget
 from fgoffload.errors import ConfigError
-from fgoffload.transfer_config import HOST_SHARE
+from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
-SHARE = HOST_SHARE
-"""Maximum fraction of the host memory free at start that all ranks of a node take together."""
-
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. torchrun's is first, since each of its agents
-may be a Slurm task."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. Each torchrun agent may be one Slurm task."""
 
 _NO_LIMIT = 1 << 62
 
-
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""Budgets by process id, since a fork is another process. All engines of a process share one budget."""
+"""Budgets by process id, since a fork is another process."""
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share. It is measured again once none of them is left."""
+    """Return the budget that all engines of this process share. It is computed again after the last of them is gone."""
     process = os.getpid()
     budget = _process_budgets.get(process)
     if budget is None:
@@ -40,13 +35,13 @@ def get_process_budget() -> HostBudget:
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
     """Return this rank's share of the free host memory, within the limits of its control groups.
 
-    A process counts as alone on its node if none of `RANKS_PER_NODE_VARIABLES` is set. `root` has `proc` and `sys`.
+    Without any of `RANKS_PER_NODE_VARIABLES`, the rank counts as alone on its node. `root` contains `proc` and `sys`.
 
     Raises:
         ConfigError: One of the variables is not a number of ranks.
     """
     free_bytes = min(_read_available_bytes(root), _read_cgroup_free_bytes(root))
-    return int(free_bytes * SHARE / _read_ranks_per_node())
+    return int(free_bytes * HOST_SHARE / _read_ranks_per_node())
 
 
 def _read_ranks_per_node() -> int:
@@ -55,8 +50,8 @@ def _read_ranks_per_node() -> int:
         if text is not None:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise ConfigError(
-                    f"The environment has {name}={text!r}, which is not a number of ranks per node. It divides the host "
-                    "memory among them: set it to 1 or more, unset it, or give --offload-host-budget."
+                    f"The environment has {name}={text!r}, which is not a number of ranks per node. The host memory is divided "
+                    "by it. Set it to 1 or more, unset it, or use --offload-host-budget."
                 )
             return int(text)
     return 1
@@ -66,28 +61,27 @@ def _read_available_bytes(root: Path) -> int:
     for name, kib in _read_table(root / "proc/meminfo"):
         if name == "MemAvailable:":
             return kib * 1024
-    return 16 * GIB  # no procfs, so not Linux: an amount that every training host has
+    return 16 * GIB  # not Linux
 
 
 def _read_cgroup_free_bytes(root: Path) -> int:
-    groups = _read_own_groups(root)
     free_bytes = _NO_LIMIT
-    for kind, mounted_root, mount in _read_cgroup_mounts(root):
-        group = groups.get(kind)
-        if group is None:
-            continue
-        # The mount shows the groups below its own root. A group outside of that root is hidden, so the mount stands for it.
-        inside = group.relative_to(mounted_root) if group.is_relative_to(mounted_root) else Path()
-        own = root / mount.relative_to("/") / inside
-        for folder in (own, *own.parents[: len(inside.parts)]):
-            free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
+    for kind, mount, group in _list_own_groups(root):
+        # A mount may begin at an ancestor of the group, whose path then continues below the mount. A group outside of the mount
+        # is hidden, so the mount stands for it.
+        names = [] if ".." in group.parts else group.parts[1:]
+        paths = (mount.joinpath(*names[first:]) for first in range(len(names)))
+        own = next((path for path in paths if path.is_dir()), mount)
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(mount):
+                free_bytes = min(free_bytes, _read_free_bytes(folder, kind))
     return free_bytes
 
 
 def _read_free_bytes(folder: Path, kind: str) -> int:
-    """Return the bytes that one control group may still take.
+    """Return the free bytes of one control group.
 
-    Cached files that were not read lately count as free. The kernel drops them first, and data loaders fill a group with them.
+    Inactive file cache counts as free. The kernel drops it first, and data loaders fill a group with it.
     """
     if kind == "cgroup2":
         # Above `high` the kernel throttles the group to reclaim memory, and pinned memory cannot be reclaimed.
@@ -100,30 +94,16 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
     return max(0, limit - used)
 
 
-def _read_own_groups(root: Path) -> dict[str, Path]:
-    """Return the control group of this process by kind of mount: `cgroup2`, and `cgroup` for version 1."""
-    groups = {}
+def _list_own_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield the version, usual mount point and path of each control group of this process that may limit its memory."""
+    mounts = root / "sys/fs/cgroup"
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            groups["cgroup2"] = Path(path)
+            yield "cgroup2", mounts, Path(path)
+            yield "cgroup2", mounts / "unified", Path(path)
         elif "memory" in controllers.split(","):
-            groups["cgroup"] = Path(path)
-    return groups
-
-
-def _read_cgroup_mounts(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield kind, mounted group and mount point of each mount of control groups.
-
-    If version 1 mounts each controller separately, only the memory controller's mount has memory files.
-    """
-    for line in _read_lines(root / "proc/self/mountinfo"):
-        # 35 31 0:32 /group /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-        before, _, after = line.partition(" - ")
-        kind = after.split(" ", 1)[0]
-        if kind in ("cgroup", "cgroup2"):
-            _, _, _, mounted_root, mount = before.split(" ")[:5]
-            yield kind, Path(mounted_root), Path(mount)
+            yield "cgroup", mounts / "memory", Path(path)
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, int]]:

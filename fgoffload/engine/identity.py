@@ -1,4 +1,4 @@
-"""Reads identity, version and lifetime of a tensor's bytes, for which torch has only private names."""
+"""Identity, version and lifetime of a tensor's bytes."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,8 @@ from fgoffload.engine.torch_internals import count_storage_references, find_refe
 
 
 def get_version(tensor: torch.Tensor) -> int:
-    """Return how often the bytes of `tensor` were changed in place, by autograd's count. Views share one count.
-
-    Tensors made in inference mode have no count, and autograd never saves them. For them return 0.
-    """
-    try:  # an `is_inference` check first would slow each save and each take, for a rare case
+    """Return autograd's count of in-place changes of `tensor`, which its views share. 0 for tensors of inference mode."""
+    try:  # a check of `is_inference` would slow down each save
         return tensor._version  # noqa: SLF001 - the only name
     except RuntimeError:
         return 0
@@ -24,7 +21,7 @@ def get_key(tensor: torch.Tensor) -> int:
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor` lie unchanged and strided in a plain storage."""
+    """Return whether the elements of `tensor` are strided and unmodified bytes of a plain storage."""
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     # Conjugated and negated tensors are read with a change of sign. A zero tensor has no memory.
@@ -39,8 +36,8 @@ def is_without_bytes(tensor: torch.Tensor) -> bool:
 def is_piece(tensor: torch.Tensor) -> bool:
     """Return whether the storage of `tensor` is a piece of an allocation that other storages may share.
 
-    Transformer Engine allocates the quantized inputs and scales of all experts at once, and makes a storage of each. The memory
-    is freed only with the last of them. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
+    Transformer Engine allocates the quantized inputs and scales of all experts at once, as one storage each. The memory is
+    freed with the last of them. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
     """
     return not tensor.untyped_storage().resizable()
 
@@ -48,18 +45,15 @@ def is_piece(tensor: torch.Tensor) -> bool:
 def is_of_leaf(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is, or is a view of, a leaf that gets a gradient: a parameter, or an input of the graph.
 
-    The tensor's own `is_leaf` is not enough. A custom function runs its forward without grad mode, and a view made there is a
-    leaf that requires a gradient, whatever its base is. Transformer Engine saves such views, one for each expert.
+    The tensor's own `is_leaf` is not enough. A view made in the forward of a custom function, which runs without grad mode, is
+    a leaf that requires a gradient, whatever its base is. Transformer Engine saves one such view for each expert.
     """
     base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
     return base.is_leaf and base.requires_grad
 
 
 class Contents(NamedTuple):
-    """Identifies the bytes of a storage at one moment. Equal values of one storage mean unchanged bytes.
-
-    Torch does not count writes through `tensor.data` or from outside of torch.
-    """
+    """Identity of a storage's bytes. Equal values mean unchanged bytes, except for writes that torch does not count."""
 
     version: int
     """Number of changes in place."""
@@ -75,7 +69,7 @@ def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
 
 
 def count_tensors(tensor: torch.Tensor) -> int:
-    """Return the number of tensors on the storage of `tensor`, itself and those that autograd saved included."""
+    """Return the number of tensors on the storage of `tensor`, including itself and tensors that autograd saved."""
     storage = tensor.untyped_storage()
     return count_storage_references(storage._cdata) - 1  # noqa: SLF001 - the only name; `storage` is a reference too
 
@@ -89,7 +83,7 @@ class StorageRef:
     __slots__ = ("_free", "key")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._free = free_weak_ref  # at interpreter exit, this module may be gone before the last reference
+        self._free = free_weak_ref  # at interpreter exit, this module may be gone first
         self.key: int = make_weak_ref(tensor.untyped_storage())
         """Result of `get_key` for tensors of the storage."""
 

@@ -11,7 +11,7 @@ from fgoffload.engine.stats import KeptReason
 
 
 class KeepRules:
-    """Keeps tensors below the user's limits, and tensors that cannot be copied faithfully. See `OffloadEngine`."""
+    """Rules by the user's limits and filter, and by the kinds of tensors that can be copied. See `OffloadEngine`."""
 
     def __init__(
         self, device: Device, *, min_offloaded_numel: int, min_offloaded_bytes: int, keep: Callable[[torch.Tensor], bool] | None
@@ -24,7 +24,7 @@ class KeepRules:
         self._keep = keep
 
     def find_kind_to_keep(self, tensor: torch.Tensor) -> KeptReason | None:
-        """Return why a tensor of this kind stays on the device, or None."""
+        """Return why `tensor` stays on the device because of its kind, or None."""
         if type(tensor) is not torch.Tensor:
             return KeptReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeptReason.SUBCLASS
         base = tensor._base  # noqa: SLF001 - no public name
@@ -41,16 +41,15 @@ class KeepRules:
         return self._keep is not None and bool(self._keep(tensor))
 
     def is_always_too_small(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` stays because its whole storage is below the minimum size, whatever else is saved of it.
+        """Return whether `tensor` stays on the device because its whole storage is below the minimum size.
 
         Return false for parameters, which stay anyway, and if a filter must see each tensor.
         """
-        # Large tensors need no further check here: `save` classifies them, and they are most of the saved tensors.
         if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
             return False
         if not has_bytes(tensor) or tensor.numel() == 0 or isinstance(tensor._base, torch.nn.Parameter):  # noqa: SLF001 - no public name
             return False
-        # As if an element were one byte: another save of the storage may have a narrower type, and both must be treated alike.
+        # Elements count as one byte, since another save of the storage may have a narrower type.
         nbytes = tensor.untyped_storage().nbytes()
         return (nbytes < self._min_offloaded_bytes or nbytes < self._min_offloaded_numel) and not is_piece(tensor)
 
@@ -59,5 +58,5 @@ class KeepRules:
         covered_bytes = saved.covered_bytes
         if covered_bytes >= self._min_offloaded_bytes and covered_bytes >= self._min_offloaded_numel * saved.itemsize:
             return False
-        # A piece on the device would keep the whole allocation alive, so offloading the others would free nothing.
+        # A piece that stays on the device would keep its whole allocation alive.
         return not is_piece(saved.get_any_alias())

@@ -1,7 +1,6 @@
 """Counts the device bytes that autograd keeps alive, independently of the engine.
 
-The ledger counts each storage once and asks torch whether it is alive. It costs about a microsecond for each living storage
-and saved tensor, so the time of a measured step means nothing.
+A ledger asks torch which storages are alive at each saved tensor, so it slows a step down.
 """
 
 import contextlib
@@ -18,11 +17,11 @@ class LedgerSample(NamedTuple):
     """Bytes alive at one moment."""
 
     position: int
-    """Number of tensors that autograd has saved and taken back so far. It is the same in every run, unlike a time."""
+    """Number of tensors that autograd has saved and unpacked so far. Unlike a time, it is the same in every run."""
     resident_bytes: int
     place: str
-    """Place of the last save, as in `layers.3.core_attn mb=2`, or of the last take, as in `backward of layers.3.core_attn
-    mb=2`. Empty outside of the engine's watch."""
+    """Place of the last save, such as `layers.3.core_attn mb=2`, or unpack, such as `backward of layers.3.core_attn mb=2`.
+    Empty outside of the engine's regions."""
 
 
 class ActivationLedger:
@@ -38,33 +37,32 @@ class ActivationLedger:
         self._position = 0
         self._place: object = ""
         self.samples: list[LedgerSample] = []
-        """Samples in order, one for each saved tensor, taken tensor and buffer of the engine."""
+        """Samples in order, one for each saved tensor, unpacked tensor and device buffer of the engine."""
 
     @property
     def peak_bytes(self) -> int:
         """Peak bytes alive over all samples; 0 before the first."""
-        peak = self.find_peak()
-        return 0 if peak is None else peak.resident_bytes
+        return max((sample.resident_bytes for sample in self.samples), default=0)
 
     def find_peak(self) -> LedgerSample | None:
-        """Return the first sample with the peak bytes, which says where in the step the peak is. None before the first."""
+        """Return the first sample with the peak bytes, or None before the first sample."""
         return max(self.samples, key=lambda sample: sample.resident_bytes, default=None)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count tensors that autograd saves inside. Engine regions inside work unchanged and report to the engine's ledgers."""
+        """Count tensors that autograd saves in the body. Engine regions there report to the engine's ledgers instead."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()
 
     def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
-        """Count `tensor`, which autograd has saved at `place`. The text of `place` is for people."""
+        """Count `tensor`, which autograd has saved at `place`."""
         self._position += 1
         self._place = place
         self.observe(tensor)
 
     def count_take(self, *, place: object = "") -> None:
-        """Take a sample after autograd has taken back a tensor that was saved at `place`."""
+        """Record a sample after autograd has unpacked a tensor that was saved at `place`."""
         self._position += 1
         self.reach_backward(place=place)
         self.sample()
@@ -74,7 +72,7 @@ class ActivationLedger:
         self._place = f"backward of {place}" if str(place) else ""
 
     def observe(self, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor` from now until it is freed, and take a sample."""
+        """Count the storage of `tensor` from now until it is freed, and record a sample."""
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             key = get_key(tensor)
             if key not in self._ignored and key not in self._alive:
@@ -85,7 +83,7 @@ class ActivationLedger:
         """Record the bytes that are alive now."""
         resident_bytes = 0
         for key, reference in tuple(self._alive.items()):
-            # The size is read each time, since a recompute empties storages that stay alive.
+            # Read each time, since a recompute empties storages that stay alive.
             storage = reference.find_storage()
             if storage is None:
                 del self._alive[key]
@@ -105,7 +103,7 @@ class LedgerHook:
     ledger: ActivationLedger
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count `tensor` and return it detached from its graph. See [Note: What owns what]."""
+        """Count `tensor` and return it detached from its graph. See [Note: Ownership]."""
         detached = tensor.detach()
         self.ledger.count_save(detached)
         return detached

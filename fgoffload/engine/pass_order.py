@@ -1,7 +1,7 @@
 """Predicts the next backward from the step before, since pipeline schedules repeat.
 
-A step ends when a forward begins and no lane waits for its backward: each backward has begun, or its graph was dropped. A wrong
-prediction only costs time, see [Note: Prefetch across passes] in `fgoffload.transfer_schedule`.
+A step ends when a forward begins and no lane waits for its backward. A wrong prediction only costs time, see [Note: Prefetch
+across passes] in `fgoffload.transfer_schedule`.
 """
 
 import weakref
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fgoffload.engine.group import Lane
 
 MOST_FORWARDS = 1 << 16
-"""Maximum number of remembered forwards of a step; large steps have thousands. With a retained graph a step never ends."""
+"""Maximum number of recorded forwards of a step. Large steps have thousands. With a retained graph a step never ends."""
 
 
 class _Pass(NamedTuple):
@@ -25,13 +25,13 @@ class PassOrder:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """Number of the lane whose backward followed each pass of the step before, at once or after one forward."""
+        """Number of the lane whose backward followed each pass of the step before, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """Lanes whose backward has not begun, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward directly follows the forward of `lane`. None if there is none or it is unknown."""
+        """Return the lane whose backward directly follows the forward of `lane`, if there is one and it is known."""
         if not self._lanes or self._forwards >= MOST_FORWARDS:
             self._learn()
         lane.number = self._forwards
@@ -40,7 +40,7 @@ class PassOrder:
         return self._note(_Pass(is_backward=False, number=lane.number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward follows the backward of `lane`, perhaps after one forward. None as above."""
+        """Return the lane whose backward follows that of `lane`, directly or after one forward, if it is known."""
         if self._lanes.get(lane.number) is not lane:  # another backward of a retained graph
             return None
         del self._lanes[lane.number]
@@ -52,7 +52,6 @@ class PassOrder:
         return None if number is None else self._lanes.get(number)
 
     def _learn(self) -> None:
-        """Remember the backward that followed each pass of the step that ended."""
         passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
         self._lanes.clear()
         for one, after, later in zip(passes, passes[1:], [*passes[2:], None], strict=False):

@@ -7,11 +7,11 @@ from fgoffload.plan import Site
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Place:
-    """Site, or None between sites, and microbatch. The text is made only when it is read, which is rare."""
+    """Site, or None between sites, and microbatch. The text, rarely needed, is made on demand."""
 
     site: Site | None
     lane: str
 
     def __str__(self) -> str:
-        """Return the place, as in `layers.3.core_attn mb=2`."""
+        """Return the text, such as `layers.3.core_attn mb=2`."""
         return self.lane if self.site is None else f"{self.site} {self.lane}"

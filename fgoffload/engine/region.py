@@ -1,19 +1,17 @@
 """Regions of forward whose saves form a group, and the marks that show the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached it. If that is too late, a mark shows it
-earlier: a hook on the gradient of the site's output. A hook on the gradient of a lane's first input shows that backward has
-left the lane. A mark adds nothing to the graph. An identity autograd function instead of a mark would change results. Suppose
-the site uses its input more than once, as a norm made of plain ops does, and a residual connection uses it too. The site's
-gradients would be summed before the residual's is added, and floating-point sums depend on their order. The end mark is a
-separate call, since some groups may be offloaded only after their region: the input of a norm is also the residual, which is
-used again after attention.
+The first unpacked tensor of a site shows that backward has reached it. A mark, which is a hook on the gradient of the site's
+output, shows it earlier. A hook on the gradient of a lane's first input shows that backward has left the lane. A mark adds
+nothing to the graph. An identity autograd function would change results: if a site uses its input more than once, and a
+residual connection uses it too, the site's gradients would be summed before the residual's is added, and floating-point sums
+depend on their order. The end mark is a separate call, since some groups are offloaded after their region: the input of a norm
+is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
-A region does nothing without grad mode; during a backward, where a recompute runs forward code and needs its tensors
-at once; while `torch.jit` traces; inside a `torch.func` transform, and wherever else hooks are forbidden; and below hooks that
-are not the engine's. Only the innermost saved-tensor hooks run: a region inside a non-reentrant
-checkpoint would take the tensors from it and save them, and so undo the checkpoint.
+A region does nothing without grad mode; during backward, where a recompute needs its tensors at once; while `torch.jit` traces;
+inside a `torch.func` transform and wherever else hooks are forbidden; and below foreign hooks. Only the innermost saved-tensor
+hooks run, so a region inside a non-reentrant checkpoint would take the tensors from it and undo the checkpoint.
 """
 
 from collections.abc import Callable
@@ -80,9 +78,9 @@ class _SavingEngine(Protocol):
 
 
 class Saving:
-    """Segment of forward whose saves go to a group, or to none if a layer is only watched.
+    """Context and pack hook of a segment of forward whose saves join `group`. Without a group the segment is only watched.
 
-    It is also the pack hook of that segment. It may be entered again after it was left.
+    The context may be entered again.
     """
 
     __slots__ = ("_engine", "group", "lane")
@@ -95,24 +93,23 @@ class Saving:
     def __call__(self, tensor: torch.Tensor) -> Packed:
         """Return the handle that autograd unpacks later."""
         engine, lane, group = self._engine, self.lane, self.group
-        # Tensors that are never offloaded must cost little host time: a linear of many experts saves a few dozen weights, and
-        # as many missing biases, while the device waits for the host.
+        # Tensors that are never offloaded must cost little host time: a linear of many experts saves dozens of weights and of
+        # missing biases.
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor)):
                 if group is not None:
                     group.passed_tensors += 1
-                held = tensor if tensor.is_leaf else tensor.detach()  # `detach` takes the host as long as the rest here
+                held = tensor if tensor.is_leaf else tensor.detach()
                 place = lane.place if group is None else group.place
                 return KeptHandle(held, tensor._version, None, place)  # noqa: SLF001 - the only name
             if engine.is_always_too_small(tensor):
-                # A router saves a few such tensors, and a rotary embedding saves its tables.
                 if group is None:
                     return keep_tensor(tensor, lane.place)
                 group.pass_small(tensor)
                 return keep_tensor(tensor, group.place)
         return engine.save(tensor, lane=lane, group=group)
 
-    def take_back(self, handle: Packed) -> torch.Tensor:
+    def unpack(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
         tensor = handle.take()
         for ledger in self._engine.observers:
@@ -120,16 +117,16 @@ class Saving:
         return tensor
 
     def __enter__(self) -> None:
-        """Install the hooks, as `torch.autograd.graph.saved_tensors_hooks` does, without another object for each region."""
-        push_hooks(self, self.take_back)
+        """Install the hooks, as `torch.autograd.graph.saved_tensors_hooks` does."""
+        push_hooks(self, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the hooks, on an exception too. Leftover hooks would affect later code of the process."""
+        """Remove the hooks, also after an exception."""
         pop_hooks()
 
 
 class Following(Saving):
-    """Segment of forward that only shows the position of backward. See `OffloadEngine.follow`."""
+    """Segment of forward whose saves only show the position of backward. See `OffloadEngine.follow`."""
 
     __slots__ = ("_seen",)
 
@@ -146,7 +143,7 @@ class Following(Saving):
 
 
 class Region(Saving):
-    """One run of a site. `enter` marks its input, `saving` is its context, and `end` marks its output."""
+    """One run of a site: `enter` marks its input, `saving` is the context of its saves, and `end` marks its output."""
 
     __slots__ = ()
 
@@ -155,7 +152,7 @@ class Region(Saving):
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
 
-        Only the first site of a lane needs it: backward has left any other site when it reaches the site before.
+        Only the first site of a lane needs it. Backward has left any other site when it reaches the one before.
         """
         mark_start(self._engine, self.lane, self.group, tensor)
 
@@ -168,8 +165,8 @@ class Region(Saving):
 
         Args:
             tensor: Output of the site, or of a later op that no longer needs the group's tensors. None sets no mark, which
-                costs the host less: the first tensor that backward takes then shows its position. A mark is earlier if the
-                last ops of a site save nothing, and nothing was prefetched.
+                costs less CPU time: the first unpacked tensor then shows the position of backward, later than a mark would if
+                the last ops of the site save nothing.
             is_held: Whether to hold the group until `OffloadEngine.flush`.
 
         Raises:
@@ -182,7 +179,7 @@ class Region(Saving):
 
 
 def mark_start(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
-    """Put the start mark of `group` on `tensor`, the input of its site, if the lane needs one. See `Region.enter`."""
+    """Put the start mark of `group` on `tensor`, if it is the lane's first group. See `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
@@ -194,6 +191,5 @@ def mark_end(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tens
 
 def add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
     """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
-    # A leaf outlives the graph, so marks would accumulate over steps.
-    if tensor.requires_grad and not tensor.is_leaf:
+    if tensor.requires_grad and not tensor.is_leaf:  # marks would accumulate on a leaf, which outlives the graph
         tensor.register_hook(reach)  # type: ignore[no-untyped-call]

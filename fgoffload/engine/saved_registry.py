@@ -1,15 +1,15 @@
 """Finds the saved storage of each saved tensor, or the reason why the tensor stays on the device.
 
 A storage is offloaded once, however many saves and groups share it. It is identified by its address, which a saved storage
-keeps in use. Another version of the bytes, or bytes outside of the offloaded range, are a separate saved storage.
+keeps in use. Another version of its bytes, or bytes outside of the offloaded range, get their own saved storage.
 
 [Note: Writes that torch does not count]
-Autograd notices a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
-the version, and plain torch then gives backward whatever the memory holds. So a storage that is saved again at the same version
-after its copy to the host has begun may have been written in between. For example, Liger's cross entropy overwrites the logits
-with their gradient and saves them. The first re-saves at each pair of places are therefore compared with the copied bytes. If
-they differ, all saves of the storage get its current bytes, now and at later re-saves of this pair. If they agree, one copy
-serves all saves, and nothing is compared any more. A storage that is not saved again after the write is reloaded as copied.
+Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
+the version, and plain torch then gives backward the current bytes. Liger's cross entropy, for example, overwrites the logits
+with their gradient and saves them again. So the first re-saves at each pair of places, at an unchanged version and after the
+copy to the host has begun, are compared with the copied bytes. If they differ, all saves of the storage get its current bytes,
+now and at later re-saves of this pair. If they agree, one copy serves all saves, and the comparisons end. A storage that is not
+saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -18,53 +18,19 @@ from collections.abc import Iterable
 import torch
 
 from fgoffload.engine.device import Device
-from fgoffload.engine.geometry import View, gather, get_stretch
+from fgoffload.engine.geometry import View, gather, get_byte_range
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.identity import Contents, StorageRef, get_key, identify
 from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
-from fgoffload.engine.saved import SavedStorage, Spot
+from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason, TagStats
 from fgoffload.engine.transfers import Transfers
 from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
 COMPARISONS = 8
-"""Number of re-saves to compare for a pair of places. A comparison blocks the host and reads the tensor over the link."""
-
-
-class ReferencedSpots:
-    """Spots whose storages are referenced elsewhere each time, although each step has a new storage.
-
-    A quantized linear, for example, saves tensors that its own state references too. They are new storages in each step.
-    """
-
-    ENOUGH = 2
-    """Number of consecutive storages still referenced elsewhere at their reload. A single one may be an inspected value."""
-    PAUSE = 64
-    """Number of saves to keep before one is offloaded again, to check whether it is still referenced elsewhere."""
-
-    def __init__(self) -> None:
-        self._held: dict[Spot, int] = {}
-        """Number of consecutive storages that were referenced elsewhere, plus those kept since."""
-
-    def stays(self, spot: Spot) -> bool:
-        """Return whether to keep the storage that is saved at `spot` on the device."""
-        count = self._held.get(spot, 0)
-        if count < self.ENOUGH:
-            return False
-        self._held[spot] = count + 1
-        if count >= self.ENOUGH + self.PAUSE:
-            self._held[spot] = self.ENOUGH - 1
-            return False
-        return True
-
-    def note(self, spot: Spot, *, is_held: bool) -> None:
-        """Note whether a storage saved at `spot` was still referenced elsewhere when it was reloaded."""
-        if is_held:
-            self._held[spot] = self._held.get(spot, 0) + 1
-        else:
-            self._held.pop(spot, None)
+"""Number of re-saves to compare for a pair of places. A comparison blocks the host and copies the tensor over the link."""
 
 
 class SavedRegistry:
@@ -77,10 +43,9 @@ class SavedRegistry:
         self._staying: dict[int, tuple[StorageRef, KeptReason]] = {}
         """Storages that are never offloaded, by key."""
         self._limit = 1024
-        """Number of them above which freed ones are dropped."""
+        """Number of entries above which freed storages are removed."""
         self._outlived: list[StorageRef] = []
-        """Offloaded storages that autograd has dropped but that are still alive."""
-        self._referenced_spots = ReferencedSpots()
+        """Offloaded storages that autograd has released but that are still alive."""
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
         """Number of compared re-saves, by the pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
@@ -94,7 +59,7 @@ class SavedRegistry:
         return key in self._staying
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. A storage that the filter kept in `lane` is not asked again."""
+        """Return why `tensor` stays on the device, or None. Within `lane`, the filter keeps a storage as a whole."""
         reason = self._rules.find_kind_to_keep(tensor)
         if reason is None:
             key = get_key(tensor)
@@ -107,7 +72,7 @@ class SavedRegistry:
         return reason
 
     def join(self, tensor: torch.Tensor, view: View, *, lane: Lane, group: Group | None) -> SavedStorage | KeptReason:
-        """Return the saved storage that `tensor` belongs to, an existing or a new one, or why it stays on the device."""
+        """Return the existing or new saved storage of `tensor`, or the reason why it stays on the device."""
         key, contents = identify(tensor)
         reference = self._saved.get(key)
         saved = None if reference is None else reference()
@@ -116,12 +81,9 @@ class SavedRegistry:
         ):
             saved = None
         if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
-            # A table or a buffer, which stays alive. Some ops change these at the same version, as batch norm does with its
-            # running statistics. So an earlier copy must not be used, and offloading it again would free nothing.
+            # A table or a buffer, which stays alive, so another offload would free nothing. An earlier copy must not be used,
+            # since ops such as batch norm change their buffers at the same version.
             self._keep(saved.storage, KeptReason.REFERENCED)
-            return KeptReason.REFERENCED
-        spot = None if group is None or group.site is None else (group.site, group.saved_tensors, contents.nbytes)
-        if saved is None and spot is not None and self._referenced_spots.stays(spot):
             return KeptReason.REFERENCED
         stream = self._device.current_stream()
         place, stats = (lane.place, self._watched) if group is None else (group.place, group.stats)
@@ -131,16 +93,16 @@ class SavedRegistry:
                 self._follow_rewrite(saved, tensor, place)
             return saved
         added = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
-        added.lane, added.spot = lane.place, spot
+        added.lane = lane.place
         if saved is not None:
             added.streams |= saved.streams
         self._saved[key] = weakref.ref(added)
         return added
 
     def _follow_rewrite(self, saved: SavedStorage, tensor: torch.Tensor, place: Place) -> None:
-        """Return `saved` to its storage's current bytes if they may have been overwritten after the copy.
+        """Make `saved` use its storage's current bytes if they were overwritten after the copy.
 
-        `saved` is offloaded or in flight, and `tensor` is now saved on its storage at `place`.
+        `saved` is offloaded or in flight to the host, and `tensor`, on the same storage, is now saved at `place`.
 
         Streams:
             For the first re-saves at a pair of places, the host blocks until the copy to the host and the work queued on the
@@ -161,25 +123,24 @@ class SavedRegistry:
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
             return True  # nothing was copied, as in an estimate
-        stretch = get_stretch(tensor, start=saved.start, end=saved.end)
+        byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
-            # The padding between the views has arbitrary bytes, so it is taken from the copy.
+            # The padding between the views is arbitrary, so it comes from the copy.
             if saved.d2h_done is not None:
                 self._device.synchronize(saved.d2h_done)
-            stretch = torch.cat(saved.block.parts).to(tensor.device)
-            gather(saved.gathered, tensor, stretch)
-        stretches = torch.split(stretch, [part.numel() for part in saved.block.parts])
+            byte_range = torch.cat(saved.block.parts).to(tensor.device)
+            gather(saved.gathered, tensor, byte_range)
+        ranges = torch.split(byte_range, [part.numel() for part in saved.block.parts])
         return all(
-            self._device.is_equal(part, now, after=saved.d2h_done)
-            for part, now in zip(saved.block.parts, stretches, strict=True)
+            self._device.is_equal(part, now, after=saved.d2h_done) for part, now in zip(saved.block.parts, ranges, strict=True)
         )
 
     def make(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
-        """Return the storage of `tensor`, saved on the current stream, without registering it."""
+        """Return a saved storage for `tensor`, saved on the current stream, without registering it."""
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Forget storages that autograd dropped. Those still alive are referenced elsewhere, so they stay from now on."""
+        """Forget storages that autograd released. Those that are still alive stay on the device from now on."""
         dropped = self._transfers.dropped
         while dropped:
             storage, has_left = dropped.popleft()
@@ -192,30 +153,26 @@ class SavedRegistry:
         if self._outlived:
             self._transfers.poll()
             self._outlived = [storage for storage in self._outlived if not storage.is_freed]
-            if not self._transfers.in_flight_bytes:  # a copy in flight may itself reference one
-                # Whatever references one, such as a buffer or a table that all layers share, will do so the next time too.
+            if not self._transfers.in_flight_bytes:  # a copy in flight may reference one
+                # The other reference, such as a buffer or a table of all layers, will exist in the next step too.
                 for storage in self._outlived:
                     self._keep(storage, KeptReason.REFERENCED)
                 self._outlived.clear()
 
     def note_reload(self, saved: SavedStorage) -> None:
-        """Remember a storage and its spot if something else referenced it while it was on the host."""
-        is_held = not saved.storage.is_freed
-        if saved.spot is not None:
-            self._referenced_spots.note(saved.spot, is_held=is_held)
-        if is_held:
+        """Keep the storage of `saved` on the device from now on if something else still references it."""
+        if not saved.storage.is_freed:
             saved.stats.held_elsewhere_bytes += saved.size_bytes
             self._keep(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
-        """Keep the storages of `tensors` on the device for `reason`, as long as they live."""
+        """Keep the storages of `tensors` on the device as long as they live, and report `reason`."""
         for tensor in tensors:
             entry = self._staying.get(get_key(tensor))
             if entry is None or entry[1] is not reason:
                 self._keep(StorageRef(tensor), reason)
 
     def _keep(self, storage: StorageRef, reason: KeptReason) -> None:
-        """Keep `storage` on the device for `reason` from now on."""
         if storage.is_freed:
             return
         self._staying[storage.key] = (storage, reason)

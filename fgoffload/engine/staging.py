@@ -1,18 +1,16 @@
-"""Offloads tensors of captured graphs, which are staged on the device during a replay and copied between replays.
+"""Offloads tensors of captured graphs: a replay stages them on the device, and copies run between replays.
 
 [Note: Staging]
-A CUDA graph replays its kernels on the addresses that it was captured with, and no Python runs. So a captured forward ends by
-copying its regions' saved tensors into a staging slot, in the order of its own stream. The memory of the saved tensors returns
-to the pool of the graphs at once. After the replay the engine copies the slot to the host. Before the backward is replayed, the
-engine fills the slot that this backward was captured to read. A graph has no copy over the link, no event and no second stream,
-so any version of CUDA can capture it. Host memory is in use only between the two copies.
+A CUDA graph replays its kernels on the addresses of its capture, and no Python runs. So a captured forward ends by copying its
+regions' saved tensors into a staging slot, on its own stream, and their memory returns to the graph's pool. After the replay
+the engine copies the slot to the host. Before the backward is replayed, the engine fills the slot that this backward was
+captured to read. A graph contains no copy to or from the host, no event and no second stream, so any CUDA version can capture
+it. Host memory is in use only between the two copies.
 
 All graphs share a ring of slots. Graphs are captured in the order in which a step replays them. Each forward and each backward
-takes the least recently taken slot. So while one graph runs, the slot of the graph before it is copied to the host, or the
-slot of the next backward is filled. If no other pass took the forward's slot, the backward reads it in place, so the last
-forwards before a backward copy nothing.
-
-Replays in another order stay correct, since taking a slot first offloads its bytes if needed.
+takes the least recently used slot. So while one graph runs, the slot of the graph before it is copied to the host, or the slot
+of the next backward is filled. If no other pass took the forward's slot, the backward reads it in place, so the last forwards
+before a backward copy nothing. Replays in another order stay correct, since a slot's bytes are offloaded before it is reused.
 """
 
 import collections
@@ -40,21 +38,21 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address that passes use one after another."""
+    """Device memory at a fixed address, which passes use in turn."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""
     captured_for: "CapturedForward | None" = None
-    """Forward whose bytes are in the slot at this point of the capture."""
+    """During the capture: forward whose bytes are in the slot."""
     holder: "CapturedForward | None" = None
-    """Forward whose bytes are in the slot now."""
+    """During replays: forward whose bytes are in the slot."""
     last_use: Event | None = None
     """Event after which the slot may be written."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagedPart:
-    """Storage of a captured forward, either staged or kept on the device."""
+    """Storage of a captured forward, staged or kept on the device."""
 
     saved: SavedStorage
     stats: TagStats | None = None
@@ -78,7 +76,7 @@ class StagedPart:
 
 
 class ForwardState(enum.Enum):
-    """Location of the bytes of the last replay of a captured forward."""
+    """Location of the bytes that the last replay of a captured forward saved."""
 
     SPENT = enum.auto()  # nowhere: its backward has run, or it never ran
     STAGED = enum.auto()  # in the slot that the forward wrote
@@ -88,7 +86,7 @@ class ForwardState(enum.Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Turn:
-    """Pass in the order of the capture."""
+    """Pass, linked to the next one in the order of the capture."""
 
     forward: "CapturedForward"
     is_backward: bool
@@ -104,16 +102,16 @@ class CapturedForward:
     """Slot that the forward writes."""
     size_bytes: int
     tags: Sequence[tuple[TagStats, int]]
-    """Statistics of each tag that saved a part, and the bytes of the tag."""
+    """Statistics and bytes of each tag that saved a part."""
     read_slot: StagingSlot | None = None
     """Slot that the backward reads. None before the backward is captured."""
     reads_in_place: bool = False
-    """Whether the backward reads the forward's slot in place, since no pass takes the slot in between."""
+    """Whether the backward reads the forward's slot, since no pass takes the slot in between."""
     state: ForwardState = ForwardState.SPENT
     block: HostBlock | None = None
     d2h_done: Event | None = None
     filled: Event | None = None
-    """Event after which the backward's slot has the bytes. None if the forward wrote them there."""
+    """Event after which the backward's slot has the bytes. None if the forward wrote that slot."""
     turns: list[_Turn] = dataclasses.field(default_factory=list)
 
 
@@ -146,7 +144,7 @@ class Staging:
                 )
 
     def stage(self, parts: Sequence[StagedPart]) -> CapturedForward | None:
-        """Capture copies of as many `parts` as fit into a slot, and release their storages. Return None if none fits.
+        """Capture copies of those `parts` that fit into a slot, and release their storages. Return None if none fits.
 
         Streams:
             Queued on the current stream, which must be the stream that saved them.
@@ -170,14 +168,14 @@ class Staging:
             forward = CapturedForward(self, slot, size_bytes, tuple(tags.values()))
             slot.captured_for = forward
             for part in fitting:
-                slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_stretch())
+                slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_byte_range())
                 part.saved.drop_aliases()
                 part.forward = forward
             self._add_turn(_Turn(forward, is_backward=False))
             return forward
 
     def find_read_slot(self, forward: CapturedForward) -> StagingSlot:
-        """Return the slot that the backward of `forward` reads, the same in each replay. Its capture is the first caller."""
+        """Return the slot that the backward of `forward` reads in each replay. The first call is during the capture."""
         with self._lock:
             if forward.read_slot is None:
                 if forward.slot.captured_for is forward:
@@ -239,7 +237,7 @@ class Staging:
         with self._lock:
             slot = forward.read_slot
             if slot is None:
-                return  # the backward reads no staged part
+                return
             wanted = [forward] if forward.state is ForwardState.OFFLOADED else []
             for stats, _ in forward.tags:
                 stats.prefetch_misses += len(wanted)
@@ -257,7 +255,7 @@ class Staging:
                 slot.last_use = self._device.record_event(self._device.current_stream())
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Take `slot` from its current holder."""
+        """Take `slot` from its holder for `forward`. Bytes that are only in the slot are offloaded first."""
         holder, slot.holder = slot.holder, None
         if holder is None or holder is forward:
             return
@@ -271,7 +269,7 @@ class Staging:
         block = self._arena.find_block(forward.size_bytes)
         if block is None:
             raise StateError(
-                f"A captured graph offloads {format_bytes(forward.size_bytes)}, and the host budget is used up. Raise "
+                f"A captured graph offloads {format_bytes(forward.size_bytes)}, but the host budget is used up. Increase "
                 "--offload-host-budget (`host_budget_bytes` of a TransferConfig), or offload fewer modules inside graphs."
             )
         if slot.last_use is not None:
@@ -287,7 +285,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, turn: _Turn) -> list[CapturedForward]:
-        """Return the forward of the backward after `turn`, if that backward exists and its bytes are on the host."""
+        """Return the forward of the backward right after `turn`, if there is one and its bytes are on the host."""
         behind = turn.next  # it has another slot: two consecutive passes never take the same one
         is_wanted = behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED
         return [behind.forward] if behind is not None and is_wanted else []

@@ -1,4 +1,4 @@
-"""Statistics of a step: bytes that each tag offloaded and kept, and its waits."""
+"""Statistics of a step: bytes that each tag offloaded, reloaded and kept, and waits."""
 
 import collections
 import dataclasses
@@ -29,7 +29,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """Kind of a tag's measured time, by the GPU's clock."""
+    """Kind of time that is measured for each tag, by the GPU's clock."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"
@@ -127,14 +127,14 @@ class StepStats:
 
 
 class Counters:
-    """Statistics of the current step. The objects live as long as the engine, so groups may hold them."""
+    """Statistics of the current step. Groups may hold the `TagStats`, which live as long as the engine."""
 
     def __init__(self) -> None:
         self._tags: collections.defaultdict[str, TagStats] = collections.defaultdict(TagStats)
         self.window_waits = 0
 
     def get_tag(self, tag: str) -> TagStats:
-        """Return the statistics of `tag`, which are created on first use."""
+        """Return the statistics of `tag`, created on first use."""
         return self._tags[tag]
 
     def read_tags(self) -> dict[str, TagStats]:
@@ -145,9 +145,8 @@ class Counters:
         """Return the statistics of every active tag, and reset them."""
         finished = StepStats(tags=self.read_tags(), window_waits=self.window_waits)
         self.window_waits = 0
-        for name, tag in self._tags.items():
-            if name in finished.tags:
-                blank = TagStats()
-                for field in dataclasses.fields(TagStats):
-                    setattr(tag, field.name, getattr(blank, field.name))
+        for name in finished.tags:
+            blank = TagStats()
+            for field in dataclasses.fields(TagStats):
+                setattr(self._tags[name], field.name, getattr(blank, field.name))
         return finished

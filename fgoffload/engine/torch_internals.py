@@ -1,17 +1,17 @@
-"""Private functions of torch. Two of them are wrapped, so that all that plain torch allows also works with offload.
+"""Private functions of torch. Two of them are wrapped, so that offload allows everything that plain torch allows.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` disable saved-tensor hooks while they run, and torch raises if hooks are
-already installed. Our hooks need not see the tensors that a transform saves, so they may be disabled: the wrapped function
-accepts a stack with our hooks on top. No other hooks can be below them, see [Note: When a region is inert].
+installed. The engine's hooks need not see tensors that a transform saves. So the wrapped function accepts a stack with the
+engine's hooks on top. No other hooks can be below them, see [Note: When a region is inert].
 
 [Note: A gradient that is a saved tensor]
-A backward may return a tensor that it saved. Autograd takes over such a tensor as `.grad` if the reference count of the tensor
-object shows no other user. With hooks, torch wraps a saved tensor that requires a gradient in a new object each time it is
-taken. So the count shows no user although a parameter or another gradient has the same storage. A gradient that a custom
-function computes without `create_graph` never requires a gradient itself. So a gradient that does is a saved tensor, and it is
-cloned. A saved tensor that requires no gradient is returned as the saved object, or as one object for all who take it, so the
-count is right. Plain torch has neither problem, since it returns the saved object itself.
+A backward may return a tensor that it saved. Autograd reuses such a tensor as `.grad` if the reference count of its object
+shows no other user. With hooks, torch wraps a saved tensor that requires a gradient in a new object at each unpack. So the
+count shows no user, although a parameter or another gradient has the same storage. A gradient that a custom function computes
+without `create_graph` never requires a gradient, so one that does is a saved tensor, and it is cloned. A saved tensor that
+requires no gradient is unpacked as one object, so its count is right. Plain torch returns the saved object and has neither
+problem.
 """
 
 import functools
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 _autograd: Any = torch._C._autograd  # noqa: SLF001 - none of these has a public name
 
 get_sequence_number: Callable[[], int] = _autograd._get_sequence_nr  # noqa: SLF001
-"""Returns the number of autograd nodes that this thread has made. Two saves with different numbers are of different ops."""
+"""Returns the number of autograd nodes that this thread has created. Saves with different numbers are of different ops."""
 
 peek_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 """Returns the innermost `torch.func` transform that this thread is in, or None."""
@@ -64,18 +64,18 @@ find_referenced: Any = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001
 
 def skip(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude `function` from torch.compile, but not the functions that it calls."""
-    from torch._dynamo.decorators import skip as skip_frame  # the import takes a second, and only plain PyTorch needs it
+    from torch._dynamo.decorators import skip as skip_frame  # the import takes a second
 
     return skip_frame(function)
 
 
 def find_raw_stream_getter() -> Callable[[int], int] | None:
-    """Return a function from device index to the driver's address of the current CUDA stream. None if torch has no CUDA."""
+    """Return the function that maps a device index to the driver's address of the current CUDA stream, if torch has CUDA."""
     return getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
 
 
 def get_stream(index: int) -> torch.Stream:
-    """Return the current stream of the accelerator with an index. `torch.accelerator.current_stream` makes two more calls."""
+    """Return the accelerator's current stream, faster than `torch.accelerator.current_stream`."""
     return torch._C._accelerator_getStream(index)  # noqa: SLF001
 
 
@@ -149,7 +149,7 @@ def _clone_saved_tensors(apply: Callable[..., Any]) -> Callable[..., Any]:
             return gradients
         if not isinstance(gradients, tuple):
             return _clone_saved(gradients)
-        for gradient in gradients:  # a layer's graph has dozens: a generator takes several times the host time
+        for gradient in gradients:  # a generator would take several times the CPU time
             if isinstance(gradient, torch.Tensor) and gradient.requires_grad:
                 return tuple(map(_clone_saved, gradients))
         return gradients

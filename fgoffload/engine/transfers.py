@@ -1,14 +1,9 @@
-"""Copies tensors to the host and back, and orders the streams that use them.
-
-Every wait names the hazard that it prevents; the notes in `hazards.py` explain them.
-"""
+"""Copies tensors to the host and back, and orders the streams that use them. `hazards.py` explains the waits."""
 
 import collections
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence, Set
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -29,55 +24,41 @@ from fgoffload.transfer_schedule import SavedState
 
 
 class _InFlight(NamedTuple):
-    """Copies of one group to the host, with the tensors that must live and the streams that must wait until they are done."""
+    """Copies of one group to the host, with the tensors and streams to hold or order until they are done."""
 
     saved: Sequence["weakref.ref[SavedStorage]"]
     sources: Sequence[torch.Tensor]
     streams: set[Stream]
     d2h_done: Event
     size_bytes: int
-    end_bytes: int
-    """Bytes of these copies and of earlier ones since the queue was last empty."""
     stats: TagStats
     """Statistics of the group's tag."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Span:
-    """Context that measures the work that its body queues on `stream`, with two timed events."""
-
-    watch: "StopWatch"
-    stream: Stream
-    stats: TagStats
-    kind: TimeKind
-    start: Event = None
-
-    def __enter__(self) -> None:
-        self.start = self.watch.device.record_event(self.stream, is_timed=True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            end = self.watch.device.record_event(self.stream, is_timed=True)
-            self.watch.spans.append((self.start, end, self.stats, self.kind))
-
-
 class StopWatch:
-    """Measures spans of streams by the device's clock. That costs extra events, so an engine has it only on request."""
+    """Measures work on streams by the device's clock."""
 
     def __init__(self, device: Device) -> None:
-        self.device = device
-        self.spans: collections.deque[tuple[Event, Event, TagStats, TimeKind]] = collections.deque()
+        self._device = device
+        self._spans: collections.deque[tuple[Event, Event, TagStats, TimeKind]] = collections.deque()
+
+    @contextlib.contextmanager
+    def measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> Iterator[None]:
+        """Measure the work that the body queues on `stream`."""
+        start = self._device.record_event(stream, is_timed=True)
+        yield
+        self._spans.append((start, self._device.record_event(stream, is_timed=True), stats, kind))
 
     def collect(self) -> None:
-        """Add the seconds measured so far to their statistics. The host blocks until the copies and waits are done."""
-        while self.spans:
-            start, end, stats, kind = self.spans.popleft()
-            self.device.synchronize(end)
-            stats.seconds[kind] = stats.seconds.get(kind, 0.0) + self.device.measure_seconds(start, end)
+        """Add the seconds measured so far to the statistics. The host blocks until the measured work is done."""
+        while self._spans:
+            start, end, stats, kind = self._spans.popleft()
+            self._device.synchronize(end)
+            stats.seconds[kind] = stats.seconds.get(kind, 0.0) + self._device.measure_seconds(start, end)
 
 
 class Transfers:
-    """Copies in flight in both directions on one device. Ledgers in `observers` count each device buffer."""
+    """Copies in both directions on one device. Ledgers in `observers` count its buffers."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
@@ -90,23 +71,19 @@ class Transfers:
         self.abandoned: collections.deque[Reload] = collections.deque()
         """Unneeded device buffers that other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
-        """Storages that autograd dropped, and whether they had been offloaded."""
+        """Storages that autograd released, and whether they had been offloaded."""
         self._used: set[Stream] = set()
-        """Streams on which copies were queued since the last `join`."""
+        """Streams on which copies were queued since `close` or the last `join`."""
         self._filling: list[torch.Tensor] = []
-        """Buffers between the start of their copy and its event. After an exception they are kept until `close`."""
+        """Buffers with a queued copy and no event yet. After an exception they live until `close`."""
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in flight to the host.
-
-        It is derived from the queue: an interrupt between changes of the queue and a counter would leave the counter wrong.
-        """
-        queue = self._in_flight
-        return queue[-1].end_bytes - queue[0].end_bytes + queue[0].size_bytes if queue else 0
+        """Bytes in flight to the host. They are summed each time, since an interrupt could leave a separate counter wrong."""
+        return sum(entry.size_bytes for entry in self._in_flight)
 
     def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
-        """Start the copies of one group's storages to their host blocks, and return their bytes.
+        """Queue the copies of one group's storages to their host blocks, and return their bytes.
 
         Streams:
             Queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note: Ordering of a
@@ -120,9 +97,9 @@ class Transfers:
         gathers = any(saved.gathered for saved, _ in leaving)
         if gathers:
             self._join(streams, Hazard.GATHER_UNWRITTEN)
-        sources = [self._gather(saved) if saved.gathered else saved.get_stretch() for saved, _ in leaving]
+        sources = [self._gather(saved) if saved.gathered else saved.get_byte_range() for saved, _ in leaving]
         if gathers:
-            # A gathered source is freed before its copy is done, and its memory may belong to another stream than this one.
+            # A gathered storage is freed before the copy is done, and its memory may belong to another stream.
             self._join(streams, Hazard.SOURCE_STILL_USED)
         for stream in streams:
             device.wait_stream(d2h, stream, Hazard.SOURCE_UNWRITTEN)
@@ -131,26 +108,25 @@ class Transfers:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         with self._measure(d2h, stats, TimeKind.D2H), _name_range("offload", place), device.copying_on(d2h):
             for (_, block), source in zip(leaving, sources, strict=True):
-                for part, stretch in block.pair(source):
-                    device.copy_bytes(destination=part, source=stretch, stream=d2h)
+                for part, byte_range in block.pair(source):
+                    device.copy_bytes(destination=part, source=byte_range, stream=d2h)
         d2h_done = device.record_event(d2h)
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
         references = [weakref.ref(saved) for saved, _ in leaving]
-        # Queued first: after an interrupt, either the copies are in flight or the storages still count as on the device.
-        end_bytes = size_bytes + (self._in_flight[-1].end_bytes if self._in_flight else 0)
-        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, end_bytes, stats))
+        # Appended first: an interrupt then leaves storages that count as on the device, never a copy without an entry.
+        self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         for saved, block in leaving:
             saved.leave(block, d2h_done)
         return size_bytes
 
     def poll(self) -> None:
-        """Release memory that no copy uses any more, without a wait."""
+        """Release memory that no copy uses any more. The host does not block."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
             self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
             self._order(self.abandoned[0])
-            self.abandoned.popleft()  # only now: an exception above must not drop a buffer that is still used
+            self.abandoned.popleft()  # last: an exception above must not drop a buffer in use
 
     def count_in_flight(self, stats: TagStats) -> int:
         """Return how many groups of the tag of `stats` are in flight to the host."""
@@ -165,13 +141,13 @@ class Transfers:
         entry = self._in_flight[0]
         current = self._device.current_stream()
         with self._measure(current, entry.stats, TimeKind.WAIT):
-            # The current stream too, since it has run ahead of the link.
+            # The current stream waits too, since it is ahead of the copies.
             for stream in {current} | _unite_streams(entry, _list_living(entry)):
                 self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._release(entry, is_done=False)
 
-    def reload(self, away: Mapping[SavedStorage, Place]) -> None:
-        """Start the copies to the device of `away`, which are on the host only, in order. Profilers show their places.
+    def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
+        """Queue the copies of `storages`, which are on the host only, to the device, in order. Profilers show their places.
 
         Streams:
             Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
@@ -181,12 +157,12 @@ class Transfers:
         """
         device, h2d = self._device, self._device.h2d_stream
         current = device.current_stream()
-        buffers = [self._allocate_for(saved, current) for saved in away]
-        for owner in {saved.owner for saved in away}:
+        buffers = [self._allocate_for(saved, current) for saved in storages]
+        for owner in {saved.owner for saved in storages}:
             device.wait_stream(h2d, owner, Hazard.BUFFER_STILL_USED)
         self._used.add(h2d)
         with device.copying_on(h2d):
-            for (saved, place), buffer in zip(away.items(), buffers, strict=True):
+            for (saved, place), buffer in zip(storages.items(), buffers, strict=True):
                 with _name_range("reload", place):
                     self._fill(saved, buffer)
 
@@ -201,7 +177,7 @@ class Transfers:
         """
         reload = saved.reload
         if reload is None:
-            raise InternalError(f"A tensor that {saved.place} saved was unpacked but has no device buffer.")
+            raise InternalError(f"A tensor that {saved.place} saved was unpacked without a device buffer.")
         stream = self._device.current_stream()
         if stream not in reload.taken_on:
             with self._measure(stream, saved.stats, TimeKind.WAIT):
@@ -215,7 +191,7 @@ class Transfers:
         elif reload.version != version:
             raise StateError(_say_changed(saved))
         if view is saved.whole or view == saved.whole:
-            return reload.buffer  # the usual case: the buffer has this view's type and size
+            return reload.buffer
         tensor = reload.views.get(view)
         if tensor is None:
             tensor = reload.views[view] = rebuild(view, reload.buffer, buffer_start=saved.start)
@@ -231,26 +207,22 @@ class Transfers:
         if reload is not None:
             saved.state = SavedState.OFFLOADED
             if reload.version is not None and reload.version != get_version(reload.buffer):
-                saved.fault = _say_changed(saved)  # the host block has the bytes before the change, and torch would raise too
+                saved.fault = _say_changed(saved)  # the host block has the old bytes, and torch would raise too
             self._order(reload)
 
     def join(self) -> None:
-        """End the copies of a captured graph inside the graph, and release their memory.
+        """Join the copy streams of a captured graph to the current stream, and release the copies' memory.
 
         Streams:
-            The current stream waits for all copies queued since `forget_streams`. The host does not block.
+            The current stream waits for all copies queued since `close` or the last `join`. The host does not block.
         """
         current = self._device.current_stream()
         for stream in self._used:
             self._device.wait_stream(current, stream, Hazard.GRAPH_UNJOINED)
-        self.forget_streams()
+        self._used.clear()
         while self._in_flight:
             self._release(self._in_flight[0], is_done=True)
         self.poll()
-
-    def forget_streams(self) -> None:
-        """Exclude earlier copies from the next `join`."""
-        self._used.clear()
 
     def close(self) -> None:
         """Finish all copies. The host blocks until they are done."""
@@ -258,22 +230,22 @@ class Transfers:
             self._device.synchronize(self._in_flight[0].d2h_done)
             self._release(self._in_flight[0], is_done=True)
         self.poll()
+        self._used.clear()
         if self._filling:
             self._device.synchronize(self._device.record_event(self._device.h2d_stream))
             self._filling.clear()
 
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
-        """Release the sources of `entry`, the oldest one, whose copies are done or are waited for.
+        """Release the sources of `entry`, the oldest one.
 
-        With `is_done` the host knows that the copies are done. Then no stream needs to wait for them: all work that the host
-        queues from now on runs later anyway.
+        Its copies are done if `is_done`, so no stream needs to wait for them. Otherwise the compute streams already wait.
         """
         living = _list_living(entry)
         self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
-        self._in_flight.popleft()  # only now: a wait above may raise, and the entry may hold the last reference to a source
+        self._in_flight.popleft()  # last: a wait above may raise, and the entry may hold the last reference to a source
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
-                continue  # its offload was cancelled since, and perhaps it was offloaded again
+                continue  # its offload was cancelled, and it may have been offloaded again
             if saved.state is SavedState.OFFLOADING:
                 saved.fault = saved.find_change("its copy to the host was done")
                 saved.drop_aliases()
@@ -282,7 +254,7 @@ class Transfers:
                 saved.d2h_done = None
 
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
-        """Start the copy of `saved` into `buffer`. The host-to-device stream must be current."""
+        """Queue the copy of `saved` into `buffer`, inside of `copying_on` for the host-to-device stream."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"A tensor that {saved.place} saved is on the host but has no host block.")
@@ -290,8 +262,8 @@ class Transfers:
             device.wait_event(h2d, saved.d2h_done, Hazard.BLOCK_UNWRITTEN)
         self._filling.append(buffer)
         with self._measure(h2d, saved.stats, TimeKind.H2D):
-            for part, stretch in saved.block.pair(buffer):
-                device.copy_bytes(destination=stretch, source=part, stream=h2d)
+            for part, byte_range in saved.block.pair(buffer):
+                device.copy_bytes(destination=byte_range, source=part, stream=h2d)
         h2d_done = device.record_event(h2d)
         saved.block.place.last_read = h2d_done
         saved.reload = Reload(buffer, h2d_done, saved.owner, is_dense=bool(saved.gathered))
@@ -299,29 +271,27 @@ class Transfers:
         self._filling.pop()
 
     def _measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> contextlib.AbstractContextManager[object]:
-        """Return a context that measures the work queued on `stream`, if times are measured."""
-        return NO_CONTEXT if self._watch is None else _Span(self._watch, stream, stats, kind)
+        return NO_CONTEXT if self._watch is None else self._watch.measure(stream, stats, kind)
 
     def _gather(self, saved: SavedStorage) -> torch.Tensor:
-        """Return the packed views of `saved` to offload, as uint8 `[n]` on the device."""
         dense = self._allocate(saved.moved_bytes)
         gather(saved.gathered, saved.get_any_alias(), dense)
         return dense
 
     def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
         """Return a buffer with the gathered views at their offsets in the saved storage."""
-        stretch = self._allocate(saved.size_bytes)
-        scatter(saved.gathered, dense.buffer, stretch, stretch_start=saved.start)
-        placed = Reload(stretch, self._device.record_event(stream), stream, is_dense=False)
+        byte_range = self._allocate(saved.size_bytes)
+        scatter(saved.gathered, dense.buffer, byte_range, target_start=saved.start)
+        placed = Reload(byte_range, self._device.record_event(stream), stream, is_dense=False)
         placed.taken_on.add(stream)
         self._order(dense)
         return placed
 
     def _allocate_for(self, saved: SavedStorage, current: Stream) -> torch.Tensor:
-        """Return a buffer on the stream that saved `saved`, on which autograd also runs backward.
+        """Return a buffer for `saved`, allocated on the stream of its first save, on which autograd also runs backward.
 
-        Autograd may return the unpacked tensor as a gradient, which the engine cannot track. If another stream owned the
-        buffer, nothing would order the reuse of its memory after the readers of that gradient.
+        Autograd may return the unpacked tensor as a gradient, which the engine cannot track. With another owner stream, the
+        allocator could reuse the memory before that gradient's readers are done.
         """
         if saved.owner == current:
             return self._allocate(saved.moved_bytes, saved.whole)
@@ -337,7 +307,6 @@ class Transfers:
         return buffer
 
     def _join(self, streams: Set[Stream], hazard: Hazard) -> None:
-        """Make each of `streams` wait for all work queued on the others so far."""
         if len(streams) > 1:
             events = {stream: self._device.record_event(stream) for stream in streams}
             for stream in streams:
@@ -345,7 +314,7 @@ class Transfers:
                     self._device.wait_event(stream, events[other], hazard)
 
     def _order(self, reload: Reload) -> None:
-        """Make a buffer's own stream wait for all its users, so that it can be dropped."""
+        """Make a buffer's own stream wait for all its users before the buffer is dropped."""
         device = self._device
         if not reload.taken_on:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
@@ -354,7 +323,6 @@ class Transfers:
 
 
 def _list_living(entry: _InFlight) -> list[SavedStorage]:
-    """Return the storages of `entry` that autograd still needs."""
     return [saved for reference in entry.saved if (saved := reference()) is not None]
 
 
@@ -362,18 +330,18 @@ def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stre
     """Return the compute streams that used the sources of `entry`, before and after the start of the copies."""
     streams = entry.streams
     for saved in living:
-        if saved.streams != streams:  # nearly always equal, since one stream does all
+        if saved.streams != streams:
             streams = streams | saved.streams
     return streams
 
 
 def _say_changed(saved: SavedStorage) -> str:
     return (
-        f"A tensor that {saved.place} saved for backward was changed in place by a backward that had taken it. "
-        "Change a clone there."
+        f"A tensor that {saved.place} saved for backward was changed in place by a backward that used it. "
+        "Change a clone in that backward."
     )
 
 
 def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range named like the debug log's line, if a profiler runs."""
+    """Return a profiler range with the text of the debug log, if a profiler runs."""
     return torch.profiler.record_function(f"fgoffload::{act} ({place})") if is_profiled() else NO_CONTEXT

@@ -124,4 +124,4 @@ def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
 
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
     """Make `ranks` cancel the offload of the last groups at the loss, as they did when measured, unless a plan overrides it."""
-    return [dataclasses.replace(rank, turn=Turn.CALL_BACK) for rank in ranks]
+    return [dataclasses.replace(rank, turn=Turn.CANCEL) for rank in ranks]

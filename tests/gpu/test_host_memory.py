@@ -7,7 +7,8 @@ import torch
 from support.locking import is_locked
 
 from fgoffload import HostMemory, StateError
-from fgoffload.engine import AcceleratorDevice, Hazard, HostArena
+from fgoffload.engine import AcceleratorDevice, Hazard
+from fgoffload.engine.host_arena import HostArena
 from fgoffload.units import GIB, MIB
 
 SLACK_BYTES = 16 * MIB
@@ -70,12 +71,12 @@ def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
     written = device.record_event(device.current_stream())
     device.wait_event(device.d2h_stream, written, Hazard.SOURCE_UNWRITTEN)
     with device.copying_on(device.d2h_stream):
-        for part, stretch in block.pair(source):
-            device.copy_bytes(destination=part, source=stretch, stream=device.d2h_stream)
+        for part, byte_range in block.pair(source):
+            device.copy_bytes(destination=part, source=byte_range, stream=device.d2h_stream)
     device.wait_stream(device.h2d_stream, device.d2h_stream, Hazard.BLOCK_UNWRITTEN)
     with device.copying_on(device.h2d_stream):
-        for part, stretch in block.pair(back):
-            device.copy_bytes(destination=stretch, source=part, stream=device.h2d_stream)
+        for part, byte_range in block.pair(back):
+            device.copy_bytes(destination=byte_range, source=part, stream=device.h2d_stream)
     device.synchronize(device.record_event(device.h2d_stream))
     assert torch.equal(source, back)
     del block, part

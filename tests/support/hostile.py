@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from fgoffload.engine import AcceleratorDevice, Device, Hazard, HostBlock, HostSlab, OffloadEngine
+from fgoffload.engine import AcceleratorDevice, Device, Hazard, HostSlab, OffloadEngine
 from fgoffload.engine.geometry import View, get_bytes
+from fgoffload.engine.host_block import HostBlock
 
 POISON = 0xFF
 """Bytes of it are a NaN in every floating-point type of 16 bits and more."""

@@ -130,8 +130,8 @@ def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(cap
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"made_for": {"num_layers": 5}}, "plan.json: The plan was made for num_layers 5, and this training has 4."),
-        ({"made_for": {"tokens": 8}}, "The plan was made for tokens 8, and this training has 256."),
+        ({"made_for": {"num_layers": 5}}, "plan.json: The plan was made for num_layers 5, but this training run has 4."),
+        ({"made_for": {"tokens": 8}}, "The plan was made for tokens 8, but this training run has 256."),
         ({"sites": [SITE | {"layer": 4}]}, "names layers.4.core_attn in chunk 0, and the model has 4 layers and 1 chunk(s)"),
         ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan plan.json 'core_atn' is not a tag"),
     ],

@@ -15,7 +15,7 @@ ALL_TAGS = " ".join(default_tags().names)
 REFUSALS = [
     (
         {"offload_modules": ()},
-        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Give at least "
+        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Name at least "
         f"one of: {ALL_TAGS}.",
     ),
     (
@@ -26,20 +26,26 @@ REFUSALS = [
     ({"offload_modules": ("moe_act", "moe_act")}, "--offload-modules names 'moe_act' twice. Name each tag once."),
     (
         {"min_offloaded_tensor_size": -1},
-        "--min-offloaded-tensor-size -1 is below 0. Give elements; 0 offloads storages of any size.",
+        "--min-offloaded-tensor-size -1 is below 0. Use 0 or more; 0 offloads storages of any size.",
     ),
-    ({"activation_offload_fraction": 1.5}, "--activation-offload-fraction 1.5 is outside 0 to 1. Give a part, as in 0.8."),
-    ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is outside 0 to 1. Give a part, as"),
-    ({"activation_offload_fraction": True}, "--activation-offload-fraction True is not a number. Give a part, as in 0.8."),
-    ({"offload_host_budget_bytes": "64GiB"}, "--offload-host-budget '64GiB' is text, not a number of bytes. Give an"),
-    ({"offload_host_budget_bytes": 0}, "--offload-host-budget 0 leaves no host memory. Give a size like 64GiB."),
+    (
+        {"activation_offload_fraction": 1.5},
+        "--activation-offload-fraction 1.5 is outside 0 to 1. Use a fraction, for example 0.8.",
+    ),
+    ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is outside 0 to 1. Use a fraction, for"),
+    (
+        {"activation_offload_fraction": True},
+        "--activation-offload-fraction True is not a number. Use a fraction, for example 0.8.",
+    ),
+    ({"offload_host_budget_bytes": "64GiB"}, "--offload-host-budget '64GiB' is not a whole number of bytes. Pass an"),
+    ({"offload_host_budget_bytes": 0}, "--offload-host-budget 0 leaves no host memory. Use a size, for example 64GiB."),
     ({"offload_plan": Path("plan.json"), "activation_offload_fraction": 0.5}, "--offload-plan and"),
-    ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Give 0 or a size like 512MiB."),
-    ({"offload_modules": ("auto",)}, "--offload-modules auto needs a memory budget. Give"),
+    ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Use 0 or a size, for example 512MiB."),
+    ({"offload_modules": ("auto",)}, "--offload-modules auto needs a memory budget. Add"),
     ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules names auto and"),
     (
         {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "offload_plan": Path("plan.json")},
-        "--offload-modules auto and --offload-plan both choose what is offloaded. Give one of them.",
+        "--offload-modules auto and --offload-plan both choose what is offloaded. Use one of them.",
     ),
     ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB needs --offload-modules auto, which plans"),
 ]
@@ -58,7 +64,7 @@ def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
         OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
     assert str(caught.value) == (
         f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
-        "so nothing would be offloaded. Leave one of them out."
+        "so nothing would be offloaded. Remove one of them."
     )
 
 
@@ -90,7 +96,7 @@ def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_flags(flags)
     assert str(caught.value) == (
-        f"--{flag.replace('_', '-')} '60PB' is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB."
+        f"--{flag.replace('_', '-')} '60PB' is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB."
     )
 
 

@@ -26,5 +26,5 @@ def test_the_docstring_draws_every_error():
     ("least_bytes", "text"), [(1000, "1000B"), (2**20 - 1, "1048575B"), (58 * 2**30, "59392MiB"), (58 * 2**30 + 1, "59393MiB")]
 )
 def test_the_budget_to_give_is_one_that_people_write_and_never_less(least_bytes, text):
-    assert f"Give a budget of {text} or more, or" in str(errors.BudgetError("Why.", least_bytes))
+    assert f"Use a budget of {text} or more, or" in str(errors.BudgetError("Why.", least_bytes))
     assert least_bytes <= parse_bytes(text, name="--budget") <= least_bytes * 1.001

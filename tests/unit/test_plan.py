@@ -63,14 +63,14 @@ def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_m
 @pytest.mark.parametrize(
     ("found", "difference"),
     [
-        ({"hidden_size": 256, "num_layers": 6}, "num_layers 4, and this training has 6"),
-        ({TOKENS: 513}, "tokens 512, and this training has 513"),
-        ({MICROBATCHES: 4}, "microbatches 3, and this training has 4"),
+        ({"hidden_size": 256, "num_layers": 6}, "num_layers 4, but this training run has 6"),
+        ({TOKENS: 513}, "tokens 512, but this training run has 513"),
+        ({MICROBATCHES: 4}, "microbatches 3, but this training run has 4"),
     ],
 )
 def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
     with pytest.raises(
-        PlanError, match=rf"^The plan was made for {difference}\. Plan for this training, or delete `made_for` from"
+        PlanError, match=rf"^The plan was made for {difference}\. Plan again for this run, or delete `made_for` from"
     ):
         OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
 
@@ -87,7 +87,7 @@ def test_a_plan_with_what_no_plan_has_is_refused():
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [], "loss_window": 5}), source="plan.json")
     assert str(caught.value) == (
         "plan.json has 'loss_window', which is not a key of a plan: format, made_for, loss_window_bytes, predicted, sites. "
-        "Leave it out."
+        "Remove it."
     )
 
 

@@ -34,4 +34,4 @@ def test_one_group_comes_back_ahead_however_large_it_is(prefetch_bytes, group_by
 def test_a_size_below_zero_is_refused_with_its_flag(field, flag):
     with pytest.raises(ConfigError) as caught:
         TransferPolicy(**{field: -1})
-    assert str(caught.value) == f"{flag} -1 is below 0 bytes. Give 0 or a size like 512MiB."
+    assert str(caught.value) == f"{flag} -1 is below 0 bytes. Use 0 or a size, for example 512MiB."

@@ -23,14 +23,14 @@ class ToyLane(ScheduledLane[ScheduledGroup, str]):
             self.close(group, is_held=False)
             group.submit()
 
-    def list_away(self, group):
+    def list_remaining(self, group):
         return [letter for letter in self.names[group] if self.states[letter] in (OFFLOADING, OFFLOADED)]
 
     def is_offloaded(self, saved):
         return self.states[saved] is OFFLOADED
 
-    def count_bytes(self, away):
-        return NBYTES * len(away)
+    def count_bytes(self, remaining):
+        return NBYTES * len(remaining)
 
     def execute(self, decisions):
         """Return what was cancelled and what reloaded, in order, an entry for each decision."""
@@ -58,9 +58,9 @@ def reach(schedule, lane, position):
 def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before_it_within_prefetch():
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
     assert reach(schedule, lane, 3) == [("", "d"), ("", "cb")]
-    assert (lane.away, lane.ahead_bytes) == (1, 2 * NBYTES)
+    assert (lane.remaining, lane.ahead_bytes) == (1, 2 * NBYTES)
     assert reach(schedule, lane, 2) == [("", "a")]
-    assert (lane.away, lane.ahead_bytes) == (0, 2 * NBYTES)
+    assert (lane.remaining, lane.ahead_bytes) == (0, 2 * NBYTES)
 
 
 def test_nothing_is_called_back_while_more_than_half_of_the_prefetch_is_ahead():
@@ -86,15 +86,15 @@ def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
 
 def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_let_go_of():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
-    found = [lane.execute(schedule.let_go(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
+    found = [lane.execute(schedule.release(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
     # What is taken now is let go of when the next one is.
     assert found == [[], [], [("", "b")], [("", "a")], []]
-    assert lane.let_go_bytes == 2 * NBYTES
+    assert lane.released_bytes == 2 * NBYTES
 
 
 def test_in_a_layer_that_stays_nothing_comes_back_while_more_than_half_of_the_prefetch_is_ahead():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=3 * NBYTES)
-    found = [lane.execute(schedule.let_go(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
+    found = [lane.execute(schedule.release(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
     assert found == [[], [("", "cb")], []]  # though the first group fits
 
 
@@ -102,7 +102,7 @@ def test_where_backward_comes_next_groups_stay_as_long_as_all_of_each_is_on_its_
     lane, schedule = ToyLane("a", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.states["a"] = OFFLOADED
     assert lane.execute(schedule.expect_backward(lane)) == [("cb", "")]
-    assert (lane.away, lane.ahead_bytes) == (1, 2 * NBYTES)
+    assert (lane.remaining, lane.ahead_bytes) == (1, 2 * NBYTES)
 
 
 def test_where_backward_comes_next_a_group_that_was_not_submitted_ends_those_that_stay():
@@ -116,7 +116,7 @@ def test_more_forward_after_all_puts_what_was_called_back_behind_what_comes_next
     lane, schedule = ToyLane("a", "b", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.execute(schedule.expect_backward(lane))
     lane.open(ScheduledGroup(2))
-    assert (lane.end, lane.away, lane.ahead_bytes) == (3, 3, 0)
+    assert (lane.end, lane.remaining, lane.ahead_bytes) == (3, 3, 0)
 
 
 def test_bytes_of_a_group_are_news_until_backward_has_reached_it():
@@ -130,7 +130,7 @@ def test_a_group_that_came_back_while_backward_was_inside_of_it_is_news():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
     lane.close(lane.groups[0], is_held=False)
     reach(schedule, lane, 1)
-    assert (lane.end, lane.away) == (lane.groups[0].end_position, 0)
+    assert (lane.end, lane.remaining) == (lane.groups[0].end_position, 0)
     assert lane.is_news(lane.groups[0], is_offloaded=False)
     reach(schedule, lane, 0)
     assert not lane.is_news(lane.groups[0], is_offloaded=False)
@@ -140,7 +140,7 @@ def test_a_group_that_ends_behind_another_one_is_reached_from_there():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=0)
     lane.close(lane.groups[1], is_held=False)  # as a norm does that ends behind attention
     assert reach(schedule, lane, 1) == []  # what backward takes is called back one by one
-    assert (lane.end, lane.away) == (3, 3)
+    assert (lane.end, lane.remaining) == (3, 3)
     assert reach(schedule, lane, 2) == [("", "c")]
     assert reach(schedule, lane, 0) == [("", "a")]
 
@@ -187,7 +187,7 @@ def test_bytes_ahead_in_the_lane_that_backward_is_in_and_in_the_next_one_count_t
     assert reach(schedule, lane, 1) == []
     assert (lane.ahead_bytes, other.ahead_bytes) == (NBYTES, 0)
     assert reach(schedule, lane, 0) == [("", "yz")]
-    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in vain
+    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in discarded
     assert other.states == {"x": OFFLOADED, "y": SavedState.RELOADED, "z": SavedState.RELOADED}
 
 
@@ -198,7 +198,7 @@ def test_no_group_above_the_prefetch_and_none_that_is_still_leaving_comes_back_f
     for lane in (large, leaving, held):
         schedule.announce(lane, during=None)
         assert lane.execute(schedule.look_ahead()) == []
-        assert lane.away == 2
+        assert lane.remaining == 2
 
 
 @pytest.mark.parametrize("comes", ["another announcement", "another backward", "none"])
@@ -207,9 +207,9 @@ def test_what_came_back_for_a_backward_that_does_not_come_next_may_go_and_counts
     schedule.announce(lane, during=None)
     lane.execute(schedule.look_ahead())
     announced = {"another announcement": other, "none": None}
-    vain = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
-    assert vain == lane.groups[1:]
-    assert (lane.away, lane.ahead_bytes) == (3, 0)
+    discarded = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
+    assert discarded == lane.groups[1:]
+    assert (lane.remaining, lane.ahead_bytes) == (3, 0)
     assert list(schedule.look_ahead()) == [] or comes == "another announcement"
     lane.states.update(b=OFFLOADED, c=OFFLOADED)  # as the executor drops them
     assert reach(schedule, lane, 2) == [("", "c"), ("", "ba")]

@@ -26,7 +26,7 @@ def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
     assert str(caught.value) == (
-        f"--offload-window {text!r} is not a size. Write a number and one of B, KiB, MiB, GiB, TiB, GB, as in 60GiB."
+        f"--offload-window {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB."
     )
 
 
@@ -34,13 +34,13 @@ def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
 def test_a_size_below_zero_is_refused_as_that(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
-    assert str(caught.value) == (f"--offload-window {text!r} is negative. Give 0 or a size like 512MiB.")
+    assert str(caught.value) == (f"--offload-window {text!r} is negative. Use 0 or a size, for example 512MiB.")
 
 
 def test_a_part_of_a_byte_is_refused():
     with pytest.raises(ConfigError) as caught:
         parse_bytes("307.2 B", name="--offload-window")
-    assert str(caught.value) == "--offload-window '307.2 B' is 307.2 bytes. Give a whole number of bytes."
+    assert str(caught.value) == "--offload-window '307.2 B' is 307.2 bytes. Use a whole number of bytes."
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,7 @@ def test_seconds_are_written_as_milliseconds():
 
 @pytest.mark.parametrize("text", ["1", "76", "4294967296", " 1.0 "])
 def test_where_a_unit_is_needed_a_number_alone_is_refused(text):
-    with pytest.raises(ConfigError, match=rf"--reserve {text!r} has no unit\. Add one of B, KiB, .* as in {text.strip()}GiB"):
+    with pytest.raises(
+        ConfigError, match=rf"--reserve {text!r} has no unit\. Add one of B, KiB, .* for example {text.strip()}GiB"
+    ):
         parse_bytes(text, name="--reserve", needs_unit=True)

@@ -110,9 +110,9 @@ class UncompiledSaving(Saving):
         return super().__call__(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def take_back(self, handle: Packed) -> torch.Tensor:
+    def unpack(self, handle: Packed) -> torch.Tensor:
         """Return the tensor of `handle`. This is the unpack hook."""
-        return super().take_back(handle)
+        return super().unpack(handle)
 
 
 class SizedSaving(UncompiledSaving):
@@ -127,7 +127,7 @@ class SizedSaving(UncompiledSaving):
     A group of `group_bytes` is full. A `layer` of None numbers the groups of the lane.
     """
 
-    __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "tag")
+    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "tag")
 
     def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
         super().__init__(engine, lane, None)
@@ -138,8 +138,6 @@ class SizedSaving(UncompiledSaving):
         """Autograd node number of the last save."""
         self._seen: set[int] = set()
         self._size_bytes = 0
-        self._saved_tensors = 0
-        """Number of saves in earlier groups of the site."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
@@ -162,9 +160,6 @@ class SizedSaving(UncompiledSaving):
         layer = len(self.lane.groups) if self._layer is None else self._layer
         site = Site(chunk=0, layer=layer, tag=self.tag)
         self.group = self._engine.open_group(site, self.lane)
-        if self._layer is not None:
-            self.group.site = site  # each run saves the same tensors in the same order, over all parts
-            self.group.saved_tensors = self._saved_tensors
         return self.group
 
     def close_group(self) -> Group | None:
@@ -173,7 +168,6 @@ class SizedSaving(UncompiledSaving):
         self._seen.clear()
         self._size_bytes = 0
         if group is not None:
-            self._saved_tensors = group.saved_tensors
             self._engine.end(self.lane, group)
         return group
 
@@ -204,14 +198,14 @@ class BlockSaving(SizedSaving):
         """Return the handle that autograd unpacks later."""
         if is_in_backward():
             return keep_tensor(tensor, self.lane.place)
-        if self.lane.away < len(self.lane.groups):
+        if self.lane.remaining < len(self.lane.groups):
             self.renew_lane()
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
         """End the current group, and return the lane to continue in. It is new if backward has begun."""
         self.close_group()
-        if self.lane.away < len(self.lane.groups):
+        if self.lane.remaining < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
         return self.lane
 

@@ -77,7 +77,7 @@ class HostPace(enum.Enum):
 class Turn(enum.Enum):
     """What happens to copies still in flight to the host when a microbatch goes from forward to backward."""
 
-    CALL_BACK = "cancel all copies in flight"  # modules are named, without a plan
+    CANCEL = "cancel all copies in flight"  # modules are named, without a plan
     PLAN = "cancel copies that are far from done"  # while a plan is made; the plan then records their bytes
 
 

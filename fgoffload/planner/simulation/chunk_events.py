@@ -19,7 +19,7 @@ class EventKind(enum.Enum):
     SUBMIT = "submit"  # the number of a group in the chunk, which is offloaded
     READ = "read"  # submitted parcels that forward reads for the last time
     TAKE = "take"  # a `Take`
-    LET_GO = "let_go"  # bytes of resident tensors that backward takes, in order; 0 if taken before
+    RELEASE = "release"  # bytes of resident tensors that backward takes, in order; 0 if taken before
     FREE = "free"  # parcels that backward no longer needs
     POLL = "poll"  # None. The engine looks for finished copies
     PASSED = "pass_layer"  # None. Backward has passed an unwatched layer or its MLP

@@ -117,7 +117,7 @@ class ResolvedLayer:
         return _sum_by_place((one.freed_after, one.tensor.size_bytes) for one in (*self.kept, *made))
 
     @functools.cached_property
-    def let_go_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
+    def released_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
         """Sizes of resident tensors that sites without offload need, by segment and unit of a `Take`; 0 for repeated needs."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:

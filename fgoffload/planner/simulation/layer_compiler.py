@@ -246,9 +246,9 @@ class LayerCompiler:
 
         Tensors of sites on the device are released there. Tensors of a group show that backward has reached it.
         """
-        sizes_bytes = self._resolved.let_go_bytes.get((place, unit))
+        sizes_bytes = self._resolved.released_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:
-            events.add(EventKind.LET_GO, sizes_bytes)
+            events.add(EventKind.RELEASE, sizes_bytes)
         for take in self._takes.get((place, unit), ()):
             events.add(EventKind.TAKE, take)
 

@@ -19,7 +19,7 @@ from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, 
 from fgoffload.planner.simulation.link_queue import Copy
 from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
-from fgoffload.transfer_schedule import CallBack, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
+from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
 
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
@@ -47,7 +47,7 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
         self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
 
-    def list_away(self, group: int) -> list[int]:
+    def list_remaining(self, group: int) -> list[int]:
         """Return the parcels of a group that are offloaded or in flight."""
         states = self.states
         return [one for one in self.chunk.groups[group].members if (state := states[one]) is _OFFLOADING or state is _OFFLOADED]
@@ -56,10 +56,10 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         """Return whether a parcel is on the host only."""
         return self.states[saved] is _OFFLOADED
 
-    def count_bytes(self, away: Iterable[int]) -> int:
+    def count_bytes(self, remaining: Iterable[int]) -> int:
         """Return the bytes of parcels."""
         known = self.chunk.parcels
-        return sum([known[parcel].size_bytes for parcel in away])
+        return sum([known[parcel].size_bytes for parcel in remaining])
 
 
 class InFlight(NamedTuple):
@@ -229,7 +229,7 @@ class RankRun(RankClock):
             if group is None:
                 # The engine counts the bytes of a parcel whose offload was cancelled. Backward reaches its group next, so
                 # nothing reads the sum before the prefetch there, which has no such limit.
-                self._execute(self._schedule.let_go(lane, 0))
+                self._execute(self._schedule.release(lane, 0))
             elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
                 self._reach(lane, group)
             if lane.states[parcel] is _OFFLOADED:
@@ -238,11 +238,11 @@ class RankRun(RankClock):
             if reload is not None:
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
-    def let_go(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
+    def release(self, sizes_bytes: Iterable[int], lane: SimulatedLane) -> None:
         """Release resident tensors that backward has used."""
         for size_bytes in sizes_bytes:
-            if lane.away:
-                self._execute(self._schedule.let_go(lane, size_bytes))
+            if lane.remaining:
+                self._execute(self._schedule.release(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
         """Note that backward has reached `group`. Mirrors `OffloadEngine.approach_backward`."""
@@ -269,7 +269,7 @@ class RankRun(RankClock):
 
     def _find_loss_window(self) -> float:
         """Return the bytes that may be in flight when the loss begins, if the plan does not set them."""
-        if self._rank.turn is Turn.CALL_BACK:
+        if self._rank.turn is Turn.CANCEL:
             return math.inf
         self._link.advance(self.clock_s)
         patience_s = _NEARLY_DONE_PART * (self.clock_s - self._pass_start_s)
@@ -283,7 +283,7 @@ class RankRun(RankClock):
             window_bytes += entry.size_bytes
         return window_bytes
 
-    def _execute(self, decisions: Iterable[CallBack[ScheduledGroup, int]]) -> None:
+    def _execute(self, decisions: Iterable[ReloadDecision[ScheduledGroup, int]]) -> None:
         """Cancel the offload of resident parcels, and reload the others."""
         for decision in decisions:
             lane = cast("SimulatedLane", decision.lane)

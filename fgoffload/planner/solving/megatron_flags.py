@@ -97,7 +97,7 @@ class MegatronFlags:
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
-        return tuple(dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CALL_BACK) for rank in ranks)
+        return tuple(dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CANCEL) for rank in ranks)
 
     def _list_chunk(self, chunk_number: int, chunk: ChunkModel) -> Mapping[Site, Action]:
         sites: list[Site] = []

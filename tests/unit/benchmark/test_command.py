@@ -73,7 +73,10 @@ def test_all_plan_files_are_compared_with_the_training_before_anything_is_measur
     said = run_and_refuse(
         (ARGUMENTS, "--steps", "1", "--warmup", "1", "--settings", "plan:a/x.json", "--plans", "other.json"), capsys
     )
-    assert "--offload-plan other.json: The plan was made for num_layers 5, and this training has 4. Plan for this" in said
+    assert (
+        "--offload-plan other.json: The plan was made for num_layers 5, but this training run has 4. Plan again for this"
+        in said
+    )
 
 
 def read_rows(folder):

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fgoffload import InternalError
-from fgoffload.engine import CpuDevice, HostArena, HostBlock, HostSlab
+from fgoffload.engine import CpuDevice, HostSlab
+from fgoffload.engine.host_arena import MIN_PART_BYTES, HostArena
+from fgoffload.engine.host_block import HostBlock
 
 pytestmark = pytest.mark.quick
 
@@ -77,7 +79,8 @@ class ModelDevice(CpuDevice):
 class ArenaMachine(RuleBasedStateMachine):
     """The arena against a model: for each unit of 512 bytes of each slab, who has it, and who may still read it."""
 
-    min_part_bytes: int | None = None
+    min_part_bytes = MIN_PART_BYTES
+    """More than any block here has, so that no block is split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return 512 * max(runs, default=0)
 
     def may_refuse(self, needed_bytes: int) -> bool:
-        if self.min_part_bytes is None:
+        if self.min_part_bytes == MIN_PART_BYTES:
             return needed_bytes > max(self.find_longest_free(), self.budget_bytes - self.arena.reserved_bytes)
         return needed_bytes > self.budget_bytes - self.arena.used_bytes
 
@@ -216,11 +219,11 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
     del blocks[::2]
     source = torch.arange(1200).to(torch.uint8)
     block = arena.find_block(1200)
-    for part, stretch in block.pair(source):
-        part.copy_(stretch)
+    for part, byte_range in block.pair(source):
+        part.copy_(byte_range)
     found = torch.zeros_like(source)
-    for part, stretch in block.pair(found):
-        stretch.copy_(part)
+    for part, byte_range in block.pair(found):
+        byte_range.copy_(part)
     assert len(block.parts) == 3
     assert torch.equal(found, source)
 

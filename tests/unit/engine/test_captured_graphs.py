@@ -211,7 +211,7 @@ def test_the_host_knows_of_copies_of_slots():
 
 def test_a_host_budget_that_is_too_small_is_one_error():
     model = Model(make_engine(GraphDevice(), host_budget_bytes=512))
-    with pytest.raises(StateError, match="and the host budget is used up"):
+    with pytest.raises(StateError, match="but the host budget is used up"):
         model(make_inputs(1)[0])
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fgoffload.engine.geometry import gather, get_gathered_bytes, get_stretch, get_view, rebuild, scatter
+from fgoffload.engine.geometry import gather, get_byte_range, get_gathered_bytes, get_view, rebuild, scatter
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
@@ -29,7 +29,7 @@ def test_a_view_is_rebuilt_over_a_copy_of_any_type_and_counts_changes_with_it(te
     view = get_view(tensor)
     start = view.start // 512 * 512
     end = start + -(-(view.end - start) // 16) * 16
-    copy = get_stretch(tensor, start=start, end=end).clone().view(dtype).view(1, -1)
+    copy = get_byte_range(tensor, start=start, end=end).clone().view(dtype).view(1, -1)
     again = rebuild(view, copy, buffer_start=start)
     assert torch.equal(as_bytes(again), as_bytes(tensor))
     assert again.stride() == tensor.stride()
@@ -47,17 +47,17 @@ def test_gathered_views_come_back_to_their_places(windows):
     views = [get_view(tensor) for tensor in tensors]
     dense = torch.empty(get_gathered_bytes(views), dtype=torch.uint8)
     gather(views, storage, dense)
-    stretch = torch.empty(4096 * 4, dtype=torch.uint8)
-    scatter(views, dense, stretch, stretch_start=0)
+    target = torch.empty(4096 * 4, dtype=torch.uint8)
+    scatter(views, dense, target, target_start=0)
     for view, tensor in zip(views, tensors, strict=True):
-        assert torch.equal(rebuild(view, stretch, buffer_start=0), tensor)
+        assert torch.equal(rebuild(view, target, buffer_start=0), tensor)
 
 
 def test_bools_are_gathered_as_the_bytes_that_they_are():
     storage = torch.arange(256, dtype=torch.uint8).repeat(8)
     tensor = storage.view(torch.bool).as_strided((100, 3), (20, 1), 5)
     views = [get_view(tensor)]
-    dense, stretch = torch.empty(get_gathered_bytes(views), dtype=torch.uint8), torch.empty(2048, dtype=torch.uint8)
+    dense, target = torch.empty(get_gathered_bytes(views), dtype=torch.uint8), torch.empty(2048, dtype=torch.uint8)
     gather(views, tensor, dense)
-    scatter(views, dense, stretch, stretch_start=0)
-    assert torch.equal(stretch.as_strided((100, 3), (20, 1), 5), storage.as_strided((100, 3), (20, 1), 5))
+    scatter(views, dense, target, target_start=0)
+    assert torch.equal(target.as_strided((100, 3), (20, 1), 5), storage.as_strided((100, 3), (20, 1), 5))

@@ -166,8 +166,8 @@ def test_larger_steps_are_planned_before_they_run(caplog):
 @pytest.mark.parametrize(
     ("flags", "budget", "error", "says"),
     [
-        ("", lambda static: static // 2, PlanError, "--offload-memory-budget .* not above the static memory.*Give a budget of"),
-        (ONE_DENSE_LAYER, lambda static: static + 50_000, PlanError, r"lacks [\d.]+ KiB at .* Give a budget of \d+B or more"),
+        ("", lambda static: static // 2, PlanError, "--offload-memory-budget .* not above the static memory.*Use a budget of"),
+        (ONE_DENSE_LAYER, lambda static: static + 50_000, PlanError, r"lacks [\d.]+ KiB at .* Use a budget of \d+B or more"),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             lambda static: 2**40,

@@ -57,7 +57,7 @@ def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_
             trainer.run_step()
     found = [record.message for record in caplog.records if "microbatches" in record.message]
     assert [message.partition(". ")[0] for message in found] == [
-        f"--offload-plan {config.offload_plan}: The plan was made for microbatches 1, and this training has 2"
+        f"--offload-plan {config.offload_plan}: The plan was made for microbatches 1, but this training run has 2"
     ]
     assert found[0].endswith("The training goes on, and may exceed the memory budget.")
 
@@ -68,6 +68,8 @@ def test_a_plan_that_was_made_for_other_microbatches_is_refused_in_the_first_ste
     path.write_text(OffloadPlan(actions=actions, made_for={"microbatches": 1}).to_json(), encoding="utf-8")
     with (
         make_trainer(DENSE, OffloadConfig(offload_modules=(), offload_plan=path)) as trainer,
-        pytest.raises(PlanError, match=r"^--offload-plan .*: The plan was made for microbatches 1, and this training has 2"),
+        pytest.raises(
+            PlanError, match=r"^--offload-plan .*: The plan was made for microbatches 1, but this training run has 2"
+        ),
     ):
         trainer.run_step()

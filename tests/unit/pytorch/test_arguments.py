@@ -22,7 +22,7 @@ REFUSED = {
     "a config of a block": (lambda: fgoffload.saved_tensors({}), "config {} is not a TransferConfig"),
     "a config of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), config=1), "config 1 is not a TransferConfig"),
     "a config of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, config="all"), "config 'all' is not a"),
-    "text for a group": (lambda: fgoffload.saved_tensors(group_bytes="64MiB"), "group_bytes '64MiB' is text"),
+    "text for a group": (lambda: fgoffload.saved_tensors(group_bytes="64MiB"), "group_bytes '64MiB' is not a whole number"),
     "a part of a byte for a group": (lambda: fgoffload.saved_tensors(group_bytes=1.5), "group_bytes 1.5 is not a whole"),
     "a device of a block": (lambda: fgoffload.saved_tensors(device="nonsense"), "device 'nonsense' is not a device"),
     "a device of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), device="gpu0"), "device 'gpu0' is not a device"),
@@ -53,7 +53,7 @@ def test_what_cannot_be_meant_is_refused_at_once(case):
 @pytest.mark.parametrize("value", ["1MiB", 1.5, True, torch.ones(1)], ids=repr)
 @pytest.mark.parametrize("field", SIZES)
 def test_a_size_that_is_no_whole_number_is_refused_by_the_name_of_its_field(field, value):
-    with pytest.raises(ConfigError, match=f"^{field} .* Give an int"):
+    with pytest.raises(ConfigError, match=f"^{field} .* Pass an int"):
         TransferConfig(**{field: value})
 
 

@@ -87,48 +87,6 @@ def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
     assert "backward used all tensors before they could be offloaded" in caplog.text
 
 
-class Quantized(nn.Module):
-    """Saves a tensor that it holds too, a new one each time, as a linear of 8-bit weights does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: list[torch.Tensor] = []
-        self.holds = True
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.state = []
-        output = _Saves.apply(hidden, self.state)
-        if not self.holds:
-            self.state.clear()
-        return output
-
-
-class _Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, state):
-        state.append(hidden.detach() * 2)
-        ctx.save_for_backward(state[0])
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0].sign(), None
-
-
-def test_what_something_else_holds_in_each_step_stays_from_the_third_on_and_is_tried_again():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Quantized(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    moved = []
-    with fgoffload.offload(model, {"1": "quantized"}, ALL) as handle:
-        for step in range(80):
-            model[1].holds = step < 10
-            model(make_inputs()).sum().backward()
-            tag = handle.stats().tags["quantized"]
-            moved.append(tag.d2h_bytes)
-            assert tag.d2h_bytes + tag.kept_bytes.get(KeptReason.REFERENCED.value, 0) == ROW_BYTES
-    assert moved == [ROW_BYTES] * 2 + [0] * 64 + [ROW_BYTES] * 14
-
-
 class SavesViews(nn.Module):
     """Saves all of a tensor twice, and each half of it."""
 

@@ -14,7 +14,6 @@ from support.sites import has_hooks
 from torch import nn
 
 import fgoffload
-from fgoffload.engine.events import EventPool
 
 Line = tuple[str, int]
 
@@ -125,15 +124,3 @@ def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind
         assert handle.engine.arena.used_bytes == 0, line
         assert not handle.engine.is_copying_out(), line
         assert not has_hooks(), line
-
-
-def test_an_interrupt_while_an_event_is_recorded_is_all_that_is_raised(monkeypatch):
-    unraisable = watch_unraisable(monkeypatch)
-    stream = types.SimpleNamespace()
-    pool = EventPool(lambda: types.SimpleNamespace(record=lambda stream: None))
-    lines = Lines()
-    lines.run(lambda: pool.record(stream))
-    for line in lines.seen:
-        with contextlib.suppress(Interrupt):
-            Lines(line).run(lambda: pool.record(stream))
-        assert unraisable <= {Interrupt}, line

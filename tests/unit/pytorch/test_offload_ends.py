@@ -222,7 +222,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
         ("prefetch_bytes", -5, "prefetch_bytes -5 is below 0"),
         ("min_offloaded_bytes", -1, "min_offloaded_bytes -1 is below 0"),
         ("host_budget_bytes", 0, "host_budget_bytes 0 leaves no host memory"),
-        ("enabled", "yes", "enabled 'yes' is neither True nor False"),
+        ("enabled", "yes", "enabled 'yes' is not a bool"),
         ("keep", 3, "keep 3 is not callable"),
         ("host_memory", "pinned", "host_memory 'pinned' is not a HostMemory"),
     ],

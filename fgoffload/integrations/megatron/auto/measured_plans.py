@@ -193,7 +193,7 @@ class MeasuredStep:
             PlanError: The step exceeds the budget even if all layers are offloaded.
         """
         # The measured step runs without a plan.
-        models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]
+        models = [dataclasses.replace(model, turn=Turn.CANCEL) for model in self._make_models(call.microbatches)]
         planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
         leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
         ordered = [_order_layers(model) for model in models]

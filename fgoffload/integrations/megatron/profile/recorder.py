@@ -64,7 +64,7 @@ class RecordedHandle(KeptHandle):
 
     def take(self) -> torch.Tensor:
         """Return the tensor, from the engine if that offloaded it."""
-        return self._handle.take() if self._saving is None else self._saving.take_back(self._handle)
+        return self._handle.take() if self._saving is None else self._saving.unpack(self._handle)
 
 
 class RecordedRegion(Region):
@@ -83,7 +83,7 @@ class RecordedRegion(Region):
         """Save a tensor and return the handle that autograd unpacks."""
         return self._recorder.save(tensor, self._run, self._place, self._inner)
 
-    def take_back(self, handle: Packed) -> torch.Tensor:  # noqa: D102
+    def unpack(self, handle: Packed) -> torch.Tensor:  # noqa: D102
         return self._recorder.take(handle)
 
     def __enter__(self) -> None:
@@ -123,7 +123,7 @@ class _RecordedWatch(Saving):
     def __call__(self, tensor: torch.Tensor) -> KeptHandle:
         return self._recorder.save(tensor, self._run, Place(None, f"mb={self._run.microbatch}"), self._inner)
 
-    def take_back(self, handle: Packed) -> torch.Tensor:
+    def unpack(self, handle: Packed) -> torch.Tensor:
         return self._recorder.take(handle)
 
 

@@ -297,7 +297,7 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
         prefetch_bytes=prefetch,
         min_offloaded_numel=least,
         turning_chunk=turning,
-        turn=Turn.CALL_BACK,
+        turn=Turn.CANCEL,
         host_pace=pace,
     )
     plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})

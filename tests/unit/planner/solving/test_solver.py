@@ -55,7 +55,7 @@ def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_woul
     message = str(caught.value)
     assert "budget of 110 B" in message
     assert "pipeline rank 0 lacks 11 B at F0 layers.0.expert_fc2" in message
-    assert "Give a budget of 121B or more" in message
+    assert "Use a budget of 121B or more" in message
 
 
 def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
@@ -63,7 +63,7 @@ def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
     with pytest.raises(BudgetError, match=r"Of a budget of 9.80 KiB a plan may use 9.7\d KiB\. ") as caught:
         solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
     least_bytes = pickle.loads(pickle.dumps(caught.value)).least_bytes
-    assert f"Give a budget of {least_bytes}B or more" in str(caught.value)
+    assert f"Use a budget of {least_bytes}B or more" in str(caught.value)
     found = solve_leaving_free(ranks, budget_bytes=least_bytes, free_bytes=free_bytes)
     assert found.result.peak_bytes == find_least_budget(ranks)
     with pytest.raises(BudgetError):
@@ -95,7 +95,7 @@ def test_a_host_budget_is_kept():
     ("changes", "message"),
     [
         ({"budget_bytes": -1}, "budget_bytes -1 is below 0 bytes"),
-        ({"budget_bytes": "60GiB"}, "budget_bytes '60GiB' is text"),
+        ({"budget_bytes": "60GiB"}, "budget_bytes '60GiB' is not a whole number"),
         ({"host_budget_bytes": -5}, "host_budget_bytes -5 is below 0 bytes"),
         ({"ranks": []}, "ranks is empty"),
     ],
