@@ -26,7 +26,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
-from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import Hardware, check_for_times
 from fgoffload.planner.timing.link_rates import make_link_model
 from fgoffload.planner.timing.network_rates import describe_assumed_rates
@@ -41,10 +41,8 @@ class Assumptions:
     """Assumptions of a prediction, beside model, ranks and device."""
 
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # efficiency of kernels against the device's peaks
-    network: Network = dataclasses.field(default_factory=Network)  # measured rates between ranks; None takes the hardware's
     state: ParameterState = ADAM  # bytes of gradients and optimizer for each parameter
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
-    dispatch_buffer_bytes: int = 0  # device bytes of a token dispatcher's own buffers
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
@@ -73,8 +71,7 @@ def build_ranks(
         efficiency = dataclasses.replace(assumptions.efficiency, host_s_per_launch=0.0)
         assumptions = dataclasses.replace(assumptions, efficiency=efficiency)
     check_for_times(hardware)
-    has_network = assumptions.network != Network()
-    if line := describe_assumed_rates(hardware, ranks=parallelism.world_size, is_network_measured=has_network):
+    if line := describe_assumed_rates(hardware, ranks=parallelism.world_size):
         logger.warning(line)
     layers = _LayerModels(model, parallelism, hardware, assumptions)
     link = make_link_model(hardware)
@@ -105,14 +102,7 @@ def list_rank_memory(
 ) -> StaticMemory:
     """Return the static memory of pipeline rank `rank` under `assumptions`."""
     assumptions = assumptions or Assumptions()
-    return list_static_memory(
-        model,
-        parallelism,
-        rank,
-        state=assumptions.state,
-        dispatch_buffer_bytes=assumptions.dispatch_buffer_bytes,
-        reserve_bytes=assumptions.reserve_bytes,
-    )
+    return list_static_memory(model, parallelism, rank, state=assumptions.state, reserve_bytes=assumptions.reserve_bytes)
 
 
 class _LayerModels:
@@ -122,7 +112,7 @@ class _LayerModels:
         self.model = model
         self.parallelism = parallelism
         self.assumptions = assumptions
-        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency, network=assumptions.network)
+        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency)
         self._models: dict[tuple[LayerShape, Execution], LayerModel] = {}
 
     def get_shape(self, number: int) -> LayerShape:
@@ -144,7 +134,6 @@ class _LayerModels:
                 self.clock.hardware,
                 kind=f"{kind}, window" if has_window else kind,
                 efficiency=self.clock.efficiency,
-                network=self.clock.network,
                 execution=execution,
                 graphs=self.assumptions.graphs,
             )

@@ -102,7 +102,7 @@ def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(ca
     code, out, err = plan(capsys, config, "--hardware", str(path), "--ep", "8", "--offload-memory-budget", "60GiB")
     assert code == 0
     assert "Ascend 910B" in out
-    assert "no nvlink_bytes_per_s (25 GB/s, as over PCIe, is taken)" in err
+    assert "no nvlink_bytes_per_s (assuming 25 GB/s, as over PCIe)" in err
 
 
 def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, monkeypatch):

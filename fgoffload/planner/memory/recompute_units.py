@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fgoffload.errors import InternalError
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import LayerSizes
 from fgoffload.planner.operations.mlp_ops import count_permutation_part
 from fgoffload.planner.operations.ops import BF16
@@ -145,11 +144,10 @@ def _list_refills(
         # The modules after the others would have to save their input as given, which delayed scaling cannot.
         return
     # Megatron attaches the recompute of a norm to the output of its half of the layer.
-    if not has_fused_attention_norm(shape):
+    if not shape.has_fused_attention_norm:
         yield make("attn_norm", "attn_norm", "attn_proj", sizes.hidden, _pick(tensors, *_ATTENTION_NORM))
-    if "mlp_norm" in names:
-        yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
     if shape.experts is not None:
+        yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
         # Tensors inside of the activation are not saved either.
         inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
@@ -168,13 +166,11 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
         inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
         return UnitModel(name=segments[0], segments=segments, drops=(*inside, *_pick(tensors, made)), before=until)
 
-    # The input stays. Without a fused norm it is the tensor that the linear saves.
+    # The input stays.
     if shape.latent is None:
-        kept = () if has_fused_attention_norm(shape) else ("output of the norm before attention",)
-        yield make(("qkv_linear",), "core_attn", "query, key and value", *kept)
+        yield make(("qkv_linear",), "core_attn", "query, key and value")
     if experts is None:
-        given = "output of the norm before the MLP" if "mlp_norm" in names else "residual"
-        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", given)
+        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", "residual")
     elif not shape.has_linear_bias:
         yield make(("expert_fc1", "moe_act"), "expert_fc2", "activation's output", "permuted tokens", "permuted probabilities")
 

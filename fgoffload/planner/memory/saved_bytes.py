@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 
 from fgoffload.planner.memory.fp8_inputs import count_input_bytes, get_input_element_bytes, pad_rows
 from fgoffload.planner.model.layer_shape import ExpertsShape, Fp8Recipe, LatentShape, LayerShape, RouterShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import LayerSizes
 from fgoffload.planner.operations.ops import BF16, FP32, INT32, INT64
 from fgoffload.planner.ranks.layer_model import SavedTensor
@@ -43,12 +42,7 @@ def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 
 
 def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
-    """Return the bytes that each tag of the layer saves, each counted alone, in forward order.
-
-    Returns:
-        Bytes by tag, for tags that save anything in such a layer. They equal a step's `d2h_bytes` plus `shared_bytes` of the
-        tag, divided by its number of groups.
-    """
+    """Return the bytes that each tag of the layer saves, each counted alone, in forward order."""
     found = {tag for tensor in list_saved_tensors(shape) for tag in tensor.tags}
     return {tag: count_bytes(shape, (tag,)) for tag in default_tags().names if tag in found}
 
@@ -86,7 +80,7 @@ def _make_input(name: str, tag: str, recipe: Fp8Recipe | None, size_bytes: int) 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
     # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, it is a part of the linear.
-    norm = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm"
+    norm = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm"
     yield _make("layer input", ("layer_input", norm), LayerSizes(shape).hidden)
     if shape.rotary_channels and shape.latent is None:
         # Each layer gets the whole tensor, [s, 1, 1, rotary_channels] in fp32, so a checkpoint of the layer saves it.
@@ -96,7 +90,7 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
     """Yield the saved tensors of the norm before attention and of the projections to query, key and value."""
-    norm, hidden = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm", LayerSizes(shape).hidden
+    norm, hidden = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm", LayerSizes(shape).hidden
     yield _make("statistics of the norm before attention", (norm,), count_norm_statistics(shape), FP32)
     # The norm's output, 2sbh/t. All linears after the norm save it once, or in fp8 one copy each. A norm fused into the
     # query's linear saves it in bf16.
@@ -157,7 +151,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
-    yield from _list_mlp_norm(shape, "mlp_fc1" if shape.has_fused_norms else "mlp_norm")
+    yield from _list_mlp_norm(shape, "mlp_fc1")
     # The norm's output 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     yield _make_input("output of the norm before the MLP", "mlp_fc1", shape.fp8_recipe, size_bytes)

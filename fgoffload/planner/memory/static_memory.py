@@ -22,11 +22,10 @@ from fgoffload.planner.model.parameters import RankParameters, count_rank_parame
 from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
 
-DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
+WORKSPACE_BYTES = 6 * 32 * MIB
 """Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.
 
-Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper. A model with experts on
-one H100 had 11.7 GiB allocated between steps; its weights and gradients take 11.48 GiB.
+Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper.
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
@@ -89,8 +88,7 @@ class StaticMemory:
     optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
-    dispatch_buffer_bytes: int = 0  # bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES  # bytes of matrix products' workspaces
+    workspace_bytes: int = WORKSPACE_BYTES  # bytes of matrix products' workspaces
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     def __post_init__(self) -> None:
@@ -124,8 +122,6 @@ def list_static_memory(
     rank: int,
     *,
     state: ParameterState = ADAM,
-    dispatch_buffer_bytes: int = 0,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
     """Return the memory that a rank's device holds throughout training."""
@@ -149,8 +145,6 @@ def list_static_memory(
             * (1 - state.offloaded_part)
         ),
         gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
-        dispatch_buffer_bytes=dispatch_buffer_bytes,
-        workspace_bytes=workspace_bytes,
         reserve_bytes=reserve_bytes,
     )
 

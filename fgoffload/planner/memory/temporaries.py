@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import (
     LayerSizes,
     count_compressed_bytes,
@@ -52,7 +51,7 @@ def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, E
 def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, ExtraBytes]:
     sizes = LayerSizes(shape)
     hidden, output = sizes.hidden, sizes.attention_output
-    found = {} if has_fused_attention_norm(shape) else {"attn_norm": _count_norm(sizes)}
+    found = {} if shape.has_fused_attention_norm else {"attn_norm": _count_norm(sizes)}
     if shape.latent is None:
         found["qkv_linear"] = _count_projections(shape, execution)
     else:
@@ -74,15 +73,14 @@ def _count_norm(sizes: LayerSizes) -> ExtraBytes:
 def _count_projections(shape: LayerShape, execution: Execution) -> ExtraBytes:
     sizes = LayerSizes(shape)
     hidden, together = sizes.hidden, sizes.query_key_value
-    norm = hidden if has_fused_attention_norm(shape) else 0
     linear = make_linear(shape, sizes.rows, shape.hidden_size, together // (BF16 * sizes.rows))
-    turned = sizes.query + sizes.key if shape.rotary_channels else 0
+    rotated = sizes.query + sizes.key if shape.rotary_channels else 0
     return ExtraBytes(
         # The gathered input is freed before the rotary embedding of query and key.
-        forward=norm + hidden + together + max(sizes.gathered, turned),
-        # First the three gradients are concatenated, then come the matrix products.
+        forward=2 * hidden + together + max(sizes.gathered, rotated),
+        # The three gradients are concatenated before the matrix products.
         backward=hidden
-        + max(2 * together, together + 2 * sizes.gathered + hidden + norm + linear.count_gradient_bytes(execution)),
+        + max(2 * together, together + 2 * sizes.gathered + 2 * hidden + linear.count_gradient_bytes(execution)),
     )
 
 
@@ -110,12 +108,9 @@ def _count_dense(shape: LayerShape, execution: Execution) -> dict[str, ExtraByte
     sizes = LayerSizes(shape)
     hidden, gathered, inner = sizes.hidden, sizes.gathered, sizes.dense_inner
     first, second = (linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, shape.ffn_hidden_size))
-    norm, wide = (hidden if shape.has_fused_norms else 0), sizes.gates * inner
-    found = {} if shape.has_fused_norms else {"mlp_norm": _count_norm(sizes)}
-    return found | {
-        "mlp_fc1": ExtraBytes(
-            forward=norm + hidden + gathered + wide, backward=hidden + wide + 2 * gathered + hidden + norm + first
-        ),
+    wide = sizes.gates * inner
+    return {
+        "mlp_fc1": ExtraBytes(forward=2 * hidden + gathered + wide, backward=3 * hidden + wide + 2 * gathered + first),
         "mlp_act": ExtraBytes(forward=wide + inner + _count_factors(shape, inner), backward=hidden + wide + inner),
         "mlp_fc2": ExtraBytes(forward=inner + gathered + 2 * hidden, backward=hidden + gathered + inner + second),
     }

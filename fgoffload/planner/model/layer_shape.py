@@ -162,8 +162,6 @@ class LayerShape:
     """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
     rank."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
-    has_fused_norms: bool = True
-    """Whether norms are fused into the next linear, if there is only one: grouped-query attention and dense MLPs."""
     rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False
     """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
@@ -186,6 +184,11 @@ class LayerShape:
     """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
     fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
     is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
+
+    @property
+    def has_fused_attention_norm(self) -> bool:
+        """Whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
+        return self.latent is None
 
     @property
     def splits_sequence(self) -> bool:

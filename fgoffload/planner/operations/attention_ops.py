@@ -1,6 +1,6 @@
 """Operations of the attention half of a layer, from its norm to the residual add after the projection.
 
-The segments are `attn_norm` (if the norm is a module), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
+The segments are `attn_norm` (if the norm is not fused), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
 `qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
 """
 
@@ -29,16 +29,11 @@ def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[Segmen
     projections = (
         _list_projection_work(shape, execution) if shape.latent is None else _list_latent_work(shape, shape.latent, execution)
     )
-    if has_fused_attention_norm(shape):
+    if shape.has_fused_attention_norm:
         projections = (fuse_norm(norm, projections[0]), *projections[1:])
     else:
         projections = (norm, *projections)
     return (*projections, _make_core_work(shape, execution), _make_output_work(shape, execution))
-
-
-def has_fused_attention_norm(shape: LayerShape) -> bool:
-    """Return whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
-    return shape.has_fused_norms and shape.latent is None
 
 
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:

@@ -1,6 +1,6 @@
 """Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
 
-The segments of a dense MLP are `mlp_norm` (if the norm is a module), `mlp_fc1`, `mlp_act` and `mlp_fc2`. Those of a mixture are
+A dense MLP, with its norm fused into the first linear, has the segments `mlp_fc1`, `mlp_act` and `mlp_fc2`. A mixture has
 `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
 """
 
@@ -61,7 +61,7 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
     if shape.experts is not None:
         return (norm, *_list_mixture_work(shape, shape.experts, execution))
     first, *others = _list_dense_work(shape, execution)
-    return (fuse_norm(norm, first), *others) if shape.has_fused_norms else (norm, first, *others)
+    return (fuse_norm(norm, first), *others)
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:

@@ -1,4 +1,4 @@
-"""Measured step times with and without a plan, which show how much copies slow a launch-bound host."""
+"""Measured step times with and without a plan, which show how much copies slow a launch-bound step."""
 
 import dataclasses
 import math
@@ -36,11 +36,6 @@ class ComparedStep:
     def plan(self) -> OffloadPlan:
         """Return the plan, for all ranks."""
         return OffloadPlan(actions={row.site: row.action for row in self.sites}, loss_window_bytes=self.loss_window_bytes)
-
-    @property
-    def added_s(self) -> float:
-        """Seconds that the plan adds to a step."""
-        return self.step_s - self.keeping_step_s
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":

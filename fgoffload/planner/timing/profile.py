@@ -236,12 +236,6 @@ def _merge_chunks(alike: Sequence[ChunkModel]) -> ChunkModel:
     return dataclasses.replace(alike[0], layers=tuple(layers), saved_bytes=max(chunk.saved_bytes for chunk in alike))
 
 
-def count_tag_bytes(layer: LayerModel) -> dict[str, int]:
-    """Return the bytes that a layer saves under each tag, in forward order. A tensor counts for each of its tags."""
-    tags = dict.fromkeys(tag for tensor in layer.tensors for tag in tensor.tags)
-    return {tag: sum(tensor.size_bytes for tensor in layer.tensors if tag in tensor.tags) for tag in tags}
-
-
 def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     if _list_structure(first) != _list_structure(other):
         return False

@@ -8,7 +8,8 @@ import pytest
 from fgoffload.errors import ConfigError
 from fgoffload.planner.model.huggingface import read_huggingface_config
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape, RouterShape
-from fgoffload.planner.model.parameters import count_parameters
+from fgoffload.planner.model.parallelism import Parallelism
+from fgoffload.planner.model.parameters import count_rank_parameters
 
 CONFIGS = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
 """Models with the parameters that their makers name, in billions; of the last three some parts are not modelled."""
@@ -26,7 +27,7 @@ def read(tmp_path, document, **options):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_has_as_many_parameters_as_its_maker_says(tmp_path, name):
     model = read(tmp_path, CONFIGS[name]["config"])
-    assert count_parameters(model) / 1e9 == pytest.approx(CONFIGS[name]["billions"], rel=5e-4)
+    assert count_rank_parameters(model, Parallelism(), 0).count / 1e9 == pytest.approx(CONFIGS[name]["billions"], rel=5e-4)
 
 
 def test_layers_without_experts_are_those_that_the_file_names(tmp_path):
