@@ -74,7 +74,6 @@ def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_by
 
 
 def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work, Work]:
-    """Return the operations of a gated activation with a separate kernel per op."""
     moves = [_UNFUSED_GATE]
     if probability_bytes:
         moves.append(_UNFUSED_FP32_PROBABILITIES if probability_bytes == FP32 else _UNFUSED_PROBABILITIES)
@@ -180,7 +179,6 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
 
 
 def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return the operations that add the biases of the experts' second linears, forward and backward."""
     if not shape.has_linear_bias:
         return (), ()
     moves = [

@@ -60,7 +60,6 @@ class MeasuredLayer:
     the layer cannot be recomputed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts without a usable name, and tensors of no part."""
         names = [part.name for part in self.parts]
         for name in names:
             if name in (LAYER, LAYER_INPUT) or names.count(name) > 1:

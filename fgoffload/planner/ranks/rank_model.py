@@ -24,7 +24,6 @@ class LinkModel:
     compute_slowdown: float = 0.0  # fraction by which copies slow compute: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Reject impossible rates."""
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             rate = getattr(self, name)
             check_rate(name, rate)

@@ -66,7 +66,6 @@ class Pipeline:
     `--overlap-moe-expert-parallel-comm`."""
 
     def __post_init__(self) -> None:
-        """Refuse values that Megatron refuses or that would have no effect."""
         for name in ("microbatches", "stages", "chunks"):
             check_count(name, getattr(self, name))
         if self.microbatches * self.stages * self.chunks > MOST_FORWARDS:

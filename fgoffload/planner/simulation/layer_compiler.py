@@ -261,7 +261,6 @@ def _group_by_place(found: Iterable[tuple[int, Item]]) -> dict[int, list[Item]]:
 
 
 def _find_keeper(resolved: ResolvedLayer) -> Rerun | None:
-    """Return the recompute that includes a token dispatcher, or None."""
     has_router = any(segment.name == _ROUTER for segment in resolved.layer.segments)
     return next(filter(_runs_dispatcher, resolved.reruns), None) if has_router else None
 

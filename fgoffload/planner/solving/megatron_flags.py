@@ -37,7 +37,6 @@ class SelectiveRecompute:
     modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
-        """Reject modules that the planner cannot recompute."""
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
@@ -52,7 +51,6 @@ class FullRecompute:
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
-        """Reject impossible numbers of layers."""
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
             raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
 

@@ -25,7 +25,6 @@ class ComparedStep:
     keeping_step_s: float  # seconds per baseline step without offload, measured in between in the same way
 
     def __post_init__(self) -> None:
-        """Reject step times of 0, and plans that offload nothing."""
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Give seconds above 0.")

@@ -97,7 +97,6 @@ class Efficiency:
     """Seconds before the first byte of a collective moves. Assumed."""
 
     def __post_init__(self) -> None:
-        """Reject fractions out of range and negative costs."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "strided_bytes_per_s":

@@ -34,7 +34,6 @@ class Link:
     47 to 55 of the nominal 64 GB/s."""
 
     def __post_init__(self) -> None:
-        """Reject impossible rates."""
         for name in _LINK_RATES:
             check_rate(name, getattr(self, name))
         alone = [rate for rate in (self.d2h_bytes_per_s, self.h2d_bytes_per_s) if rate is not None]
@@ -80,7 +79,6 @@ class Hardware:
     source: str  # where the figures come from
 
     def __post_init__(self) -> None:
-        """Reject impossible figures."""
         for name in ("name", "source"):
             text = getattr(self, name)
             if not isinstance(text, str) or not text.strip():

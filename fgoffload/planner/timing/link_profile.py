@@ -18,7 +18,6 @@ class CopyRate:
     duplex_bytes_per_s: float  # rate per direction while both are busy: the slower of the two
 
     def __post_init__(self) -> None:
-        """Reject invalid sizes and rates."""
         check_count("size_bytes", self.size_bytes)
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
             if getattr(self, name) is None:
@@ -34,7 +33,6 @@ class LinkProfile:
     compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Reject a link without copies, and sizes out of order."""
         if not self.copies:
             raise ConfigError("copies is empty: the link was not measured. Measure again.")
         sizes = [copy.size_bytes for copy in self.copies]

@@ -152,7 +152,6 @@ class Clock:
         return seconds + work.kernels * self.efficiency.kernel_start_s
 
     def _find_part(self, work: Work) -> float:
-        """Return the efficiency of the kernels of `work`."""
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
         if work.expert_rows is not None:
             part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)

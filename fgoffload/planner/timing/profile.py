@@ -88,7 +88,6 @@ class Profile:
     """Steps under plans, which show how much copies slow compute; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
-        """Reject a plain step time that is not positive and finite."""
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Give seconds above 0, or null.")
 
