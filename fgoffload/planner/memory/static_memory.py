@@ -86,10 +86,6 @@ class StaticMemory:
     workspace_bytes: int = WORKSPACE_BYTES  # bytes of matrix products' workspaces
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_count(field.name, getattr(self, field.name), least=0)
-
     @property
     def allocated_bytes(self) -> int:
         """Bytes without the reserve: the expected `torch.cuda.memory_allocated` between steps."""

@@ -47,15 +47,9 @@ def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
     kinds = document.get("layer_types")
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or not kinds:
-        raise ConfigError(
-            f"layer_types {kinds!r} is not a list. List the attention of each layer, for example {list(_ATTENTION_KINDS)}."
-        )
-    for kind in kinds:
-        if kind not in _ATTENTION_KINDS:
-            raise ConfigError(f"layer_types has {kind!r}, which is not known here. Give one of: {', '.join(_ATTENTION_KINDS)}.")
-    if len(kinds) != (layers := get_count(document, "num_hidden_layers")):
-        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}. Give one for each layer.")
+    layers = get_count(document, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _ATTENTION_KINDS for kind in kinds):
+        raise ConfigError(f"layer_types {kinds!r} must list one of {', '.join(_ATTENTION_KINDS)} for each of {layers} layers.")
     return [kind != "full_attention" for kind in kinds]
 
 
@@ -98,11 +92,8 @@ def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozen
     numbers = document.get(name)
     if numbers is None:
         return frozenset()
-    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        raise ConfigError(f"{name} {numbers!r} is not a list of layers. Use a list, for example [0, 1].")
-    for number in numbers:
-        if number not in layers:
-            raise ConfigError(f"{name} has {number}, but layers are numbered 0 to {len(layers) - 1}.")
+    if not isinstance(numbers, list) or any(type(number) is not int or number not in layers for number in numbers):
+        raise ConfigError(f"{name} {numbers!r} must be a list of layers from 0 to {len(layers) - 1}, for example [0, 1].")
     return frozenset(numbers)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.model.config_fields import find_count, find_flag, find_window_layers, get_count
+from fgoffload.planner.model.config_fields import find_count, find_flag, get_count
 from fgoffload.planner.model.config_kinds import KINDS, NOT_MODELLED
 from fgoffload.planner.model.model_shape import ModelShape, check_head_channels
 from fgoffload.text_files import parse_json, read_text_file
@@ -41,9 +41,6 @@ _FIELD_NAMES: Mapping[str, str] = {
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 """Supported `hidden_act` values: gates that run as one kernel and save the same tensors."""
-
-_KINDS_WITHOUT_WINDOWS = frozenset({"llama", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"})
-"""Models whose `layer_types` may only have full attention."""
 
 
 def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
@@ -70,7 +67,6 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     document = {**defaults, **document}
     try:
         fields = {**_read_common(document), **read_kind(document)}
-        _check_layer_types(document, kind)
         _check_activation(document)
         model = ModelShape(name=name, seq_length=seq_length, **fields)
         check_head_channels(model)
@@ -115,12 +111,6 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing. Add it."
         )
     return hidden // heads
-
-
-def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
-    """Reject windows in `layer_types` of kinds of models that have none."""
-    if kind in _KINDS_WITHOUT_WINDOWS and any(find_window_layers(document) or ()):
-        raise ConfigError(f"layer_types of {kind} may only have full_attention. Remove the other entries.")
 
 
 def _check_activation(document: Mapping[str, Any]) -> None:

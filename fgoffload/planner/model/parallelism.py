@@ -196,8 +196,13 @@ def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
     """Reject parallel sizes that do not divide the dimensions of a layer."""
-    _check_shared_attention(model, tensor_parallel_size)
-    rows = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size)]
+    groups = model.num_query_groups
+    # Without --group-query-attention there are as many groups as heads, and the user did not set them.
+    groups_name = "num_attention_heads {}" if groups == model.num_attention_heads else "num_query_groups {}"
+    rows = [
+        ("tensor_parallel_size", tensor_parallel_size, groups_name, groups),
+        ("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size),
+    ]
     if model.experts is not None:
         shared, channels = model.experts.shared_ffn_hidden_size, model.experts.ffn_hidden_size
         rows += [
@@ -210,22 +215,6 @@ def check_shared_layers(
     for divisor, parts, what, count in rows:
         if count % parts:
             raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Use a size that does.")
-
-
-def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if tensor_parallel_size > groups and tensor_parallel_size % groups == 0 and heads % tensor_parallel_size == 0:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} is more than the {groups} num_query_groups of {model.name}: "
-            f"Megatron-Core then copies groups to several ranks, which the planner does not support. Use {groups} or less."
-        )
-    if groups % tensor_parallel_size:
-        # Without --group-query-attention there are as many groups as heads, and the user did not set them.
-        what = "num_attention_heads" if groups == heads else "num_query_groups"
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide {what} {groups} of {model.name}. "
-            "Use a size that does."
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

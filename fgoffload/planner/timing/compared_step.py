@@ -27,9 +27,9 @@ class ComparedStep:
     def __post_init__(self) -> None:
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Give seconds above 0.")
+                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError("sites offloads nothing, so its step says nothing about the cost of copies. Leave it out.")
+            raise ConfigError("sites offloads nothing, so the step cannot show the cost of copies. Remove it.")
 
     @property
     def plan(self) -> OffloadPlan:

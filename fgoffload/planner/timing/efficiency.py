@@ -103,7 +103,9 @@ class Efficiency:
                 check_rate(field.name, value)
             elif field.name in _FROM_ZERO:
                 if not 0 <= value < math.inf:
-                    raise ConfigError(f"{field.name} {value} must be finite and at least 0. Give one like {field.default}.")
+                    raise ConfigError(
+                        f"{field.name} {value} must be finite and at least 0. Use a number, for example {field.default}."
+                    )
             elif value is not None or field.default is not None:
                 check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 

@@ -133,7 +133,7 @@ def get_hardware(name: str) -> Hardware:
     nearest = difflib.get_close_matches(_strip(name), _NAMES, n=1, cutoff=0.6)
     hint = f" Did you mean {_NAMES[nearest[0]]!r}?" if nearest else ""
     raise ConfigError(
-        f"hardware {name!r} is not known.{hint} Give one of: {', '.join(HARDWARE)}; or load your own file with Hardware.load."
+        f"hardware {name!r} is not known.{hint} Use one of: {', '.join(HARDWARE)}; or load your own file with Hardware.load."
     )
 
 
@@ -152,7 +152,8 @@ def check_for_times(hardware: Hardware) -> None:
         example.append(f'"link": {{{rates}}}')
     raise ConfigError(
         f"hardware {hardware.name!r} has no {', '.join([*missing, *(f'link.{name}' for name in of_link)])}, and no public "
-        f"source gives it. Pass --hardware a file with your device's figures, as in {{{', '.join(example)}}}, or use --profile."
+        f"source gives it. Pass --hardware a file with your device's figures, for example {{{', '.join(example)}}}, "
+        "or use --profile."
     )
 
 

@@ -1,6 +1,6 @@
 """Builds the simulator's link model from hardware specifications.
 
-An unmeasured link is assumed to reach the same fraction of its nominal rate as an H100 with PCIe 5 reached of its 64 GB/s.
+An unmeasured link is assumed to reach the same fraction of its nominal rate as a measured H100, with PCIe 5 at 64 GB/s.
 """
 
 from fgoffload.planner.ranks.rank_model import LinkModel

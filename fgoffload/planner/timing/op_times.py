@@ -1,7 +1,7 @@
-"""Times of a layer's segments: from a shape and a device to the model that simulator and solver use.
+"""Builds the model of a layer, with the times of its segments, from its shape and a device.
 
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead.
+plus a short gap. If the kernels of a layer are faster than their launches, the launch time counts instead.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ HIDING_PART = 0.9
 """Part of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Segments without a tag, and the tag whose capture includes them."""
+"""Segments without a tag, and the tag that is captured together with them."""
 
 
 def make_layer_model(
@@ -187,7 +187,7 @@ class Clock:
 
     def _time_passes(self, passes: Sequence[PassWork], kernels: Sequence[int]) -> list[float]:
         times = [self.time_pass(one) for one in passes]
-        # The host runs ahead between segments, so it is late for the whole layer or not at all. The delay is shared out by
+        # The host runs ahead between segments, so a layer is launch-bound as a whole or not at all. The delay is distributed by
         # launches.
         late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))
         return [time_s + late_s * count / sum(kernels) for time_s, count in zip(times, kernels, strict=True)]

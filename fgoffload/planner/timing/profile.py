@@ -36,7 +36,7 @@ CPU = "CPU"
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches. Tokens per expert vary by more only if routing is far out of balance."""
+few percent between microbatches, and bytes by more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
-            raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Give seconds above 0, or null.")
+            raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Use seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
         """Return pipeline rank `rank`."""
@@ -137,7 +137,7 @@ class Profile:
         try:
             write_file(path, self.to_json())
         except OSError as error:
-            raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Give another file.") from error
+            raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Use another file.") from error
 
 
 def make_rank_model(
@@ -183,10 +183,9 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     """Merge similar layers; return the merged model for the kind of each of `layers`.
 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
-    within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment:
-    after its wait for the routing, the host launches the experts late, and hooks on every saved tensor add to the delay, which
-    only lengthens a segment. On an H200 six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward. Tensors
-    come from the layer with the most bytes, since a plan must fit it.
+    within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,
+    because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward
+    on an H200. Tensors come from the layer with the most bytes, since a plan must fit it.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
@@ -265,7 +264,7 @@ def _keep_untagged(layer: LayerModel) -> LayerModel:
 
 
 def _list_structure(layer: LayerModel) -> object:
-    """Return what layers of one kind have in common: everything except times and sizes."""
+    """Return the properties that all layers of one kind share: everything except times and sizes."""
     segments = [(segment.name, segment.host_wait) for segment in layer.segments]
     tensors = [(tensor.name, tensor.tags, tensor.is_same_in_all_layers) for tensor in _list_tensors(layer)]
     units = [(unit.name, unit.segments, unit.drops, unit.before) for unit in layer.units]

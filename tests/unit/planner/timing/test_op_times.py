@@ -36,9 +36,9 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"matmul": 0}, r"matmul 0 must be above 0 and at most 1. Give a fraction like 0.66."),
+        ({"matmul": 0}, r"matmul 0 must be above 0 and at most 1. Use a fraction, for example 0.66."),
         ({"strided_bytes_per_s": -1.0}, r"strided_bytes_per_s -1.0 must be finite and above 0"),
-        ({"host_s_per_launch": -1}, r"host_s_per_launch -1 must be finite and at least 0. Give one like 2.5e-05."),
+        ({"host_s_per_launch": -1}, r"host_s_per_launch -1 must be finite and at least 0. Use a number, for example 2.5e-05."),
     ],
 )
 def test_what_cannot_be_is_refused_with_field_value_and_fix(fields, message):
