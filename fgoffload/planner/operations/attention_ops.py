@@ -83,10 +83,10 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
     sizes = LayerSizes(shape)
     channels = sizes.query_key_value // (BF16 * sizes.rows)
     linear = make_linear(shape, sizes.rows, shape.hidden_size, channels)
-    turned = sizes.query + sizes.key
-    norms = (make_moves(2 * turned, kernels=2),) if shape.has_qk_norm else ()
-    norms_backward = (make_moves(3 * turned, kernels=4),) if shape.has_qk_norm else ()
-    rope = _list_rope(shape, turned) if shape.rotary_channels else ()
+    rotated = sizes.query + sizes.key
+    norms = (make_moves(2 * rotated, kernels=2),) if shape.has_qk_norm else ()
+    norms_backward = (make_moves(3 * rotated, kernels=4),) if shape.has_qk_norm else ()
+    rope = _list_rope(shape, rotated) if shape.rotary_channels else ()
     gather, beside = list_input_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
@@ -138,11 +138,11 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     )
 
 
-def _list_rope(shape: LayerShape, turned_bytes: int) -> tuple[Work, ...]:
+def _list_rope(shape: LayerShape, rotated_bytes: int) -> tuple[Work, ...]:
     if shape.has_fused_rotary:
-        return (make_moves(2 * turned_bytes, kernels=2),)
+        return (make_moves(2 * rotated_bytes, kernels=2),)
     # Product with the cosine, rotation of the halves, product with the sine, and sum: 2 + 2 + 2 + 3 times the bytes.
-    return (make_moves(9 * turned_bytes, kernels=10),)
+    return (make_moves(9 * rotated_bytes, kernels=10),)
 
 
 def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:

@@ -38,17 +38,15 @@ Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core
 _OUTPUT_BIAS_KERNELS = (2, 5)  # kernels of each expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of those are strided,
-number of kernels, and the same three for backward. Forward: the activation reads one tensor and writes one, so does the sum of
-up-projection and offset, and the product reads two and writes one. Backward: each gradient of the product reads two and writes
-one, so does that of the activation, and the gradients of both halves are concatenated. Reads of half of the columns are
-strided.
+"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of them are strided
+(reads of half of the columns), number of kernels, and the same three for backward. Forward reads and writes the activation, the
+sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
 
 Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
-"""The same costs for the product with the probabilities, one per row. Backward: one gradient is that of the rows; the other is
-a product of two tensors, which is written, read and summed."""
+"""The same costs for the product with the probabilities, one per row. Backward computes the gradient of the rows, and a product
+of two tensors, which is written, read and summed."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 """The same costs with probabilities in fp32: products are twice as large, and are copied to bf16. In backward the gradient is
@@ -230,7 +228,7 @@ def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
-    """Return the all-to-all, as large as on the rank with the most rows, and the gather of ranks that share an expert."""
+    """Return the all-to-all of the rank with the most rows, and the gather of ranks that share an expert."""
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:

@@ -20,7 +20,7 @@ from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
-"""Unit of full recompute, and the one tag with a site in fully recomputed layers."""
+"""Unit of full recompute, and the only tag with a site in fully recomputed layers."""
 
 
 class FullMethod(enum.Enum):
@@ -40,7 +40,7 @@ class SelectiveRecompute:
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
-                raise ConfigError(f"--recompute-modules {module!r} is not supported. Give some of: {known}.")
+                raise ConfigError(f"--recompute-modules {module!r} is not supported. Use some of: {known}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class FullRecompute:
 
     def __post_init__(self) -> None:
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
-            raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
+            raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Use 1, or more with block.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class MegatronFlags:
         return OffloadPlan(actions=actions)
 
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-        """Return `ranks` as they run with these flags: with this package only if the flags offload."""
+        """Return `ranks` as they run with these flags. They use this package only if the flags offload."""
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
@@ -111,7 +111,6 @@ class MegatronFlags:
         return {site: action for site, action in actions.items() if action is not Action.KEEP}
 
     def _list_units(self, layer: NumberedLayer, place: int) -> Iterator[str]:
-        """Yield the recomputed units of a layer, the `place`-th of its chunk."""
         if isinstance(self.recompute, FullRecompute):
             is_in_block = self.recompute.method is FullMethod.UNIFORM or place < self.recompute.layers
             if is_in_block and layer.model.find_unit(LAYER) is not None:
@@ -139,7 +138,7 @@ _ATTENTION = ("core_attn",)
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
-    """Return the settings that people compare with, by name.
+    """Return common settings to compare plans with, by name.
 
     - `baseline`: everything is kept.
     - `full recompute`: every layer is recomputed.
@@ -155,7 +154,7 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return flags that offload everything except recomputed modules: all usual modules, or each of them alone.
+    """Return flags that recompute all usual modules, or only one of them, and offload everything else.
 
     Empty if the usual module is attention, which is not cheap to recompute.
     """
