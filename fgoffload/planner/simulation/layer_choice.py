@@ -89,7 +89,7 @@ class ResolvedLayer:
 
     layer: LayerModel  # the layer
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the device from forward to backward
-    held: tuple[PlacedTensor, ...]  # tensors that are recomputed, but stay referenced until the layer's forward ends
+    held: tuple[PlacedTensor, ...]  # recomputed tensors that forward references until the layer ends
     shared: tuple[SavedTensor, ...]
     """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     leaving: tuple[PlacedTensor, ...]  # offloaded tensors
@@ -271,7 +271,7 @@ def _list_reruns(
         found = [places.saved[name] for name in names]
         again = [one if one.saved_after in segments else one._replace(saved_after=segments[-1]) for one in found]
         if unit.extra_bytes:
-            beside = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
+            beside = SavedTensor(name=f"extra bytes of {unit.name}", tags=(unit.name,), size_bytes=unit.extra_bytes)
             again.append(PlacedTensor(beside, saved_after=segments[-1], freed_after=segments[-1]))
         reruns.append(Rerun(unit.name, before[unit.name], segments, tuple(seconds), tuple(again)))
     return tuple(reruns)
