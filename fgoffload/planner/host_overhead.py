@@ -90,7 +90,6 @@ def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_
 
 
 def _find_slowdown(ranks: Sequence[RankModel], steps: Sequence[tuple[OffloadPlan, float]]) -> float:
-    """Bisect for the slowdown at which the simulated steps take their total measured time."""
     ranks = _cancel_at_loss(ranks)
     sensitive = [(plan, step_s) for plan, step_s in steps if _is_sensitive(ranks, plan)]
     least, most = max(rank.link.compute_slowdown for rank in ranks), MOST_SLOWDOWN

@@ -53,7 +53,6 @@ def _make_measured(profile: Profile) -> list[RankModel]:
 
 
 def _find_late_s(profile: Profile, planned: Pipeline) -> float:
-    """Return by how many seconds the plain step of several stages exceeds the simulated one."""
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0

@@ -169,7 +169,6 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
 
 
 def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
-    """Return how many parameter elements a rank has if data-parallel ranks shard them."""
     dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
     experts_ranks = parallelism.expert_data_parallel_size
     return -(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks)

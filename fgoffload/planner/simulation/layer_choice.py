@@ -206,8 +206,6 @@ def _resolve(
 
 
 class _Places:
-    """Maps a layer's tags to segment indices."""
-
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
@@ -310,7 +308,6 @@ def _list_takes(
 def _list_groups(
     actions: Mapping[str, Action], offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places
 ) -> tuple[LeavingGroup, ...]:
-    """Return the groups of the `offloaded` tags, without their tensors."""
     groups = []
     ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
     for place, tag in enumerate(offloaded):

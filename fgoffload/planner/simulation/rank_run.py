@@ -284,7 +284,6 @@ class RankRun(RankClock):
         return window_bytes
 
     def _execute(self, decisions: Iterable[CallBack[ScheduledGroup, int]]) -> None:
-        """Cancel the offload of resident parcels, and reload the others."""
         for decision in decisions:
             lane = cast("SimulatedLane", decision.lane)
             for number in decision.cancelled:

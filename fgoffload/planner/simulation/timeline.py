@@ -47,7 +47,6 @@ def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
 
 
 def _find_end(spans: Sequence[Span]) -> float:
-    """Return the end of the first microbatches' backward, in seconds from the start of the step."""
     found = ((_BACKWARD.match(span.label), span.end_s) for span in spans if span.stream is StreamName.COMPUTE)
     return max((end_s for match, end_s in found if match and int(match[1]) < MOST_MICROBATCHES), default=math.inf)
 

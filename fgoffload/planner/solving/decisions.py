@@ -141,7 +141,6 @@ def _explain_kind(
 
 
 def _list_names(layer: LayerModel) -> list[str]:
-    """Return the tags and units of a layer in registry order, units without a tag last."""
     saving = {tag for tensor in layer.tensors for tag in tensor.tags}
     tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
     tags += sorted(saving - {*tags})

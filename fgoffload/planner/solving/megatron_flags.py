@@ -121,7 +121,6 @@ class MegatronFlags:
             yield from (unit.name for unit in chosen if layer.model.find_unit(unit.name) and unit.name not in covered)
 
     def _list_tags(self, layer: NumberedLayer, units: Sequence[str]) -> Iterator[str]:
-        """Yield the selected tags with a site in a layer that recomputes `units`, in forward order."""
         covered = {name for unit in RECOMPUTE_UNITS if unit.name in units for name in unit.covers}
         saved = layer.model.offloadable_tags
         for tag in default_tags().names:

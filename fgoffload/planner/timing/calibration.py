@@ -73,7 +73,6 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
 
 
 def _shorten_forward(layer: LayerModel, part: float) -> LayerModel:
-    """Subtract the fraction `part` of its spare seconds from the forward of each segment."""
     segments = (
         dataclasses.replace(segment, forward_host_s=segment.forward_host_s - part * _find_spare_s(segment))
         for segment in layer.segments
@@ -82,5 +81,4 @@ def _shorten_forward(layer: LayerModel, part: float) -> LayerModel:
 
 
 def _find_spare_s(segment: Segment) -> float:
-    """Return the seconds of a segment's forward that may be launch delay."""
     return max(0.0, segment.forward_pass_s - LEAST_FORWARD_PART * segment.backward_s)

@@ -194,7 +194,6 @@ class Clock:
 
 
 def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tuple[float, float]]:
-    """Return the seconds of the token exchange by segment, forward and backward."""
     return {
         work.name: (sum(map(clock.time_traffic, work.forward.traffic)), sum(map(clock.time_traffic, work.backward.traffic)))
         for work in works
@@ -214,7 +213,6 @@ def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], cl
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Subtract the part of the shared experts that the token exchange hides."""
     forward_s, backward_s = map(sum, zip(*_time_exchange(works, clock).values(), strict=True))
     return _shorten(segments, "shared_expert", forward_s, backward_s)
 

@@ -117,12 +117,7 @@ class Profile:
         found = document.pop("format", None) if isinstance(document, dict) else None
         if type(found) is not int or found != FORMAT:
             raise ConfigError(f"{source} is a profile of format {found!r}; this version reads format {FORMAT}. Measure again.")
-        profile = read_json_value(cls, document, source=source)
-        for rank in profile.ranks:
-            for chunk in rank.chunks:
-                for layer in chunk.layers:
-                    _check_names(layer.model, source)
-        return profile
+        return read_json_value(cls, document, source=source)
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -241,19 +236,6 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     # Compare sums, not tensors: each local expert saves a tensor, and tokens per expert vary more than their sum.
     pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
-
-
-def _check_names(layer: LayerModel, source: str) -> None:
-    """Reject a layer whose units name unknown segments or tensors."""
-    known = {"segment": [one.name for one in layer.segments], "tensor": [one.name for one in layer.tensors]}
-    for unit in layer.units:
-        named = [*(("segment", name) for name in (*unit.segments, unit.before)), *(("tensor", name) for name in unit.drops)]
-        for kind, name in named:
-            if name not in known[kind]:
-                raise ConfigError(
-                    f"{source}: unit {unit.name!r} of layer {layer.kind!r} names an unknown {kind} {name!r}. Known: "
-                    f"{', '.join(known[kind])}. Give a file that `fgoffload profile --json` wrote."
-                )
 
 
 def _keep_untagged(layer: LayerModel) -> LayerModel:
