@@ -1,20 +1,20 @@
-"""Predicts memory and time of a training, and finds the fastest plan within a memory budget. Needs no torch and no device.
+"""Predicts memory and time of a training run, and finds the fastest plan within a memory budget. Needs no torch and no GPU.
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`entry` has an example; docs/concepts/planner.md says how it works. The folders can be used alone:
+`entry` has an example; docs/concepts/planner.md explains how it works. Folders:
 
 | folder | contents | begin with |
 |---|---|---|
 | `ranks` | passes and layers of each pipeline rank | `rank_model`, `layer_model`, `schedule` |
-| `model` | shape of a model, and how ranks share it | `model_shape`, `parallelism`, `huggingface` |
+| `model` | shape of a model, and its split over ranks | `model_shape`, `parallelism`, `huggingface` |
 | `operations` | operations of a layer, for any device | `ops`, `attention_ops`, `mlp_ops` |
 | `memory` | bytes | `saved_bytes`, `static_memory` |
 | `timing` | seconds, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
 | `simulation` | time, peak and waits of a plan | `simulator`, `layer_choice`, `timeline` |
 | `solving` | the plan, and the baselines beside it | `solver`, `megatron_flags` |
 
-Folders import one way. `model`, `operations`, `memory` and `timing` build on each other in this order, and `model_ranks` makes
+Imports go one way. `model`, `operations`, `memory` and `timing` build on each other in this order, and `model_ranks` makes
 `ranks` from them. `simulation`, and `solving` on top of it, know only `ranks`, no model and no device.
 """
 

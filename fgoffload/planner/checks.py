@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from fgoffload.errors import ConfigError
 
 LARGEST_SIZE = 10**8
-"""Maximum number of channels, heads, experts, tokens, sequences or ranks: a thousand times the largest models, and ten times
-their longest sequences. Products of larger numbers overflow the solver, which then finds no plan."""
+"""Maximum number of channels, heads, experts, tokens, sequences or ranks. Products of larger numbers overflow the solver."""
 
 SLOWEST_PER_S, FASTEST_PER_S = 1e6, 1e21
-"""Allowed range of bytes or operations per second: from a thousandth of the rate of any link or network to ten thousand times
-the compute rate of any device. Outside of this range, times overflow or underflow."""
+"""Allowed range of bytes or operations per second, far beyond any device. Outside of it, times overflow or underflow."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
@@ -27,9 +25,9 @@ def check_count(name: str, count: object, *, least: int = 1, most: int | None = 
 def check_part(name: str, part: object, *, example: object) -> None:
     """Reject a value that is not a number above 0 and at most 1."""
     if isinstance(part, bool) or not isinstance(part, (int, float)):
-        raise ConfigError(f"{name} {part!r} is not a number. Give one like {example}.")
+        raise ConfigError(f"{name} {part!r} is not a number. Use a fraction, for example {example}.")
     if not 0 < part <= 1:
-        raise ConfigError(f"{name} {part} must be above 0 and at most 1. Give a fraction like {example}.")
+        raise ConfigError(f"{name} {part} must be above 0 and at most 1. Use a fraction, for example {example}.")
 
 
 def check_rate(name: str, rate: object) -> None:
@@ -37,20 +35,19 @@ def check_rate(name: str, rate: object) -> None:
     if rate is None:
         return
     if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise ConfigError(f"{name} {rate!r} is not a number. Give one like 50e9, or leave it out if it is unknown.")
+        raise ConfigError(f"{name} {rate!r} is not a number. Use a number, for example 50e9, or remove it if it is unknown.")
     if not 0 < rate < math.inf:
         raise ConfigError(
-            f"{name} {rate} must be finite and above 0. Give a number like 50e9, or leave it out if it is unknown."
+            f"{name} {rate} must be finite and above 0. Use a number, for example 50e9, or remove it if it is unknown."
         )
 
 
 def check_device_rate(name: str, rate: float | None) -> None:
-    """Check a rate from a file: like `check_rate`, but also reject rates that no device has."""
+    """Check a rate from a file: like `check_rate`, but also reject rates outside of the allowed range."""
     check_rate(name, rate)
     if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
         raise ConfigError(
-            f"{name} {str(rate)[:20]} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} per second, as device rates are. "
-            "For 50 GB/s, give 50e9."
+            f"{name} {str(rate)[:20]} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} per second. For 50 GB/s, use 50e9."
         )
 
 

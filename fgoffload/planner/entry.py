@@ -1,4 +1,4 @@
-"""Entry point of the planner: give a model, its ranks, a device and a memory budget, and get the fastest plan found.
+"""Entry point of the planner: finds the fastest plan for a model, its ranks, a device and a memory budget.
 
     >>> from fgoffload.planner import Hardware, ModelShape, Parallelism, get_hardware, plan
     >>> from fgoffload.planner import ExpertsShape
@@ -45,8 +45,8 @@ class PlanReport:
 
     ranks: tuple[RankModel, ...]  # the planned ranks, with the given host budget
     baselines: Mapping[str, StepResult]
-    """`baseline`, `full recompute`, `selective recompute`, `offload everything`. They may exceed the memory budget. Tensors
-    beyond the host budget stay on the GPU, as in the engine."""
+    """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Tensors
+    that exceed the host budget stay on the GPU."""
     solution: Solution  # the plan
 
 
@@ -63,15 +63,15 @@ def plan(
 
     Args:
         model: The whole model.
-        parallelism: How ranks share it, and the microbatches of a step.
+        parallelism: Its split over ranks, and the microbatches of a step.
         hardware: Device of each rank.
         budget_bytes: Budget of each device, static memory included.
         host_budget_bytes: Host budget of each rank; None for no limit.
-        assumptions: None takes the defaults.
+        assumptions: None means the defaults.
 
     Raises:
         ConfigError: An argument is invalid, or the device lacks a figure that times need.
-        PlanError: No plan was found that fits: names the rank, its missing bytes, and the smallest budget with a plan.
+        PlanError: No plan fits. The message names the rank, its missing bytes, and the smallest budget with a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
@@ -86,7 +86,7 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the same for given ranks, as those of a profile; `layer_passes` sets the effort of the search."""
+    """Return the fastest plan found for `ranks`, for example of a profile. `layer_passes` sets the effort of the search."""
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]

@@ -1,20 +1,13 @@
-"""Overhead of a launch-bound host: how much copies slow compute, and the time that each offloaded group adds.
+"""Overhead of offload on a launch-bound host: how much copies slow compute, and the delay per offloaded group.
 
 [Note: Cost of copies on a launch-bound host]
-Copies slow a GPU by only 1% ([link_rates]). They slow a launch-bound CPU more: copies compete for its memory, and each
-offloaded group adds work. On three machines with an H100, a memory access that misses the caches took 1.16 to 1.29 times as
-long during copies to the host, and 1.36 to 1.85 times as long during copies in both directions. If each layer waits for the
-host, as token dispatchers do, this delay is on the critical path. It differs by machine, and only steps of the run itself show
-it. So a profile includes a few steps under plans, measured alternately with baseline steps. We fit one number to all of them:
-the fraction by which copies slow compute. That number also sets the time per group, through `GROUP_S`.
-
-A cost per byte or a cost per group alone fits all steps equally well on average, but is wrong about some. Per byte alone,
-`expert_fc1`, with few large groups, was predicted 4% to 5% too slow in each of three runs. Per group alone, a plan with two
-groups of 640 MiB was predicted 3% too fast (docs/decisions.md). With both, four of the 76 steps predicted from profiles with
-compared steps are more than 4% off; per byte alone it was eight. The baseline may not fit into memory in a run that makes its
-own plan, so there only steps under its first plan are used.
-
-[link_rates]: fgoffload/planner/timing/link_rates.py
+Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for its memory, and
+each offloaded group adds work. If each layer waits for the host, as token dispatchers do, this delay is on the critical path.
+It differs by machine, and only steps of the run itself show it. So a profile includes a few steps under plans, measured
+alternately with baseline steps. We fit one number to all of them: the fraction by which copies slow compute. That number also
+sets the delay per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a
+cost per group alone mispredicts them by 3% (docs/decisions.md). The baseline may not fit into memory in a run that makes its
+own plan, so only steps under its first plan are used there.
 """
 
 import dataclasses
@@ -46,7 +39,7 @@ _PRECISION = 1e-3  # precision of a fitted slowdown; it changes the step time of
 
 
 class HostGuess(enum.Enum):
-    """Whether a plan assumes a launch-bound step."""
+    """Assumption about the host: whether a step is launch-bound."""
 
     IN_TIME = "a step that is not launch-bound"
     LATE = "a launch-bound step"
@@ -56,13 +49,13 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
     """Return `ranks` with the slowdown that `guess` implies."""
     if guess is HostGuess.LATE:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
-    least = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
-    links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, least, strict=True)]
+    slowdowns = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
+    links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, slowdowns, strict=True)]
     return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
-    """Raise the fraction by which copies slow compute to at least `slowdown`, and the time per group accordingly."""
+    """Raise the fraction by which copies slow compute to at least `slowdown`, and the delay per group accordingly."""
     return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
 
 
@@ -79,13 +72,13 @@ def find_group_s(slowdown: float) -> float:
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
-    """Fit the fraction by which copies slow compute, so that simulated `steps` take the measured time.
+    """Fit the fraction by which copies slow compute, so that the simulated `steps` take the measured time.
 
     Steps with too few copies are ignored. The result is at most `MOST_SLOWDOWN`, and at least the slowdown of the link of
     `ranks`, which is returned if no step is usable.
     """
-    keeping_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
-    return _find_slowdown(ranks, [(step.plan, keeping_s + step.added_s) for step in steps])
+    baseline_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
+    return _find_slowdown(ranks, [(step.plan, baseline_s + step.step_s - step.keeping_step_s) for step in steps])
 
 
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
@@ -97,14 +90,13 @@ def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_
 
 
 def _find_slowdown(ranks: Sequence[RankModel], steps: Sequence[tuple[OffloadPlan, float]]) -> float:
-    """Bisect for the slowdown, up to `MOST_SLOWDOWN`, at which the simulated steps take their total measured time."""
     ranks = _cancel_at_loss(ranks)
-    telling = [(plan, step_s) for plan, step_s in steps if _is_telling(ranks, plan)]
+    sensitive = [(plan, step_s) for plan, step_s in steps if _is_sensitive(ranks, plan)]
     least, most = max(rank.link.compute_slowdown for rank in ranks), MOST_SLOWDOWN
 
     def is_enough(slowdown: float) -> bool:
         slowed = slow_down(ranks, slowdown)
-        return sum(simulate(slowed, plan).step_s - step_s for plan, step_s in telling) >= 0
+        return sum(simulate(slowed, plan).step_s - step_s for plan, step_s in sensitive) >= 0
 
     if is_enough(least):  # also without steps
         return least
@@ -116,12 +108,11 @@ def _find_slowdown(ranks: Sequence[RankModel], steps: Sequence[tuple[OffloadPlan
     return (least + most) / 2
 
 
-def _is_telling(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
-    """Return whether a step under `plan` is sensitive enough to the slowdown to fit it."""
+def _is_sensitive(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
     grown_s = simulate(slow_down(ranks, MOST_SLOWDOWN), plan).step_s - simulate(ranks, plan).step_s
     return grown_s >= LEAST_EFFECT * simulate(ranks, NOTHING).step_s
 
 
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Make `ranks` cancel the offload of the last groups at the loss, as they did when measured, unless a plan overrides it."""
+    """Make `ranks` cancel the offload of the last groups at the loss, as measured steps do, unless a plan overrides it."""
     return [dataclasses.replace(rank, turn=Turn.CANCEL) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Builds ranks for the simulator and the solver from a model, its parallel sizes and a device."""
+"""Builds the ranks of a pipeline from a model, its parallel sizes and a device."""
 
 import dataclasses
 import logging
@@ -26,7 +26,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, NumberedLayer, RankModel, find_host_pace
 from fgoffload.planner.ranks.schedule import find_turning_chunk, list_passes
 from fgoffload.planner.timing.edge_segments import EdgeShape, make_first_segments, make_last_segments
-from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import Hardware, check_for_times
 from fgoffload.planner.timing.link_rates import make_link_model
 from fgoffload.planner.timing.network_rates import describe_assumed_rates
@@ -38,18 +38,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Assumptions of a prediction, beside model, ranks and device."""
+    """Assumptions of a prediction, besides model, ranks and device."""
 
-    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # efficiency of kernels against the device's peaks
-    network: Network = dataclasses.field(default_factory=Network)  # measured rates between ranks; None takes the hardware's
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # fractions of the device's peaks
     state: ParameterState = ADAM  # bytes of gradients and optimizer for each parameter
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
-    dispatch_buffer_bytes: int = 0  # device bytes of a token dispatcher's own buffers
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
-    """Execution of layers. Context parallel size and attention window of each layer come from the model."""
+    """Execution of layers. Context parallel size and attention window are set from model and parallel sizes."""
     graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture
 
 
@@ -60,21 +58,20 @@ def build_ranks(
 
     Args:
         model: The whole model.
-        parallelism: How ranks share it, and the microbatches of a step.
+        parallelism: Its split over ranks, and the microbatches of a step.
         hardware: Device of each rank.
-        assumptions: None takes the defaults.
+        assumptions: None means the defaults.
 
     Raises:
         ConfigError: The ranks cannot share the model, or the device lacks a figure that times need.
     """
     assumptions = assumptions or Assumptions()
     is_captured = assumptions.graphs.impl == FULL_ITERATION
-    if is_captured:  # the host launches one graph a step
+    if is_captured:  # the host launches one graph per step
         efficiency = dataclasses.replace(assumptions.efficiency, host_s_per_launch=0.0)
         assumptions = dataclasses.replace(assumptions, efficiency=efficiency)
     check_for_times(hardware)
-    has_network = assumptions.network != Network()
-    if line := describe_assumed_rates(hardware, ranks=parallelism.world_size, is_network_measured=has_network):
+    if line := describe_assumed_rates(hardware, ranks=parallelism.world_size):
         logger.warning(line)
     layers = _LayerModels(model, parallelism, hardware, assumptions)
     link = make_link_model(hardware)
@@ -105,24 +102,17 @@ def list_rank_memory(
 ) -> StaticMemory:
     """Return the static memory of pipeline rank `rank` under `assumptions`."""
     assumptions = assumptions or Assumptions()
-    return list_static_memory(
-        model,
-        parallelism,
-        rank,
-        state=assumptions.state,
-        dispatch_buffer_bytes=assumptions.dispatch_buffer_bytes,
-        reserve_bytes=assumptions.reserve_bytes,
-    )
+    return list_static_memory(model, parallelism, rank, state=assumptions.state, reserve_bytes=assumptions.reserve_bytes)
 
 
 class _LayerModels:
-    """Layer models of a model. Layers that are alike share one, so the solver treats them as one kind."""
+    """Layer models of a model. Equal layers share one, so the solver treats them as one kind."""
 
     def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
         self.model = model
         self.parallelism = parallelism
         self.assumptions = assumptions
-        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency, network=assumptions.network)
+        self.clock = Clock(hardware=hardware, efficiency=assumptions.efficiency)
         self._models: dict[tuple[LayerShape, Execution], LayerModel] = {}
 
     def get_shape(self, number: int) -> LayerShape:
@@ -144,7 +134,6 @@ class _LayerModels:
                 self.clock.hardware,
                 kind=f"{kind}, window" if has_window else kind,
                 efficiency=self.clock.efficiency,
-                network=self.clock.network,
                 execution=execution,
                 graphs=self.assumptions.graphs,
             )
@@ -167,7 +156,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
     last: tuple[Segment, ...] = ()
     if chunk.has_output:
         output = count_output_bytes(model, parallelism)
-        # Tensors that the loss saves live from its forward to its backward, which follows at once.
+        # The backward of the loss directly follows its forward, so its saved tensors are temporaries.
         extra = ExtraBytes(
             forward=output.saved_bytes + output.forward_extra_bytes, backward=output.saved_bytes + output.backward_extra_bytes
         )
@@ -190,8 +179,7 @@ def _count_update_s(static: StaticMemory, clock: Clock) -> float:
 def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: _LayerModels) -> float:
     """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
 
-    `--overlap-grad-reduce` and `--overlap-param-gather` hide them beside the last backward and the first forward of a rank;
-    only the rest counts.
+    `--overlap-grad-reduce` and `--overlap-param-gather` hide them behind the last backward and the first forward of a rank.
     """
     sizes = layers.parallelism
     segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
@@ -212,17 +200,16 @@ def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], 
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
-    """Return how many ranks share the host memory of a node: its devices, or all ranks if there are fewer."""
+    """Return the number of ranks that share the host memory of a node: its devices, or all ranks if there are fewer."""
     return min(hardware.gpus_per_node, world_size)
 
 
 def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware, world_size: int) -> int:
     """Return the host bytes of the fullest node: the sum of its ranks' peaks.
 
-    Ranks of one pipeline stage have adjacent numbers, and a node has one adjacent number for each device. So a node has one
-    stage if stages have many ranks, else several.
+    The ranks of a node have adjacent numbers, and so do the ranks of a pipeline stage.
 
-    Source: `initialize_model_parallel` of megatron-core 0.16.1, whose order is tp-cp-ep-dp-pp unless it is told another.
+    Source: `initialize_model_parallel` of megatron-core 0.16.1, with its default order tp-cp-ep-dp-pp.
     """
     of_stage = world_size // max(1, len(host_peaks_bytes))
     peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]

@@ -1,8 +1,7 @@
 """Builds the models of all ranks of a profile, calibrated against the plain step and compared steps.
 
 `make_rank_model` calibrates a single rank against the plain step. Ranks of a pipeline wait for each other, so only a simulation
-of all of them shows how much longer the plain step is. The same holds for compared steps:
-[Note: Cost of copies on a launch-bound host] in `host_overhead`.
+of all of them shows the difference to the plain step and to compared steps ([Note: Cost of copies on a launch-bound host]).
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ def make_rank_models(
     If the profile has the plain step, times are calibrated so that the simulated baseline matches it. With several stages, the
     missing time is added to the step of each, since all passes are launch-bound. If the plain step was shorter than the
     simulated one, the measurement hooks delayed an unknown rank, and times stay as measured. Compared steps set the fraction by
-    which copies slow compute, and the time per group.
+    which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.
@@ -54,7 +53,6 @@ def _make_measured(profile: Profile) -> list[RankModel]:
 
 
 def _find_late_s(profile: Profile, planned: Pipeline) -> float:
-    """Return by how many seconds the plain step of several stages exceeds the simulated one."""
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0

@@ -1,7 +1,7 @@
-"""Facts of the training that a plan is made for. A training that differs in any of them is refused.
+"""Facts of the training run that a plan is made for. The plan is refused if the run differs in any of them.
 
-bf16 or fp16 parameters are not a fact, and neither is the format of FP8: activations have the same size and speed. Memory of
-gradients and the optimizer is not either, because Megatron's model config does not have it.
+The choice of bf16 or fp16 and the format of FP8 are not facts: they change neither sizes nor speed. Memory of gradients and
+optimizer is not either, because Megatron's model config lacks it.
 """
 
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, NO_FP8, PARAMETER_BYTES, TOKENS
@@ -10,9 +10,9 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
-    """Return the facts that a plan is valid for, by the names of Megatron's config: see `OffloadPlan.made_for`.
+    """Return the facts for `OffloadPlan.made_for`, keyed by Megatron's config names.
 
-    Config fields of parts that the model lacks have no effect, and are left out.
+    Config fields of parts that the model lacks are left out.
     """
     sizes = parallelism
     facts: dict[str, int | str] = {

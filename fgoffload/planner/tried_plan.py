@@ -14,7 +14,7 @@ class Tried:
     step_s: float  # median seconds of a step; infinite if the steps did not finish
 
     def score(self, budget_bytes: int) -> tuple[int, float]:
-        """Return bytes above the budget, then seconds: a better plan has less."""
+        """Return the sort key, lower is better: bytes above the budget, then seconds."""
         return (max(self.peak_bytes - budget_bytes, 0), self.step_s)
 
     def describe(self) -> str:
@@ -24,5 +24,5 @@ class Tried:
 
 
 def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
-    """Return the steps of two plans, for a log."""
+    """Return a comparison of the steps of two plans, for a log."""
     return f"a step takes {first.describe()} by the plan {made[0]}, and {second.describe()} by the one {made[1]}"

@@ -10,8 +10,8 @@ from support.versions import is_installed
 from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 from fgoffload.integrations.megatron.flags.model_shapes import read_model_file
 from fgoffload.planner.memory.saved_bytes import count_tag_bytes
-from fgoffload.planner.model.parallelism import list_chunks
-from fgoffload.planner.model.parameters import count_parameters
+from fgoffload.planner.model.parallelism import Parallelism, list_chunks
+from fgoffload.planner.model.parameters import count_rank_parameters
 from fgoffload.planner.model.rank_layer import make_layer_shape
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 
@@ -61,7 +61,8 @@ def test_the_planner_reads_a_file_and_counts_what_the_models_maker_says(name, ca
     billions, gpus = PUBLISHED[name]
     model, parallelism = read_model_file(ROOT / "arguments" / f"{name}.sh")
     assert caplog.records == []
-    assert count_parameters(dataclasses.replace(model, mtp_num_layers=0)) / 1e9 == pytest.approx(billions, rel=2e-3)
+    decoder = dataclasses.replace(model, mtp_num_layers=0)
+    assert count_rank_parameters(decoder, Parallelism(), 0).count / 1e9 == pytest.approx(billions, rel=2e-3)
     assert parallelism.world_size == gpus
     layers = [number for rank in list_chunks(model, parallelism) for chunk in rank for number in chunk.layers]
     assert sorted(layers) == list(model.numbers)

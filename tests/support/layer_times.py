@@ -26,7 +26,7 @@ IDEAL = Efficiency(
         ("matmul", "grouped_matmul", "fp8_matmul", "grouped_fp8_matmul", "attention_forward", "attention_backward", "memory"),
         1.0,
     ),
-    narrow_attention=1.0,
+    **dict.fromkeys(("narrow_attention", "nvlink"), 1.0),
     **dict.fromkeys(("grouped_rows", "rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s"), 0.0),
 )
 

@@ -102,7 +102,7 @@ def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(ca
     code, out, err = plan(capsys, config, "--hardware", str(path), "--ep", "8", "--offload-memory-budget", "60GiB")
     assert code == 0
     assert "Ascend 910B" in out
-    assert "no nvlink_bytes_per_s (25 GB/s, as over PCIe, is taken)" in err
+    assert "no nvlink_bytes_per_s (assuming 25 GB/s, as over PCIe)" in err
 
 
 def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA,), "--gpu is missing"),
         ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Give one of them"),
         ((MIXTRAL, "--gpu", "h100", "--tp", "4"), "Give --expert-tensor-parallel-size 1 (--etp), which otherwise equals"),
-        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),
+        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: a100,"),
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),

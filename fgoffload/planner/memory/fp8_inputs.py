@@ -9,10 +9,8 @@ Under every recipe the linear saves one fp8 copy, from which its weight's gradie
 | `blockwise` | 1 byte | one in fp32 for 128 rows of a channel |
 | `mxfp8` | 1 byte | one byte for 32 rows of a channel, up to multiples of 4 and 128 |
 
-The copy for forward is freed when forward ends. `delayed` and `tensorwise` linears that gather their input again in backward
-save the row-wise copy instead, which has the same size.
-
-Block scales pad channels to a multiple of 4; the channels of an fp8 linear are multiples of 4 anyway.
+`delayed` and `tensorwise` linears that gather their input again in backward save the row-wise copy instead, which has the same
+size. Block scales pad channels to a multiple of 4, which the channels of fp8 linears are anyway.
 
 Source: Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinear`, which discard the row-wise data, and
 `get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` compares the bytes.
@@ -43,7 +41,7 @@ def get_input_element_bytes(recipe: Fp8Recipe | None) -> int:
 
 
 def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:
-    """Return the padded rows of one expert: fp8 products need a multiple of 16, mxfp8 products one of 32.
+    """Return the padded rows of one expert: fp8 products need a multiple of 16, mxfp8 products a multiple of 32.
 
     Source: `get_align_size_for_quantization` of Transformer Engine; `TEGroupedMLP` of megatron-core 0.16.1 pads each expert.
     """

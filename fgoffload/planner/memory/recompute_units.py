@@ -1,10 +1,10 @@
 """Bytes that the units of `fgoffload.tags.RECOMPUTE_UNITS` free in a layer, and their cost.
 
-There are two kinds. A checkpoint saves its input and is recomputed right before its own backward: `layer`, `core_attn`, `mlp`,
-`moe` and `shared_expert`. The others drop their output, which the next module would save. They are recomputed when backward
-reaches the end of the modules that use it, as a new tensor without a copy. In FP8 they are Megatron's checkpoints, which copy
-the recomputed tensor into the dropped storage, so both exist for a moment. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch`
-are recomputed right before the backward of the module that they feed.
+There are two kinds of units. A checkpoint saves its input and is recomputed right before its own backward: `layer`,
+`core_attn`, `mlp`, `moe` and `shared_expert`. The others drop their output, which the next module would save. They are
+recomputed when backward reaches the modules that use it. In FP8 they are Megatron's checkpoints, which copy the recomputed
+tensor into the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed
+right before the backward of the next module.
 
 Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
 megatron/core/tensor_parallel/random.py and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fgoffload.errors import InternalError
 from fgoffload.planner.model.layer_shape import LatentShape, LayerShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import LayerSizes
 from fgoffload.planner.operations.mlp_ops import count_permutation_part
 from fgoffload.planner.operations.ops import BF16
@@ -33,7 +32,7 @@ _GROUPED = ("expert_fc1", "moe_act", "dispatch")
 """Units of grouped experts alone."""
 
 _AROUND = ("mtp_projection", "mtp_norm")
-"""Segments of multi-token prediction that no unit covers. Units only cover the transformer layer in between."""
+"""Segments of multi-token prediction around its transformer layer, which no unit covers."""
 
 
 def make_units(
@@ -55,8 +54,8 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
     # Storages that all layers share stay: other layers and the model reference them.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # Query, key and value are the checkpoint's input and stay, with the storage that they view. The output exists once: the
-    # projection saved it and released it. With delayed scaling the projection saved an fp8 copy instead.
+    # Query, key and value are the checkpoint's input and stay, with the storage that they view. The output is dropped only with
+    # delayed scaling, where the projection saves an fp8 copy of it.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
     sinks = ("attention sinks",) if shape.has_attention_sinks else ()
     dropped = _pick(tensors, "log-sum-exp", "random state", *sinks, *made)
@@ -66,7 +65,7 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
 
 
 def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...], int]:
-    """Return the tensors that a checkpoint around attention keeps beside query, key and value, and the bytes that it copies.
+    """Return the tensors that a checkpoint around attention keeps besides query, key and value, and the bytes that it copies.
 
     One linear returns query, key and value in one storage. Rotary embeddings and head norms make new tensors of query and key;
     the value is a view. Attention copies tensors that are not contiguous and saves the copies, so the storage is freed with the
@@ -79,7 +78,7 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
     """
     sizes = LayerSizes(shape)
     if shape.latent is not None:
-        # Its value is made contiguous before attention.
+        # The value is made contiguous before attention.
         return (), 0
     views = sizes.value
     if not shape.rotary_channels and not shape.has_qk_norm:
@@ -142,14 +141,13 @@ def _list_refills(
         drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
     if shape.fp8_recipe == "delayed":
-        # The modules after the others would have to save their input as given, which delayed scaling cannot.
+        # The next modules would have to save their input unquantized, which delayed scaling cannot.
         return
-    # Megatron attaches the recompute of a norm to the output of its half of the layer.
-    if not has_fused_attention_norm(shape):
+    # Megatron recomputes a norm at the output of its half of the layer.
+    if not shape.has_fused_attention_norm:
         yield make("attn_norm", "attn_norm", "attn_proj", sizes.hidden, _pick(tensors, *_ATTENTION_NORM))
-    if "mlp_norm" in names:
-        yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
     if shape.experts is not None:
+        yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
         # Tensors inside of the activation are not saved either.
         inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
@@ -168,13 +166,11 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
         inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
         return UnitModel(name=segments[0], segments=segments, drops=(*inside, *_pick(tensors, made)), before=until)
 
-    # The input stays. Without a fused norm it is the tensor that the linear saves.
+    # The input stays.
     if shape.latent is None:
-        kept = () if has_fused_attention_norm(shape) else ("output of the norm before attention",)
-        yield make(("qkv_linear",), "core_attn", "query, key and value", *kept)
+        yield make(("qkv_linear",), "core_attn", "query, key and value")
     if experts is None:
-        given = "output of the norm before the MLP" if "mlp_norm" in names else "residual"
-        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", given)
+        yield make(("mlp_fc1", "mlp_act"), "mlp_fc2", "activation's output", "residual")
     elif not shape.has_linear_bias:
         yield make(("expert_fc1", "moe_act"), "expert_fc2", "activation's output", "permuted tokens", "permuted probabilities")
 
@@ -213,9 +209,9 @@ def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...
                 # 2sb rank/t: linears in fp8 save a copy of their own, and only in the recompute.
                 size_bytes = BF16 * shape.tokens * rank
                 kept.append(SavedTensor(name=f"compressed {name} in bf16", tags=("qkv_linear",), size_bytes=size_bytes))
-    # The compressed key-value is a view of the projection's output, beside the key's rotary channels: 2sb dpos/t. Those are
-    # inputs of the checkpoint too, unless ranks gather them: then they are 2sb dpos, the whole sequence on each rank, and the
-    # view spans all of its own except those of the last token.
+    # The compressed key-value is a view of the projection's output, next to the key's rotary channels: 2sb dpos/t. They are
+    # inputs of the checkpoint too. If ranks gather them, they take 2sb dpos, the whole sequence on each rank, and the view
+    # spans this rank's rotary channels except the last token's.
     channels = BF16 * latent.qk_pos_emb_head_dim
     size_bytes = channels * LayerSizes(shape).rows
     kept.append(SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes))
@@ -234,5 +230,5 @@ def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:
     found = tuple(one.name for one in tensors if one.name in names)
     if len(found) != len(names):
         missing = ", ".join(name for name in names if name not in found)
-        raise InternalError(f"the layer saves no {missing}, which a recomputed unit would free. Please report it.")
+        raise InternalError(f"the layer saves no {missing}, which a recomputed unit would free. Please report this bug.")
     return found

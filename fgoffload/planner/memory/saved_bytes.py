@@ -1,9 +1,9 @@
 """Bytes that each tag saves for backward, in one layer and microbatch on one rank.
 
-They hold for Transformer Engine's layers, its fused attention and activations in bf16. A sliding window changes nothing. Biases
-of linears do not either: tensors saved for the experts' biases have no tag. Letters as in docs/reference/saved_bytes.md: s
+The formulas hold for Transformer Engine's layers with fused attention and bf16 activations. Sliding windows and biases of
+linears do not change them; tensors saved for the experts' biases have no tag. Letters as in docs/reference/saved_bytes.md: s
 sequence, b microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E
-experts, e expert tensor parallel size. `shape.tokens` is sb/t. Without sequence parallelism, it and rows of h channels are sb.
+experts, e expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism.
 
 Tags are not additive: two may save the same storage, which is offloaded once. So a layer is a list of tensors, each with the
 tags that save it, and bytes of several tags are summed over these tensors:
@@ -13,14 +13,13 @@ tags that save it, and bytes of several tags are summed over these tensors:
 `list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
 
 Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
-`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists numbers from the code of both, not measured.
+`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists the numbers that were not measured.
 """
 
 from collections.abc import Iterable, Iterator
 
 from fgoffload.planner.memory.fp8_inputs import count_input_bytes, get_input_element_bytes, pad_rows
 from fgoffload.planner.model.layer_shape import ExpertsShape, Fp8Recipe, LatentShape, LayerShape, RouterShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import LayerSizes
 from fgoffload.planner.operations.ops import BF16, FP32, INT32, INT64
 from fgoffload.planner.ranks.layer_model import SavedTensor
@@ -35,20 +34,14 @@ _CORE, _ROUTER, _SHARED = ("core_attn",), ("router",), ("shared_expert",)
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of a layer, in forward order.
 
-    The tag `layer_input` is for a layer that is recomputed as a whole. It then saves the tensors listed here, and no other tag
-    saves anything. `list_untagged_tensors` has the tensors that no tag ever saves.
+    In a fully recomputed layer, `layer_input` saves its tensors and no other tag saves anything.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
 
 
 def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
-    """Return the bytes that each tag of the layer saves, each counted alone, in forward order.
-
-    Returns:
-        Bytes by tag, for tags that save anything in such a layer. They equal a step's `d2h_bytes` plus `shared_bytes` of the
-        tag, divided by its number of groups.
-    """
+    """Return the bytes that each tag of the layer saves, each counted alone, in forward order."""
     found = {tag for tensor in list_saved_tensors(shape) for tag in tensor.tags}
     return {tag: count_bytes(shape, (tag,)) for tag in default_tags().names if tag in found}
 
@@ -80,13 +73,12 @@ def _make(
 
 
 def _make_input(name: str, tag: str, recipe: Fp8Recipe | None, size_bytes: int) -> SavedTensor:
-    """Return the input of a linear with `recipe`."""
     return _make(name, (tag,), size_bytes, get_input_element_bytes(recipe))
 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
     # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, it is a part of the linear.
-    norm = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm"
+    norm = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm"
     yield _make("layer input", ("layer_input", norm), LayerSizes(shape).hidden)
     if shape.rotary_channels and shape.latent is None:
         # Each layer gets the whole tensor, [s, 1, 1, rotary_channels] in fp32, so a checkpoint of the layer saves it.
@@ -95,11 +87,10 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of the norm before attention and of the projections to query, key and value."""
-    norm, hidden = "qkv_linear" if has_fused_attention_norm(shape) else "attn_norm", LayerSizes(shape).hidden
+    norm, hidden = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm", LayerSizes(shape).hidden
     yield _make("statistics of the norm before attention", (norm,), count_norm_statistics(shape), FP32)
-    # The norm's output, 2sbh/t. All linears after the norm save it once, or in fp8 one copy each. A norm fused into the
-    # query's linear saves it in bf16.
+    # The norm's output, 2sbh/t. All linears after the norm save it once, or one copy each in fp8. A norm fused into the query's
+    # linear saves it in bf16.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     if shape.latent is not None and shape.fp8_recipe is not None:
         size_bytes += hidden if shape.latent.has_whole_query_norm else size_bytes
@@ -140,7 +131,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     sizes = LayerSizes(shape)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
     yield _make("query, key and value", _CORE, sizes.query_key_value)
-    # 2sbn dv/t: the projection after attention saves it as its input. In fp8 it does too, except under delayed scaling.
+    # 2sbn dv/t: the projection after attention saves it as its input, in fp8 too, except with delayed scaling.
     is_shared = shape.fp8_recipe != "delayed"
     yield _make("attention output", (*_CORE, "attn_proj") if is_shared else _CORE, sizes.attention_output)
     if not is_shared:
@@ -157,7 +148,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
-    yield from _list_mlp_norm(shape, "mlp_fc1" if shape.has_fused_norms else "mlp_norm")
+    yield from _list_mlp_norm(shape, "mlp_fc1")
     # The norm's output 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     yield _make_input("output of the norm before the MLP", "mlp_fc1", shape.fp8_recipe, size_bytes)
@@ -204,8 +195,8 @@ def _gathers(shape: LayerShape, experts: ExpertsShape) -> bool:
 def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     all_rows = LayerSizes(shape).rows
     if _has_own_input(shape, experts):
-        # 2sbh if they gather, because they save the whole sequence. In fp8 they save their input unquantized, as the router
-        # does, except under delayed scaling, which cannot.
+        # 2sbh if they gather, because they save the whole sequence. In fp8 they save their input unquantized, like the router,
+        # except with delayed scaling.
         name, rows = "input of the shared experts in fp8", shape.tokens
         if _gathers(shape, experts):
             name, rows = "gathered input of the shared experts", all_rows
@@ -259,8 +250,8 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         # 2sbkf/t.
         yield _make(name, ("moe_act",), BF16 * rows * channels)
     if not (shape.is_gated and shape.has_fused_activation):
-        # 2sbkf/t: a separate op then multiplies with the probabilities, and saves its input. That is in bf16 even if the
-        # probabilities are in fp32: autograd saves the original tensor, and copies between types save nothing.
+        # 2sbkf/t: a separate op multiplies with the probabilities and saves its input, in bf16 even if the probabilities are in
+        # fp32: autograd saves the original tensor, and copies between types save nothing.
         yield _make("output of the bare activation", ("moe_act",), BF16 * rows * channels)
     # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
     item_bytes = experts.router.dtype_bytes
@@ -296,8 +287,8 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
     """Return the bytes that an activation saves of the first linear's output: `[rows, 2 channels]`, or half without a gate.
 
-    An unfused activation saves only the gate. The gate is a view of more than half of the bytes from its first row to its last,
-    so this whole range is kept or offloaded: everything except the up-projection of the last row, 2f/t.
+    An unfused activation saves only the gate, a view that spans everything except the up-projection of the last row, 2f/t. The
+    whole span is kept or offloaded.
     """
     if not shape.is_gated:
         return BF16 * rows * channels
@@ -322,12 +313,12 @@ def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
 
 
 def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the device.
+    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the GPU under any plan.
 
-    A layer that is recomputed as a whole saves only those of multi-token prediction.
+    A fully recomputed layer saves only the tensors of multi-token prediction.
 
     Source: the code of megatron-core 0.16.1 and Transformer Engine; `tests/unit/planner/memory/test_untagged_tensors.py` runs
-    the functions of the former on the CPU. Not measured on a GPU.
+    Megatron's functions on the CPU. Not measured on a GPU.
     """
     projection = _list_mtp_projection(shape) if shape.has_mtp_projection else ()
     found = (*projection, *_list_untagged_rotary(shape), *_list_dropout(shape))
@@ -337,7 +328,7 @@ def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 
 
 def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
-    # Norms of the next tokens' embeddings and of the hidden states, and one after the layer: inputs 2sbh/t, and statistics.
+    # Norms of the next tokens' embeddings, of the hidden states, and after the layer: inputs 2sbh/t, and statistics.
     for name in ("embedding", "hidden states", "layer's output"):
         size_bytes = LayerSizes(shape).hidden + count_norm_statistics(shape)
         yield _make(f"{name} before the norm of multi-token prediction", (), size_bytes)
@@ -375,10 +366,9 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the tensors saved for the biases of the experts' second linears, each times the probabilities of its rows.
+    """Yield the probabilities that are saved where biases of the experts' second linears are multiplied with them.
 
-    The product saves those probabilities, and `moe_act` does too: offloading them with that tag frees nothing. If the tag stays
-    they are counted twice, a number a row.
+    `moe_act` saves them too, so offloading them with that tag frees nothing. If the tag stays, they are counted twice.
 
     Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
     """

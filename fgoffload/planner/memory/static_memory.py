@@ -1,15 +1,13 @@
 """Static memory of a rank (weights, gradients, optimizer, buffers and a reserve) and memory of the loss.
 
-Each parameter takes, with Adam, gradients in fp32 and the distributed optimizer over d ranks:
+With Adam, fp32 gradients and the distributed optimizer over d ranks, each parameter takes:
 
     2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
 
-where d is data times context parallel size, or for experts the number of copies of each expert. Without the distributed
-optimizer, d is 1.
+where d is data times context parallel size, or the number of copies of an expert. Without the distributed optimizer, d is 1.
 
-Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py and its page on the
-distributed optimizer, for the bytes of a parameter; the code of megatron-core 0.16.1 for the rest. Measurements are in
-docs/reference/static_memory.md.
+Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py for the bytes of a
+parameter, and the code of megatron-core 0.16.1 for the rest. Measurements: docs/reference/static_memory.md.
 """
 
 import dataclasses
@@ -22,20 +20,17 @@ from fgoffload.planner.model.parameters import RankParameters, count_rank_parame
 from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
 
-DEFAULT_WORKSPACE_BYTES = 6 * 32 * MIB
+WORKSPACE_BYTES = 6 * 32 * MIB
 """Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.
 
-Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper. A model with experts on
-one H100 had 11.7 GiB allocated between steps; its weights and gradients take 11.48 GiB.
+Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper.
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
 """Device memory besides the allocations of the run: an estimate, not measured.
 
-CUDA's context and loaded kernels take up to 1 GiB. NCCL's buffers, 4 MiB per channel, take the same again if a rank is in many
-groups. The rest is memory that the caching allocator reserves and cannot use.
-
-Source for the buffers: NCCL's documentation of `NCCL_BUFFSIZE`.
+CUDA's context and loaded kernels take up to 1 GiB, and NCCL's buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take as much if a
+rank is in many groups. The rest is fragmentation of the caching allocator.
 """
 
 _BOOL = 1  # bytes of an element
@@ -59,7 +54,6 @@ class ParameterState:
     """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
 
     def __post_init__(self) -> None:
-        """Reject invalid byte counts and fractions."""
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
             check_count(name, getattr(self, name), least=0)
         if not 0 <= self.offloaded_part <= 1:
@@ -89,14 +83,8 @@ class StaticMemory:
     optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
-    dispatch_buffer_bytes: int = 0  # bytes of a token dispatcher's buffers, like DeepEP's; the all-to-all dispatcher has none
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES  # bytes of matrix products' workspaces
+    workspace_bytes: int = WORKSPACE_BYTES  # bytes of matrix products' workspaces
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
-
-    def __post_init__(self) -> None:
-        """Reject sizes below 0."""
-        for field in dataclasses.fields(self):
-            check_count(field.name, getattr(self, field.name), least=0)
 
     @property
     def allocated_bytes(self) -> int:
@@ -124,8 +112,6 @@ def list_static_memory(
     rank: int,
     *,
     state: ParameterState = ADAM,
-    dispatch_buffer_bytes: int = 0,
-    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
     """Return the memory that a rank's device holds throughout training."""
@@ -133,7 +119,7 @@ def list_static_memory(
     chunks = list_chunks(model, parallelism)[rank]
     has_output = any(chunk.has_output for chunk in chunks)
     shared = _share(parallelism, parameters)
-    # Two sharded layers are whole at once: the one that computes, and the one that is gathered or reduced.
+    # Two layers are gathered at once: one computes while the other is gathered or reduced.
     whole = min(parameters.count, shared + 2 * parameters.count // max(1, sum(len(chunk.layers) for chunk in chunks)))
     weight_bytes = model.activation_dtype_bytes * (whole if state.shards_weights else parameters.count)
     if state.has_fp8_weights and model.fp8_recipe is not None:
@@ -149,8 +135,6 @@ def list_static_memory(
             * (1 - state.offloaded_part)
         ),
         gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
-        dispatch_buffer_bytes=dispatch_buffer_bytes,
-        workspace_bytes=workspace_bytes,
         reserve_bytes=reserve_bytes,
     )
 
@@ -185,7 +169,6 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
 
 
 def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
-    """Return how many parameter elements a rank has if data-parallel ranks shard them."""
     dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
     experts_ranks = parallelism.expert_data_parallel_size
     return -(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks)
@@ -194,8 +177,8 @@ def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
 def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> int:
     """Return the bytes of two fp8 copies of all linear weights, and of their scales.
 
-    The copies are made in the first microbatch of a step. If products take any layout (Blackwell, with one scale per tensor),
-    one copy is enough: this is an upper bound.
+    The copies are made in the first microbatch of a step. This is an upper bound: on Blackwell, one copy is enough with one
+    scale per tensor.
 
     Source: `Linear.get_weight_workspace` of Transformer Engine, with `is_first_microbatch` as Megatron sets it.
     """
@@ -208,7 +191,7 @@ def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> in
 
 
 def _count_gather_bytes(model: ModelShape, parallelism: Parallelism) -> int:
-    """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h]: only the output layer uses it."""
+    """Return the bytes of Megatron's buffer for gathered hidden states, [s, b, h], which only the output layer uses."""
     if parallelism.tensor_parallel_size == 1 or not parallelism.has_sequence_parallel:
         return 0
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size

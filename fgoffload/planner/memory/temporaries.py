@@ -1,13 +1,13 @@
 """Counts the temporary device bytes of a segment, besides the tensors that the layer saves.
 
-In forward: input and output of the segment, unless an earlier segment saved them; tensors that tensor parallelism gathers; and
-tensors that Megatron's callers reference meanwhile, such as the output of the shared experts until it is added. A tensor that
-the segment itself saves counts here while it runs, and as saved from its end on.
+Forward counts input and output of the segment, unless an earlier segment saved them; tensors that tensor parallelism gathers;
+and tensors that Megatron's callers still reference, such as the output of the shared experts until it is added. A tensor that
+the segment itself saves counts here while the segment runs, and as saved afterwards.
 
-In backward: the gradient of the residual, which waits for the sum at the norm; gradients of the segment's output and input;
-tensors gathered again; and weight gradients that wait to be added. Saved tensors are counted as saved.
+Backward counts the gradient of the residual until it is added at the norm; gradients of the segment's output and input; tensors
+gathered again; and weight gradients that are not accumulated yet.
 
-Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not yet compared with measurements.
+Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not compared with measurements.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from fgoffload.planner.model.layer_shape import ExpertsShape, LatentShape, LayerShape
-from fgoffload.planner.operations.attention_ops import has_fused_attention_norm
 from fgoffload.planner.operations.layer_sizes import (
     LayerSizes,
     count_compressed_bytes,
@@ -52,7 +51,7 @@ def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, E
 def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, ExtraBytes]:
     sizes = LayerSizes(shape)
     hidden, output = sizes.hidden, sizes.attention_output
-    found = {} if has_fused_attention_norm(shape) else {"attn_norm": _count_norm(sizes)}
+    found = {} if shape.has_fused_attention_norm else {"attn_norm": _count_norm(sizes)}
     if shape.latent is None:
         found["qkv_linear"] = _count_projections(shape, execution)
     else:
@@ -74,15 +73,14 @@ def _count_norm(sizes: LayerSizes) -> ExtraBytes:
 def _count_projections(shape: LayerShape, execution: Execution) -> ExtraBytes:
     sizes = LayerSizes(shape)
     hidden, together = sizes.hidden, sizes.query_key_value
-    norm = hidden if has_fused_attention_norm(shape) else 0
     linear = make_linear(shape, sizes.rows, shape.hidden_size, together // (BF16 * sizes.rows))
-    turned = sizes.query + sizes.key if shape.rotary_channels else 0
+    rotated = sizes.query + sizes.key if shape.rotary_channels else 0
     return ExtraBytes(
         # The gathered input is freed before the rotary embedding of query and key.
-        forward=norm + hidden + together + max(sizes.gathered, turned),
-        # First the three gradients are concatenated, then come the matrix products.
+        forward=2 * hidden + together + max(sizes.gathered, rotated),
+        # The three gradients are concatenated before the matrix products.
         backward=hidden
-        + max(2 * together, together + 2 * sizes.gathered + hidden + norm + linear.count_gradient_bytes(execution)),
+        + max(2 * together, together + 2 * sizes.gathered + 2 * hidden + linear.count_gradient_bytes(execution)),
     )
 
 
@@ -110,12 +108,9 @@ def _count_dense(shape: LayerShape, execution: Execution) -> dict[str, ExtraByte
     sizes = LayerSizes(shape)
     hidden, gathered, inner = sizes.hidden, sizes.gathered, sizes.dense_inner
     first, second = (linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, shape.ffn_hidden_size))
-    norm, wide = (hidden if shape.has_fused_norms else 0), sizes.gates * inner
-    found = {} if shape.has_fused_norms else {"mlp_norm": _count_norm(sizes)}
-    return found | {
-        "mlp_fc1": ExtraBytes(
-            forward=norm + hidden + gathered + wide, backward=hidden + wide + 2 * gathered + hidden + norm + first
-        ),
+    wide = sizes.gates * inner
+    return {
+        "mlp_fc1": ExtraBytes(forward=2 * hidden + gathered + wide, backward=3 * hidden + wide + 2 * gathered + first),
         "mlp_act": ExtraBytes(forward=wide + inner + _count_factors(shape, inner), backward=hidden + wide + inner),
         "mlp_fc2": ExtraBytes(forward=inner + gathered + 2 * hidden, backward=hidden + gathered + inner + second),
     }
@@ -139,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # The residual's gradient, which is the output's too, and that of the norm's output, which the router has begun.
+        # Gradients of the residual (also of the output) and of the norm's output, to which the router has already added.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -180,12 +175,12 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
 
 
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
-    """Return the temporaries of the experts' second linears with biases, which are added after them.
+    """Add the temporaries of the biases after the experts' second linears.
 
-    Each expert's rows are added to its bias times their probabilities, in the type of those, and then all are concatenated. In
-    backward the output's gradient is in that type first, or is split by experts, and then concatenated again.
+    Each expert's rows are added to its bias times their probabilities, in the dtype of the probabilities, and then all are
+    concatenated. In backward the output's gradient is converted or split by experts, and then concatenated again.
 
-    Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, run on the CPU with a count of what lives.
+    Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, with live tensors counted on the CPU.
     """
     if not sizes.shape.has_linear_bias:
         return linear
@@ -196,23 +191,22 @@ def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) ->
 
 
 def _count_factors(shape: LayerShape, inner: int) -> int:
-    """Return the bytes of both factors of an unfused activation's product."""
     return 2 * inner if shape.is_gated and not shape.has_fused_activation else 0
 
 
 def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
-    """Return the temporaries of the experts' activation, with `held` bytes of the dispatcher's callers in forward."""
+    """Return the temporaries of the experts' activation; the dispatcher's callers reference `held` bytes in forward."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
-    # The product with the probabilities has their type. Its gradient gives those of the rows and one number a row, the latter
-    # through a tensor as large; later steps need no more at once.
+    # The product with the probabilities has their dtype. Its gradient is multiplied into two tensors of the same size, for the
+    # rows and for the probabilities; later steps need no more at once.
     weighted = inner * experts.router.dtype_bytes // BF16
     copied = inner if weighted > inner else 0
     return ExtraBytes(forward=held + wide + factors + inner + weighted + copied, backward=sizes.hidden + 3 * weighted)
 
 
 def _find_most(steps: Sequence[int]) -> int:
-    """Return the most bytes of two adjacent `steps`: each exists while the next one is computed from it."""
+    """Return the maximum bytes of two adjacent `steps`: each exists while the next one is computed from it."""
     return max(one + other for one, other in itertools.pairwise(steps))

@@ -1,4 +1,4 @@
-"""Checked access to `config.json` fields, shared by the readers of all kinds of models."""
+"""Checked access to the fields of a `config.json`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
 def make_experts(
     document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
 ) -> ExpertsShape:
-    """Return the experts of a layer. The field called `experts` has their number."""
+    """Return the experts of a layer. `experts` is the field with their number."""
     topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
     if topk > most:
         raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Give {most} or less.")
@@ -47,15 +47,9 @@ def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
     kinds = document.get("layer_types")
     if kinds is None:
         return None
-    if not isinstance(kinds, list) or not kinds:
-        raise ConfigError(
-            f"layer_types {kinds!r} is not a list. Give the attention of each layer, as in {list(_ATTENTION_KINDS)}."
-        )
-    for kind in kinds:
-        if kind not in _ATTENTION_KINDS:
-            raise ConfigError(f"layer_types has {kind!r}, which is not known here. Give one of: {', '.join(_ATTENTION_KINDS)}.")
-    if len(kinds) != (layers := get_count(document, "num_hidden_layers")):
-        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}. Give one for each layer.")
+    layers = get_count(document, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _ATTENTION_KINDS for kind in kinds):
+        raise ConfigError(f"layer_types {kinds!r} must list one of {', '.join(_ATTENTION_KINDS)} for each of {layers} layers.")
     return [kind != "full_attention" for kind in kinds]
 
 
@@ -71,7 +65,7 @@ def get_count(document: Mapping[str, Any], name: str) -> int:
     """Return the number in the required field `name`."""
     count = find_count(document, name, least=1)
     if count is None:
-        raise ConfigError(f"{name} is missing. Add it, as the maker of the model has it.")
+        raise ConfigError(f"{name} is missing. Add it.")
     return count
 
 
@@ -83,7 +77,7 @@ def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | N
     # The type is compared because JSON's true is an int in Python.
     if type(count) is not int:
         raise ConfigError(f"{name} {count!r} is not a whole number. Give {least} or more.")
-    # Checked here too, so that errors have the name in the file: several expert sizes share one name in a ModelShape.
+    # ModelShape checks too, but several fields share one name there. Errors here name the field of the file.
     check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
 
@@ -98,11 +92,8 @@ def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozen
     numbers = document.get(name)
     if numbers is None:
         return frozenset()
-    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        raise ConfigError(f"{name} {numbers!r} is not a list of layers. Give one like [0, 1].")
-    for number in numbers:
-        if number not in layers:
-            raise ConfigError(f"{name} has {number}, and layers are from 0 to {len(layers) - 1}. Give some of those.")
+    if not isinstance(numbers, list) or any(type(number) is not int or number not in layers for number in numbers):
+        raise ConfigError(f"{name} {numbers!r} must be a list of layers from 0 to {len(layers) - 1}, for example [0, 1].")
     return frozenset(numbers)
 
 

@@ -1,4 +1,4 @@
-"""Readers of `config.json` by `model_type`: names of fields, defaults, and parts that are not modelled."""
+"""Readers of `config.json` by `model_type`: field names, defaults, and parts that are not modelled."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -103,11 +103,11 @@ def _read_deepseek_v4(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
-    # Models with biases in attention alone are rare. Their biases count as those of query, key and value.
+    # Models with biases in attention only are rare. We count their biases as query, key and value biases.
     has_bias, has_mlp_bias = (find_flag(document, name) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
         raise ConfigError(
-            "mlp_bias True with attention_bias False: biases of MLPs alone are not known here. Give both or none."
+            "mlp_bias True with attention_bias False: biases of MLPs only are not supported. Set both or neither."
         )
     return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
 
@@ -161,8 +161,8 @@ def _read_latent(document: Mapping[str, Any]) -> dict[str, Any]:
     heads = get_count(document, "num_attention_heads")
     if (groups := find_count(document, "num_key_value_heads", least=1)) not in (None, heads):
         raise ConfigError(
-            f"num_key_value_heads {groups} differs from num_attention_heads {heads}, and latent attention has no groups. "
-            f"Give {heads}."
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}, but latent attention has no groups. "
+            f"Use {heads}."
         )
     return {"latent": latent, "kv_channels": 0, "num_query_groups": heads, "has_qk_norm": True}
 
@@ -191,7 +191,7 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window of Qwen models, which layers from `max_window_layers` on have if the model uses windows."""
+    """Return the window of Qwen models: only layers from `max_window_layers` on have it."""
     if not find_flag(document, "use_sliding_window"):
         return {}
     layers, first = get_count(document, "num_hidden_layers"), find_number(document, "max_window_layers")
@@ -199,12 +199,12 @@ def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NOT_MODELLED: Mapping[str, str] = {
-    "gemma3": "the norms behind attention and MLP; a layer saves two hidden states more than predicted.",
-    "llama4": "chunked attention counts as a window of half a chunk; up to one chunk of tokens its time errs low.",
+    "gemma3": "the norms after attention and MLP; a layer saves two more hidden states than predicted.",
+    "llama4": "chunked attention counts as a window of half a chunk; for sequences up to a chunk its time errs low.",
     "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
     "projections and the output gate; weights, saved bytes and times of attention err low.",
-    "deepseek_v32": "the sparse attention indexer; attention counts over all tokens, so its time errs high beyond "
-    "index_topk tokens, and the indexer's weights and bytes are left out, so memory errs low by a little.",
+    "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its time errs high beyond index_topk "
+    "tokens, and memory errs slightly low without the indexer.",
     "deepseek_v4": "low ranks of query and output count as whole projections, so times of attention and weights err high; "
     "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
 }
@@ -216,7 +216,7 @@ _QWEN: Mapping[str, Any] = {**_ANY, "use_sliding_window": False, "sliding_window
 
 _DEEPSEEK: Mapping[str, Any] = {
     **_ANY,
-    "head_dim": 64,  # rotary channels; unused, because latent attention has its own sizes
+    "head_dim": 64,  # unused: latent attention has its own sizes
     "num_key_value_heads": None,
     "q_lora_rank": 1536,
     "moe_layer_freq": 1,
@@ -228,7 +228,7 @@ _DEEPSEEK_V3: Mapping[str, Any] = {**_DEEPSEEK, "n_shared_experts": 1, "first_k_
 _QWEN_MOE: Mapping[str, Any] = {
     **_QWEN,
     "num_key_value_heads": 4,
-    "max_window_layers": 0,  # the class has no such field: if a window is used, all layers have it
+    "max_window_layers": 0,  # the class lacks this field: a window applies to all layers
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
@@ -312,8 +312,7 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type` the reader of fields that not all kinds of models have, and the defaults of missing fields.
+"""For each `model_type`, the reader of its own fields and the defaults of missing fields.
 
-None means the same as null in a file: `num_key_value_heads` is the number of heads, `head_dim` is `hidden_size` over heads,
-`sliding_window` and `q_lora_rank` are not used, and `layer_types` and `mlp_only_layers` have no effect. `kimi_k2` has the same
-layers as `deepseek_v3`, and the same names of their sizes."""
+None is null in a file: `num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` over heads, and the other
+fields have no effect."""

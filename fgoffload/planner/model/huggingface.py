@@ -1,16 +1,15 @@
-"""Reads Hugging Face models: the `config.json` beside their weights.
+"""Reads model shapes from Hugging Face's `config.json`.
 
     model = read_huggingface_config(Path("Qwen3-30B-A3B/config.json"))
 
-A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, activations in bf16, no
-dropout and no load-balancing loss of experts. The quantization of a checkpoint does not matter. For a model with images, we
-read the language model.
+A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, activations in bf16, no dropout
+and no load-balancing loss. The quantization of a checkpoint is ignored. For a multimodal model, we read the language model.
 
 The sizes of a model are required. Other missing fields get the default of the transformers library (`KINDS`). If layers have
 parts that are not modelled, one warning names them and the direction of the error (`NOT_MODELLED`).
 
-Source: the configuration classes of transformers 5.24; configuration_deepseek.py beside the models for Kimi K2, which
-transformers lacks, and for `moe_layer_freq` and `num_nextn_predict_layers`, which its classes lack.
+Source: the configuration classes of transformers 5.24. For Kimi K2, `moe_layer_freq` and `num_nextn_predict_layers`, which
+transformers lacks: configuration_deepseek.py in the models' repositories.
 """
 
 import difflib
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fgoffload.errors import ConfigError
-from fgoffload.planner.model.config_fields import find_count, find_flag, find_window_layers, get_count
+from fgoffload.planner.model.config_fields import find_count, find_flag, get_count
 from fgoffload.planner.model.config_kinds import KINDS, NOT_MODELLED
 from fgoffload.planner.model.model_shape import ModelShape, check_head_channels
 from fgoffload.text_files import parse_json, read_text_file
@@ -29,7 +28,7 @@ from fgoffload.text_files import parse_json, read_text_file
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LENGTH = 4096
-"""Tokens of a sequence in most pre-training. `max_position_embeddings`, which is for inference, is often far larger."""
+"""Tokens of a sequence in most pre-training. `max_position_embeddings` is for inference and often far larger."""
 
 _FIELD_NAMES: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -41,41 +40,14 @@ _FIELD_NAMES: Mapping[str, str] = {
 """ModelShape fields to their `config.json` names, if these differ and all kinds of models share them."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
-"""Supported `hidden_act` values. All these models multiply the activation with half of the first linear's output. Either gate
-is one kernel, and both save the same tensors."""
-
-_KINDS_WITHOUT_WINDOWS = frozenset({"llama", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe"})
-"""Models whose `layer_types` may only have full attention."""
-
-_FLAGS: Mapping[str, str] = {
-    "num_hidden_layers": "--num-layers",
-    "n_layer": "--num-layers",
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "n_embd": "--hidden-size",
-    "d_model": "--hidden-size",
-    "intermediate_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "n_head": "--num-attention-heads",
-    "num_key_value_heads": "--group-query-attention --num-query-groups",
-    "head_dim": "--kv-channels",
-    "vocab_size": "--vocab-size",
-    "num_experts": "--num-experts",
-    "n_routed_experts": "--num-experts",
-    "num_local_experts": "--num-experts",
-    "num_experts_per_tok": "--moe-router-topk",
-    "moe_intermediate_size": "--moe-ffn-hidden-size",
-}
-"""Megatron's flags for fields that many kinds of models have."""
-
-_NEEDED_FLAGS = ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size")
+"""Supported `hidden_act` values: gates that run as one kernel and save the same tensors."""
 
 
 def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
-    """Return the model that a `config.json`, or the one in the folder `path`, describes, trained on sequences of `seq_length`.
+    """Return the model that the `config.json` at `path`, or in the folder `path`, describes.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a field, or has an unknown kind of model.
+        ConfigError: The file cannot be read, lacks a field, or has an unknown `model_type`.
     """
     if path.is_dir():
         path /= "config.json"
@@ -84,13 +56,17 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
         document = {"model_type": f"{document.get('model_type')}_text", **text}
     kind = str(document.get("model_type", "")).removesuffix("_text")
     if kind not in KINDS:
-        raise ConfigError(f"{path}: {_describe_kind(document)}")
+        nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.75)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(
+            f"{path}: model_type {document.get('model_type')!r} is not known.{hint} Known: {', '.join(KINDS)}. For any other "
+            "model, write an argument file, for example like arguments/llama3_8b.sh."
+        )
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     read_kind, defaults = KINDS[kind]
     document = {**defaults, **document}
     try:
         fields = {**_read_common(document), **read_kind(document)}
-        _check_layer_types(document, kind)
         _check_activation(document)
         model = ModelShape(name=name, seq_length=seq_length, **fields)
         check_head_channels(model)
@@ -110,31 +86,11 @@ def _load(path: Path) -> dict[str, Any]:
     text = read_text_file(path, name=str(path), fix="Give the config.json of a model.")
     document = parse_json(text, name=str(path), fix="Give the config.json of a model.")
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no JSON object. Give the config.json of a model.")
+        raise ConfigError(f"{path} is not a JSON object. Use the config.json of a model.")
     return document
 
 
-def _describe_kind(document: Mapping[str, Any]) -> str:
-    """Return why the kind of model is unknown, and an equivalent argument file."""
-    kind = document.get("model_type")
-    problem = "model_type is missing" if kind is None else f"model_type {kind!r} is not known here"
-    nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.75) if isinstance(kind, str) else []
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    flags: dict[str, int] = {}
-    for name, flag in _FLAGS.items():
-        if type(document.get(name)) is int:
-            flags.setdefault(flag, document[name])
-    understood = " ".join(f"{flag} {value}" for flag, value in flags.items())
-    lacking = [flag for flag in _NEEDED_FLAGS if flag not in flags]
-    return (
-        f"{problem}.{hint} Known: {', '.join(KINDS)}. For any other model write an argument file, as in arguments/, and give "
-        f"that. What this file says is MODEL_ARGS=( {understood} --seq-length 4096 --micro-batch-size 1 ); add "
-        f"{', '.join([*lacking, 'the flags of its other parts'])}."
-    )
-
-
 def _read_common(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ModelShape fields that all kinds of models share."""
     heads = get_count(document, "num_attention_heads")
     return {
         "num_layers": get_count(document, "num_hidden_layers"),
@@ -155,12 +111,6 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing. Add it."
         )
     return hidden // heads
-
-
-def _check_layer_types(document: Mapping[str, Any], kind: str) -> None:
-    """Reject windows in `layer_types` of kinds of models that have none."""
-    if kind in _KINDS_WITHOUT_WINDOWS and any(find_window_layers(document) or ()):
-        raise ConfigError(f"layer_types has more than full_attention, which is not known of {kind}. Give full_attention alone.")
 
 
 def _check_activation(document: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Sizes of one transformer layer on a rank, which determine the bytes that it saves for backward.
 
-Fields carry Megatron's names. A layer is dense or has experts, and its attention has groups of queries or is latent.
+Fields carry Megatron's names. A layer is dense or has experts. Its attention is grouped-query or latent.
 """
 
 import dataclasses
@@ -11,10 +11,9 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""As in `--fp8-recipe`."""
+"""Values of `--fp8-recipe`."""
 
 FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
-"""Known FP8 recipes."""
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
@@ -23,11 +22,8 @@ DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
 DEFAULT_IMBALANCE = 1.2
 """Default of `ExpertsShape.imbalance`, for models without a measurement.
 
-With load-balancing biases, the fullest expert is 4% above the mean over a whole validation set. One microbatch varies more, and
-a learning router more still; a rank with several experts varies less. A fifth leaves room for that. It was not measured here: a
-model with unbalanced experts needs its own figure.
-
-Source: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (2024), MaxVio over the validation set.
+Source: with load-balancing biases, the fullest expert is 4% above the mean over a whole validation set (Wang et al.,
+Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, MaxVio). One microbatch varies more, so we take 20%.
 """
 
 
@@ -65,19 +61,18 @@ class RouterShape:
     dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations
 
     def __post_init__(self) -> None:
-        """Reject combinations that Megatron's router does not support."""
         check_choice("score_function", self.score_function, ("softmax", "sigmoid"))
         check_choice("balancing", self.balancing, ("none", "aux_loss", "seq_aux_loss"))
         check_choice("dtype_bytes", self.dtype_bytes, (2, 4))
         if self.has_expert_bias and self.score_function != "sigmoid":
             raise ConfigError(
-                f"has_expert_bias goes with score_function 'sigmoid' alone, and it is {self.score_function!r}. "
-                "Leave the bias out, or give sigmoid."
+                f"has_expert_bias requires score_function 'sigmoid', not {self.score_function!r}. "
+                "Remove the bias, or use sigmoid."
             )
         if self.has_pre_softmax and self.score_function != "softmax":
             raise ConfigError(
-                f"has_pre_softmax goes with score_function 'softmax' alone, and it is {self.score_function!r}. "
-                "Leave --moe-router-pre-softmax out, or give softmax."
+                f"has_pre_softmax requires score_function 'softmax', not {self.score_function!r}. "
+                "Remove --moe-router-pre-softmax, or use softmax."
             )
 
 
@@ -106,7 +101,6 @@ class ExpertsShape:
     router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
 
     def __post_init__(self) -> None:
-        """Reject impossible sizes."""
         for name in ("num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         check_count("shared_ffn_hidden_size", self.shared_ffn_hidden_size, least=0, most=LARGEST_SIZE)
@@ -115,17 +109,17 @@ class ExpertsShape:
         for divisor, name in pairs:
             parts, count = getattr(self, divisor), getattr(self, name)
             if count % parts:
-                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Give sizes that ranks can share.")
+                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Use sizes that divide.")
         if not 1 <= self.imbalance < math.inf:
             raise ConfigError(
-                f"imbalance {self.imbalance} is not from 1 up and finite, and no mean is above the most. "
-                f"Give 1 for balanced routing, or more, like {DEFAULT_IMBALANCE}."
+                f"imbalance {self.imbalance} must be finite and at least 1. "
+                f"Use 1 for balanced routing, or more, for example {DEFAULT_IMBALANCE}."
             )
         if self.topk > self.num_experts:
             raise ConfigError(f"topk {self.topk} is above num_experts {self.num_experts}. Give {self.num_experts} or less.")
         if self.has_shared_overlap and not self.shared_ffn_hidden_size:
             raise ConfigError(
-                "has_shared_overlap is on and shared_ffn_hidden_size is 0: nothing overlaps. Give the shared experts' channels."
+                "has_shared_overlap requires shared experts, but shared_ffn_hidden_size is 0. Set it, or turn the overlap off."
             )
 
     @property
@@ -136,7 +130,7 @@ class ExpertsShape:
     def count_rows(self, tokens: int) -> int:
         """Return the rows of a rank's experts, one for each token and expert, before padding."""
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
-        # Whatever the routing, a token sends at most one row to each expert of a rank: k rows if one rank has all experts.
+        # A token sends at most one row to each expert of a rank: k rows if one rank has all experts.
         most = tokens * sources * min(self.topk, self.local_experts)
         balanced = tokens * self.topk * self.expert_tensor_parallel_size
         return min(most, round(balanced * self.imbalance))
@@ -162,8 +156,6 @@ class LayerShape:
     """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
     rank."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
-    has_fused_norms: bool = True
-    """Whether norms are fused into the next linear, if there is only one: grouped-query attention and dense MLPs."""
     rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False
     """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
@@ -186,6 +178,11 @@ class LayerShape:
     """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
     fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
     is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
+
+    @property
+    def has_fused_attention_norm(self) -> bool:
+        """Whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
+        return self.latent is None
 
     @property
     def splits_sequence(self) -> bool:

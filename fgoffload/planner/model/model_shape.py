@@ -1,6 +1,6 @@
 """Shape of a whole model, before it is split over ranks.
 
-Fields carry Megatron's names where Megatron has one. Llama 3 8B:
+Fields carry Megatron's names if Megatron has one. Llama 3 8B:
 
     >>> llama = ModelShape(
     ...     name="Llama 3 8B",
@@ -31,8 +31,8 @@ MOST_LAYERS = 1000
 """Maximum number of layers: the deepest models have a few hundred, and a plan for this many takes less than a minute."""
 
 FUSED_CHANNELS = 8
-"""Divisor of a head's channels in the fused attention kernels that the planner counts with. Source: `get_attention_backend` of
-Transformer Engine 2.20.2, which otherwise uses unfused attention."""
+"""Divisor of a head's channels in fused attention kernels. Source: `get_attention_backend` of Transformer Engine 2.20.2, which
+otherwise uses unfused attention."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,6 @@ class LatentAttention:
     v_head_dim: int  # channels of a value head
 
     def __post_init__(self) -> None:
-        """Reject sizes below 1."""
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
         if self.q_lora_rank is not None:
@@ -74,8 +73,7 @@ class ModelShape:
     output."""
     has_fused_activation: bool = True  # whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
-    """Whether the gate is that of `--quick-geglu`, clamped or not. Its saved bytes are known for the fused kernel, as for any
-    gate."""
+    """Whether the gate is quick-GeGLU: `--quick-geglu`, clamped or not."""
     has_tied_embeddings: bool = False
     """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False  # whether all linear layers have biases, the router included: without `--disable-bias-linear`
@@ -87,8 +85,7 @@ class ModelShape:
     rotary_percent: float = 1.0
     """Rotary part of a head; 0 without rotary embeddings. Latent attention gives it in channels instead."""
     has_fused_rotary: bool = True
-    """Whether one kernel applies the rotary embedding: without `--no-rope-fusion`. Not for latent attention, whose saved bytes
-    are unknown then."""
+    """Whether one kernel applies the rotary embedding: without `--no-rope-fusion`. Not supported with latent attention."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
@@ -105,7 +102,6 @@ class ModelShape:
     activation_dtype_bytes: int = 2  # bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         check_num_layers(self.num_layers)
         for name in ("hidden_size", "num_attention_heads", "num_query_groups", "vocab_size", "seq_length"):
             check_count(name, getattr(self, name), most=LARGEST_SIZE)
@@ -134,7 +130,7 @@ class ModelShape:
 
     @property
     def numbers(self) -> range:
-        """Numbers of all layers, as in plans: those of multi-token prediction follow the decoder's."""
+        """Numbers of all layers, as in plans: the decoder's, then multi-token prediction's."""
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
@@ -170,13 +166,13 @@ class ModelShape:
             )
         if self.latent is not None and groups != heads:
             raise ConfigError(
-                f"num_query_groups {groups} differs from num_attention_heads {heads}, and latent attention has no groups. "
-                f"Give num_query_groups {heads}."
+                f"num_query_groups {groups} differs from num_attention_heads {heads}, but latent attention has no groups. "
+                f"Use num_query_groups {heads}."
             )
         if (self.latent is None) == (self.kv_channels == 0):
             raise ConfigError(
-                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: exactly "
-                "one of the two sets a head's channels. Give kv_channels above 0, or latent."
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: set exactly "
+                "one of the two. Use kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)
@@ -187,21 +183,21 @@ class ModelShape:
             if flags is None:
                 continue
             if getattr(self, needed) is None:
-                raise ConfigError(f"{name} without {needed} has no effect. Give {needed}, or leave it out.")
+                raise ConfigError(f"{name} without {needed} has no effect. Set {needed}, or remove {name}.")
             if len(flags) != self.num_layers:
                 raise ConfigError(
-                    f"{name} has {len(flags)} entries for num_layers {self.num_layers}. Give one for each layer of the decoder."
+                    f"{name} has {len(flags)} entries for num_layers {self.num_layers}. Use one entry per decoder layer."
                 )
         for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
             if self.experts is not None and getattr(self.experts, name) != 1:
                 raise ConfigError(
                     f"experts.{name} {getattr(self.experts, name)} belongs to the ranks, not to the model. "
-                    f"Give 1 here, and {name} in Parallelism."
+                    f"Use 1 here, and set {name} in Parallelism."
                 )
         dense = [number for number in range(self.num_layers) if not self.has_experts(number)]
         if dense and not self.ffn_hidden_size:
             raise ConfigError(
-                f"ffn_hidden_size is 0 and layer {dense[0]} has no experts. Give the channels of its MLP, or give it experts."
+                f"ffn_hidden_size is 0, but layer {dense[0]} has no experts. Set ffn_hidden_size, or add experts."
             )
 
 
@@ -211,16 +207,15 @@ def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Reject heads that no fused attention kernel supports: the planner does not know what unfused attention saves."""
+    """Reject heads that no fused attention kernel supports. The bytes that unfused attention saves are unknown."""
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
         sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}
     for name, channels in sizes.items():
         if channels % FUSED_CHANNELS:
             raise ConfigError(
-                f"{name} {channels} of {model.name} is not a multiple of {FUSED_CHANNELS}, and attention is only known of "
-                "kernels that need one. Measure it: give an argument file and --profile FILE of `fgoffload profile`, or train "
-                "with --offload-modules auto."
+                f"{name} {channels} of {model.name} is not a multiple of {FUSED_CHANNELS}, which fused attention requires. "
+                "Measure the model instead: use --profile FILE of `fgoffload profile`, or train with --offload-modules auto."
             )
 
 
@@ -251,7 +246,7 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
 
 
 def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_size: int = 1) -> int:
-    """Return the rows of the embedding: the tokenizer's `vocab_size`, up to a multiple that tensor-parallel ranks can share.
+    """Return the rows of the embedding: `vocab_size` of the tokenizer, padded so that tensor-parallel ranks can shard it.
 
     `divisible_by` is `--make-vocab-size-divisible-by`, with Megatron-LM's default.
     """
@@ -268,7 +263,7 @@ def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_
 def _read_flags(name: str, pattern: Sequence[int], num_layers: int) -> tuple[bool, ...]:
     if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
         raise ConfigError(
-            f"{name} has {len(pattern)} entries, of which {sum(one in (0, 1) for one in pattern)} are 0 or 1, for "
-            f"num_layers {num_layers}. Give one entry a layer, 1 or 0."
+            f"{name} has {len(pattern)} entries ({sum(one in (0, 1) for one in pattern)} of them 0 or 1) for num_layers "
+            f"{num_layers}. Use one entry per layer, 1 or 0."
         )
     return tuple(bool(one) for one in pattern)

@@ -4,8 +4,8 @@
     >>> parallelism.pipeline.chunks
     2
 
-`list_chunks` returns the layers of each rank, as Megatron-Core splits a model: chunk c of rank r of p ranks is virtual stage
-c p + r, and the virtual stages have the layers in order.
+`list_chunks` returns the layers of each rank. Megatron-Core splits a model in order over virtual stages; chunk c of rank r of p
+ranks is virtual stage c p + r.
 
 Source: `get_num_layers_to_build`, `get_transformer_layer_offset` and `PipelineParallelLayerLayout` of megatron-core 0.16.1.
 `tests/unit/planner/model/test_parallelism.py` compares.
@@ -29,7 +29,7 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
     "chunks": "virtual_pipeline_size",
     "group_size": "microbatch_group_size",
 }
-"""Fields of a `Pipeline` to their source fields in `Parallelism`."""
+"""Fields of `Pipeline`, and the fields of `Parallelism` that set them."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -68,7 +68,6 @@ class Parallelism:
     """Layers of each virtual stage: `--pipeline-model-parallel-layout`. See `pipeline_layout.parse_layout`."""
 
     def __post_init__(self) -> None:
-        """Reject invalid sizes."""
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",
@@ -134,16 +133,17 @@ class Parallelism:
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
         unknown = {
-            "Megatron-Core trains no experts so": model.experts is not None,
-            "what latent attention saves is not known then": model.latent is not None,
-            "what multi-token prediction saves is not known then": model.mtp_num_layers > 0,
+            "experts": model.experts is not None,
+            "latent attention": model.latent is not None,
+            "multi-token prediction": model.mtp_num_layers > 0,
         }
-        for reason in (reason for reason, is_there in unknown.items() if is_there):
+        for part in (part for part, is_there in unknown.items() if is_there):
             if tensor > 1 and not self.has_sequence_parallel:
                 raise ConfigError(
-                    f"tensor_parallel_size {tensor} without has_sequence_parallel: {reason}. Give --sequence-parallel."
+                    f"tensor_parallel_size {tensor} without has_sequence_parallel is not supported with {part}. "
+                    "Use --sequence-parallel."
                 )
-        # Megatron gives each context-parallel rank two pieces of the sequence, one from each end.
+        # Megatron gives each context-parallel rank two parts of the sequence, one from each end.
         pieces = tensor * (2 * context if context > 1 else 1)
         for what, size, divisor, parts in (
             ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),
@@ -151,8 +151,8 @@ class Parallelism:
         ):
             if size % divisor:
                 raise ConfigError(
-                    f"{what} {size} of {model.name} is not a multiple of {divisor}, which {parts} needs. "
-                    f"Give {-(-size // divisor) * divisor}, or smaller parallel sizes."
+                    f"{what} {size} of {model.name} is not a multiple of {divisor}, which {parts} requires. "
+                    f"Use {-(-size // divisor) * divisor}, or smaller parallel sizes."
                 )
 
     def _check_experts(self) -> None:
@@ -162,25 +162,25 @@ class Parallelism:
             raise ConfigError(
                 f"expert_parallel_size {self.expert_parallel_size} x expert_tensor_parallel_size "
                 f"{self.expert_tensor_parallel_size} do not divide the {ranks} ranks of a pipeline stage (tensor x context x "
-                f"data parallel size). Give a multiple of {experts} ranks, or spread experts over fewer."
+                f"data parallel size). Use a multiple of {experts} ranks, or spread experts over fewer."
             )
 
     def _check_split(self) -> None:
         """Reject conflicting settings of the split of layers."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
-        ways = (
+        settings = (
             [] if self.pipeline_layout is None else ["pipeline_layout"],
             [f"{name} {getattr(self, name)}" for name in _ENDS if getattr(self, name) is not None],
             [name for name in _ACCOUNTS if getattr(self, name)],
         )
-        if sum(map(bool, ways)) > 1:
-            given = " and ".join(name for way in ways for name in way)
-            raise ConfigError(f"{given} all set the number of layers of a stage. Give only one of them.")
+        if sum(map(bool, settings)) > 1:
+            given = " and ".join(name for names in settings for name in names)
+            raise ConfigError(f"{given} all set the number of layers of a stage. Use only one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
-            # If a rank has several chunks, megatron-core 0.16.1 divides by the number of stages between the first and the last.
+            # megatron-core 0.16.1 divides by the number of stages between the first and the last.
             raise ConfigError(
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
-                f"{self.chunks} chunks, which Megatron-Core cannot build. Give one of the two: the other stage has the rest."
+                f"{self.chunks} chunks, which Megatron-Core cannot build. Set only one of the two."
             )
         if self.pipeline_layout is None:
             return
@@ -188,16 +188,21 @@ class Parallelism:
         if stages % ranks or self.virtual_pipeline_size not in (None, stages // ranks):
             raise ConfigError(
                 f"pipeline_layout {self.pipeline_layout!r} has {stages} stages for pipeline_parallel_size {ranks} x "
-                f"virtual_pipeline_size {self.virtual_pipeline_size}. Give as many stages, or leave virtual_pipeline_size out."
+                f"virtual_pipeline_size {self.virtual_pipeline_size}. Make them match, or remove virtual_pipeline_size."
             )
 
 
 def check_shared_layers(
     model: "ModelShape", *, tensor_parallel_size: int, expert_parallel_size: int, expert_tensor_parallel_size: int
 ) -> None:
-    """Reject parallel sizes that do not divide the dimensions of a layer. No number of ranks fixes that."""
-    _check_shared_attention(model, tensor_parallel_size)
-    rows = [("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size)]
+    """Reject parallel sizes that do not divide the dimensions of a layer."""
+    groups = model.num_query_groups
+    # Without --group-query-attention there are as many groups as heads, and the user did not set them.
+    groups_name = "num_attention_heads {}" if groups == model.num_attention_heads else "num_query_groups {}"
+    rows = [
+        ("tensor_parallel_size", tensor_parallel_size, groups_name, groups),
+        ("tensor_parallel_size", tensor_parallel_size, "ffn_hidden_size {}", model.ffn_hidden_size),
+    ]
     if model.experts is not None:
         shared, channels = model.experts.shared_ffn_hidden_size, model.experts.ffn_hidden_size
         rows += [
@@ -206,26 +211,10 @@ def check_shared_layers(
             ("expert_tensor_parallel_size", expert_tensor_parallel_size, "the {} channels of an expert", channels),
         ]
     elif expert_parallel_size > 1:
-        raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Give 1, or experts.")
+        raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Use 1.")
     for divisor, parts, what, count in rows:
         if count % parts:
-            raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Give a size that does.")
-
-
-def _check_shared_attention(model: "ModelShape", tensor_parallel_size: int) -> None:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if tensor_parallel_size > groups and tensor_parallel_size % groups == 0 and heads % tensor_parallel_size == 0:
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} is more than the {groups} num_query_groups of {model.name}: "
-            f"Megatron-Core copies groups to several ranks then, which is not planned for. Give {groups} or less."
-        )
-    if groups % tensor_parallel_size:
-        # A model without groups has as many groups as heads, and its user did not set them.
-        what = "num_attention_heads" if groups == heads else "num_query_groups"
-        raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} does not divide {what} {groups} of {model.name}. "
-            "Give a size that does."
-        )
+            raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Use a size that does.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +222,8 @@ class StageChunk:
     """Layers, embedding and output of one model chunk."""
 
     layers: tuple[int, ...]
-    """Numbers of the chunk's layers in the whole model, in forward order. Layers from `num_layers` on are of multi-token
-    prediction; a chunk with them but without the embedding holds a copy of the embedding's weights."""
+    """Numbers of the chunk's layers in the whole model, in forward order. Multi-token prediction has the numbers from
+    `num_layers` on; a chunk with it but without the embedding has a copy of the embedding's weights."""
     has_embedding: bool  # whether the chunk begins with the embedding of the model
     has_output: bool  # whether the chunk ends with the final norm, the output layer and the loss
 
@@ -259,7 +248,7 @@ def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[St
 
 
 def _find_prediction_stage(parallelism: Parallelism) -> int:
-    """Return the virtual stage of multi-token prediction: the last one, unless a layout sets another."""
+    """Return the virtual stage of multi-token prediction: the last one unless a layout sets another."""
     if parallelism.pipeline_layout is not None:
         letters = parse_layout(parallelism.pipeline_layout)
         return next((stage for stage, names in enumerate(letters) if "m" in names), len(letters) - 1)
@@ -267,7 +256,6 @@ def _find_prediction_stage(parallelism: Parallelism) -> int:
 
 
 def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
-    """Return the number of decoder layers of each virtual stage."""
     if parallelism.pipeline_layout is not None:
         check_layout(
             parallelism.pipeline_layout,
@@ -282,17 +270,17 @@ def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
         if count % chunks:
             raise ConfigError(
                 f"the {count} layers of pipeline rank {rank} of {model.name} are not a multiple of virtual_pipeline_size "
-                f"{chunks}. Give a size that divides them, or a pipeline_layout."
+                f"{chunks}. Use a size that divides them, or a pipeline_layout."
             )
     counts = [count // chunks for _ in range(chunks) for count in of_ranks]
-    # If embedding and loss count as layers, each took the place of one.
+    # Embedding and loss take the place of a layer if they count as layers.
     counts[0] -= parallelism.account_for_embedding_in_pipeline_split
     counts[-1] -= parallelism.account_for_loss_in_pipeline_split
     return counts
 
 
 def _count_layers_of_ranks(model: "ModelShape", parallelism: Parallelism) -> list[int]:
-    """Return the number of layers of each pipeline rank over all its chunks, with embedding and loss if they count."""
+    """Return the number of layers of each pipeline rank, over all its chunks, with embedding and loss if they count."""
     ranks = parallelism.pipeline_parallel_size
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     between = ranks - (first is not None) - (last is not None)
@@ -310,13 +298,13 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
     if first is not None or last is not None:
         given = " and ".join(f"{name} {getattr(parallelism, name)}" for name in _ENDS if getattr(parallelism, name) is not None)
         if between < 0:
-            return f"{given} are of two stages, and pipeline_parallel_size is {ranks}. Give 2 or more, or one of the two."
+            return f"{given} set two stages, but pipeline_parallel_size is {ranks}. Use 2 or more, or set one of the two."
         return (
-            f"{given} leave {left if left > 0 else 'nothing'} of num_layers {model.num_layers} of {model.name} to the "
-            f"{between} other stages. Leave {f'a multiple of {between}, one layer or more for each' if between else 'none'}."
+            f"{given} leave {max(left, 0)} of num_layers {model.num_layers} of {model.name} for the {between} other stages. "
+            f"Leave {f'a positive multiple of {between}' if between else 'none'}."
         )
     return (
-        f"num_layers {model.num_layers} of {model.name} (with embedding and loss where they count: {left}) are not a multiple "
-        f"of pipeline_parallel_size {ranks}. Give a size that divides them, --decoder-first-pipeline-num-layers and "
+        f"num_layers {model.num_layers} of {model.name} ({left} with embedding and loss, if they count) is not a multiple of "
+        f"pipeline_parallel_size {ranks}. Use a size that divides it, --decoder-first-pipeline-num-layers and "
         "--decoder-last-pipeline-num-layers, or a pipeline_layout."
     )

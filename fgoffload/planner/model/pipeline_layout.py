@@ -14,7 +14,7 @@ import re
 from fgoffload.errors import ConfigError
 
 LONGEST_LAYOUT = 10_000
-"""Maximum number of letters in a layout. The deepest models have a few hundred layers; millions would fill memory."""
+"""Maximum number of letters in a layout, since repetitions of repetitions would fill memory."""
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[EtmL|])(?:\*(?P<one_count>\d{1,4}))?")
 
@@ -32,37 +32,34 @@ def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_
     for letter, what, count in counts:
         if (found := "".join(stages).count(letter)) != count:
             raise ConfigError(
-                f"pipeline_layout {layout!r} has {found} x {letter}, and {what} is {count}. Give {count} x {letter}."
+                f"pipeline_layout {layout!r} has {found} x {letter}, but {what} is {count}. Use {count} x {letter}."
             )
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
         raise ConfigError(
-            f"pipeline_layout {layout!r} does not begin with the embedding E and end with the loss L. Give one like 'Et|tL'."
+            f"pipeline_layout {layout!r} does not begin with the embedding E and end with the loss L, for example 'Et|tL'."
         )
     if "t" in "".join(stages).partition("m")[2]:
         raise ConfigError(
-            f"pipeline_layout {layout!r} has a layer t behind a layer m of multi-token prediction. Put all m behind the last t."
+            f"pipeline_layout {layout!r} has a layer t after a layer m of multi-token prediction. Put all m after the last t."
         )
     _check_prediction(layout, stages, pipeline_parallel_size)
 
 
 def _repeat(text: str, layout: str) -> str:
-    """Return `text` with its repetitions expanded."""
     pieces, position = [], 0
     while position < len(text):
         match = _PIECE.match(text, position)
         if match is None:
             raise ConfigError(
-                f"pipeline_layout {layout!r} cannot be read from {text[position : position + 8]!r} on. Give E, t, m, L and |, "
-                "repeated as in t*3 and (tt|)*29."
+                f"pipeline_layout {layout!r} cannot be read from {text[position : position + 8]!r} on. Use E, t, m, L and |, "
+                "with repetitions such as t*3 and (tt|)*29."
             )
         if match["one"]:
             pieces.append(match["one"] * int(match["one_count"] or 1))
         else:
             pieces.append(_repeat(match["group"], layout) * int(match["group_count"]))
         if sum(map(len, pieces)) > LONGEST_LAYOUT:
-            raise ConfigError(
-                f"pipeline_layout {layout!r} has more than {LONGEST_LAYOUT} letters. Give the layers of one model."
-            )
+            raise ConfigError(f"pipeline_layout {layout!r} has more than {LONGEST_LAYOUT} letters. Use fewer repetitions.")
         position = match.end()
     return "".join(pieces)
 
@@ -73,6 +70,6 @@ def _check_prediction(layout: str, stages: tuple[str, ...], pipeline_parallel_si
     last = len(stages) - pipeline_parallel_size
     if with_prediction and (len(with_prediction) > 1 or with_prediction[0] < last):
         raise ConfigError(
-            f"pipeline_layout {layout!r} has m in stage {with_prediction[0]} of {len(stages)}: Megatron has all layers of "
-            f"multi-token prediction in one stage, a rank's last. Put all m in one of the stages {last} to {len(stages) - 1}."
+            f"pipeline_layout {layout!r} has m in stage {with_prediction[0]} of {len(stages)}: Megatron requires all layers of "
+            f"multi-token prediction in the last stage of one rank. Put all m in one of the stages {last} to {len(stages) - 1}."
         )

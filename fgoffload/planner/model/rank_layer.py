@@ -17,8 +17,8 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
     parallelism.check_model(model)
     if model.activation_dtype_bytes != 2:
         raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32 without --bf16 or --fp16, and a "
-            "plan knows the saved bytes of bf16 only. Give --bf16."
+            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32, but the planner only knows the "
+            "saved bytes of bf16. Use --bf16."
         )
     check_head_channels(model)
     experts = None

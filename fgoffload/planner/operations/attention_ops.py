@@ -1,6 +1,6 @@
 """Operations of the attention half of a layer, from its norm to the residual add after the projection.
 
-The segments are `attn_norm` (if the norm is a module), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
+The segments are `attn_norm` (if the norm is not fused), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
 `qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
 """
 
@@ -29,16 +29,11 @@ def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[Segmen
     projections = (
         _list_projection_work(shape, execution) if shape.latent is None else _list_latent_work(shape, shape.latent, execution)
     )
-    if has_fused_attention_norm(shape):
+    if shape.has_fused_attention_norm:
         projections = (fuse_norm(norm, projections[0]), *projections[1:])
     else:
         projections = (norm, *projections)
     return (*projections, _make_core_work(shape, execution), _make_output_work(shape, execution))
-
-
-def has_fused_attention_norm(shape: LayerShape) -> bool:
-    """Return whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
-    return shape.has_fused_norms and shape.latent is None
 
 
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
@@ -88,10 +83,10 @@ def _list_projection_work(shape: LayerShape, execution: Execution) -> tuple[Segm
     sizes = LayerSizes(shape)
     channels = sizes.query_key_value // (BF16 * sizes.rows)
     linear = make_linear(shape, sizes.rows, shape.hidden_size, channels)
-    turned = sizes.query + sizes.key
-    norms = (make_moves(2 * turned, kernels=2),) if shape.has_qk_norm else ()
-    norms_backward = (make_moves(3 * turned, kernels=4),) if shape.has_qk_norm else ()
-    rope = _list_rope(shape, turned) if shape.rotary_channels else ()
+    rotated = sizes.query + sizes.key
+    norms = (make_moves(2 * rotated, kernels=2),) if shape.has_qk_norm else ()
+    norms_backward = (make_moves(3 * rotated, kernels=4),) if shape.has_qk_norm else ()
+    rope = _list_rope(shape, rotated) if shape.rotary_channels else ()
     gather, beside = list_input_traffic(shape, shape.hidden_size)
     return (
         SegmentWork(
@@ -143,11 +138,11 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
     )
 
 
-def _list_rope(shape: LayerShape, turned_bytes: int) -> tuple[Work, ...]:
+def _list_rope(shape: LayerShape, rotated_bytes: int) -> tuple[Work, ...]:
     if shape.has_fused_rotary:
-        return (make_moves(2 * turned_bytes, kernels=2),)
+        return (make_moves(2 * rotated_bytes, kernels=2),)
     # Product with the cosine, rotation of the halves, product with the sine, and sum: 2 + 2 + 2 + 3 times the bytes.
-    return (make_moves(9 * turned_bytes, kernels=10),)
+    return (make_moves(9 * rotated_bytes, kernels=10),)
 
 
 def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:

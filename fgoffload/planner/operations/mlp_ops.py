@@ -1,6 +1,6 @@
 """Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
 
-The segments of a dense MLP are `mlp_norm` (if the norm is a module), `mlp_fc1`, `mlp_act` and `mlp_fc2`. Those of a mixture are
+A dense MLP, with its norm fused into the first linear, has the segments `mlp_fc1`, `mlp_act` and `mlp_fc2`. A mixture has
 `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
 """
 
@@ -38,17 +38,15 @@ Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core
 _OUTPUT_BIAS_KERNELS = (2, 5)  # kernels of each expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of those are strided,
-number of kernels, and the same three for backward. Forward: the activation reads one tensor and writes one, so does the sum of
-up-projection and offset, and the product reads two and writes one. Backward: each gradient of the product reads two and writes
-one, so does that of the activation, and the gradients of both halves are concatenated. Reads of half of the columns are
-strided.
+"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of them are strided
+(reads of half of the columns), number of kernels, and the same three for backward. Forward reads and writes the activation, the
+sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
 
 Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
-"""The same costs for the product with the probabilities, one per row. Backward: one gradient is that of the rows; the other is
-a product of two tensors, which is written, read and summed."""
+"""The same costs for the product with the probabilities, one per row. Backward computes the gradient of the rows, and a product
+of two tensors, which is written, read and summed."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 """The same costs with probabilities in fp32: products are twice as large, and are copied to bf16. In backward the gradient is
@@ -61,7 +59,7 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
     if shape.experts is not None:
         return (norm, *_list_mixture_work(shape, shape.experts, execution))
     first, *others = _list_dense_work(shape, execution)
-    return (fuse_norm(norm, first), *others) if shape.has_fused_norms else (norm, first, *others)
+    return (fuse_norm(norm, first), *others)
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
@@ -74,7 +72,6 @@ def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_by
 
 
 def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work, Work]:
-    """Return the operations of a gated activation with a separate kernel per op."""
     moves = [_UNFUSED_GATE]
     if probability_bytes:
         moves.append(_UNFUSED_FP32_PROBABILITIES if probability_bytes == FP32 else _UNFUSED_PROBABILITIES)
@@ -180,7 +177,6 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
 
 
 def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return the operations that add the biases of the experts' second linears, forward and backward."""
     if not shape.has_linear_bias:
         return (), ()
     moves = [
@@ -232,7 +228,7 @@ def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
-    """Return the all-to-all, as large as on the rank with the most rows, and the gather of ranks that share an expert."""
+    """Return the all-to-all of the rank with the most rows, and the gather of ranks that share an expert."""
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:

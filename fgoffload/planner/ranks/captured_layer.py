@@ -1,14 +1,13 @@
 """A layer whose modules are captured by CUDA graphs: no recompute, fixed inputs and outputs, and staging slots.
 
-[Note: What a plan takes graphs for]
-No Python runs in a graph, so no plan recomputes a captured module. Inputs and outputs of a graph stay on the device, at fixed
+No Python runs in a graph, so captured modules cannot be recomputed. Inputs and outputs of a graph stay on the GPU, at fixed
 addresses. Other tensors of a captured module are offloaded through the engine's staging slots, which all layers share. Slots
-count as static memory; each holds what the largest layer offloads from its graph. Waits of a graph for a slot are not
-simulated: if copies are slower than compute, a step takes longer than predicted. A full iteration copies tensors from where
-they lie, as eager steps do.
+count as static memory; each is as large as the tensors that the largest layer offloads from its graph. Waits of a graph for a
+slot are not simulated: if copies are slower than compute, a step takes longer than predicted. A full iteration copies tensors
+without staging, like eager steps.
 
-Other costs of a graph pool are not counted: it holds the inputs and outputs of each graph all the time, and nothing else can
-use its fragments. So a step reserves more memory than predicted.
+A graph pool keeps the inputs and outputs of each graph, and nothing else can use its fragments. These costs are not counted, so
+a step reserves more memory than predicted.
 """
 
 import dataclasses

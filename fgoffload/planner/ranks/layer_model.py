@@ -1,7 +1,6 @@
-"""One layer as the simulator and the solver see it: segments of compute, saved tensors, and units that can be recomputed.
+"""Model of a layer for the simulator and the solver: segments of compute, saved tensors, and units that can be recomputed.
 
-`op_times` makes a layer from a shape and a device, a profile from measurements. Times are for one microbatch on one rank, with
-nothing else running.
+Times are for one microbatch on one rank, with nothing else running.
 """
 
 import dataclasses
@@ -64,17 +63,15 @@ class UnitModel:
 
     name: str  # name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name of the layer's own
     segments: tuple[str, ...]  # names of the recomputed segments, in forward order
-    drops: tuple[str, ...]  # names of tensors that are not saved if the unit is recomputed. The recompute makes them again.
+    drops: tuple[str, ...]  # names of tensors that are recomputed instead of saved
     held: tuple[str, ...] = ()  # tensors of `drops` that the layer's forward still references to its end anyway
     keeps: tuple[SavedTensor, ...] = ()  # inputs that the unit saves instead, to be recomputed from
     before: str
-    """Segment before whose backward the unit is recomputed: where Megatron asks for the dropped tensors, which may be earlier
-    than the first segment that needs them."""
+    """Segment before whose backward the unit is recomputed. It may come before the first segment that needs the tensors."""
     forward_part: float = 1.0  # recomputed fraction of its segments' forward seconds: 1 for all
     extra_s: float = 0.0
-    """Seconds of recompute beyond the forward of its segments, with copies of recomputed tensors to where others expect
-    them."""
-    extra_bytes: int = 0  # device bytes beside the dropped tensors, from the recompute to the end of its segments' backward
+    """Seconds of recompute beyond the forward of its segments, including copies of recomputed tensors."""
+    extra_bytes: int = 0  # device bytes besides the dropped tensors, from the recompute to the end of its segments' backward
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them
     copy_bytes: int = 0  # device bytes of the copies of `copy_s`
     covers: tuple[str, ...] | None = None
@@ -105,8 +102,7 @@ class LayerModel:
     """Storages that it saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
-    segment of its name counts as the first segment. A tensor is offloaded if any of its tags is, once, with the group of the
-    first of those.
+    segment of its name counts as the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
     """
     units: tuple[UnitModel, ...] = ()  # units that can be recomputed alone
 

@@ -1,28 +1,23 @@
-"""Any list of layers for the planner: bytes and times of their parts, and the allowed treatments of each.
+"""Makes ranks from measured layers of any model: bytes and times of their parts.
 
     layer = MeasuredLayer(kind="block", parts=(attention, mlp), tensors=(...), input=...)
     rank = make_rank([layer] * 12, link=link, static_bytes=..., microbatches=4)
     solution = solve([rank], budget_bytes=60 * GIB)
 
-Megatron shapes, Megatron profiles and measurements of plain PyTorch models all become a `RankModel` of `LayerModel`s, which is
-all that the simulator and the solver know. `model_ranks` makes it from shapes, `profiled_ranks` from a Megatron profile, and
-`make_rank` from what was measured of any other model.
-
-A plan names a part of a layer by its name, the layer as a whole `layer`, and its input `layer_input`:
+A plan refers to a part of a layer by the part's name, to the whole layer as `layer`, and to its input as `layer_input`:
 
 | treatment | action in the plan |
 |---|---|
 | keep | none |
-| offload what a part saves | `offload` of the part |
-| recompute a part from its input | `recompute` of the part, or `recompute+offload`, where that input is offloaded |
-| recompute the layer from its input | `recompute` of `layer`; and `offload` of `layer_input` where the input is offloaded |
+| offload the tensors that a part saves | `offload` of the part |
+| recompute a part from its input | `recompute` of the part, or `recompute+offload` to offload that input |
+| recompute the layer from its input | `recompute` of `layer`, and `offload` of `layer_input` to offload that input |
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 from fgoffload.errors import ConfigError
-from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, HostPace, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.ranks.schedule import Pipeline, list_passes
@@ -30,22 +25,18 @@ from fgoffload.transfer_schedule import TransferPolicy
 
 LAYER, LAYER_INPUT = "layer", "layer_input"
 
-_ALL = frozenset({Action.OFFLOAD, Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD})
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPart:
-    """A part of a layer, such as `attention`. Times and bytes are those of one microbatch with nothing else running."""
+    """A part of a layer, such as `attention`. Times and bytes are for one microbatch with nothing else running."""
 
     name: str  # name in plans; not `layer` or `layer_input`
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
-    forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
     backward_extra_bytes: int = 0  # temporary device bytes of backward, without saved tensors
     input: SavedTensor | None = None
     """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
     if the part cannot be recomputed alone."""
-    allowed: frozenset[Action] = _ALL  # allowed actions besides keeping the part
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,29 +47,19 @@ class MeasuredLayer:
     parts: tuple[LayerPart, ...]  # parts in forward order
     tensors: tuple[SavedTensor, ...]  # storages that it saves without recompute, each once, tagged by the parts that save it
     input: SavedTensor | None = None
-    """Input from which the whole layer is recomputed; its tags are `layer_input` and the parts that save it too. None where
-    the layer cannot be recomputed."""
+    """Input from which the whole layer is recomputed, tagged `layer_input` and by the parts that save it too. None if the layer
+    cannot be recomputed."""
 
     def __post_init__(self) -> None:
-        """Refuse parts without a usable name, and tensors of no part."""
         names = [part.name for part in self.parts]
         for name in names:
             if name in (LAYER, LAYER_INPUT) or names.count(name) > 1:
-                raise ConfigError(f"layer {self.kind!r} has a part {name!r}, which is taken. Give each part a name of its own.")
-        for tensor in self.tensors:
-            unknown = [tag for tag in tensor.tags if tag not in (*names, LAYER_INPUT)]
-            if unknown or not tensor.tags:
-                raise ConfigError(
-                    f"layer {self.kind!r} saves {tensor.name!r} in {unknown or 'no part'}. Give the parts that save it, of: "
-                    f"{', '.join(names)}."
-                )
+                raise ConfigError(f"layer {self.kind!r} has a part {name!r}, which is taken. Use a unique name for each part.")
 
     def make_model(self) -> LayerModel:
-        """Return the layer as the simulator and the solver take it."""
+        """Return the layer for the simulator and the solver."""
         own_input = () if self.input is None else (self.input,)
         saved = {tensor.name: tensor for tensor in (*own_input, *self.tensors)}
-        blocked = {part.name for part in self.parts if Action.OFFLOAD not in part.allowed}
-        tensors = tuple(dataclasses.replace(one, stays=one.stays or blocked >= set(one.tags)) for one in saved.values())
         return LayerModel(
             kind=self.kind,
             segments=tuple(
@@ -86,12 +67,11 @@ class MeasuredLayer:
                     name=part.name,
                     forward_s=part.forward_s,
                     backward_s=part.backward_s,
-                    forward_extra_bytes=part.forward_extra_bytes,
                     backward_extra_bytes=part.backward_extra_bytes,
                 )
                 for part in self.parts
             ),
-            tensors=tensors,
+            tensors=tuple(saved.values()),
             units=(*([] if self.input is None else [self._make_whole(self.input)]), *self._list_units()),
         )
 
@@ -103,10 +83,9 @@ class MeasuredLayer:
     def _list_units(self) -> list[UnitModel]:
         units = []
         for part in self.parts:
-            if part.input is None or Action.RECOMPUTE not in part.allowed:
+            if part.input is None:
                 continue
-            stays = part.input.stays or Action.RECOMPUTE_AND_OFFLOAD not in part.allowed
-            kept = dataclasses.replace(part.input, tags=tuple(dict.fromkeys((*part.input.tags, part.name))), stays=stays)
+            kept = dataclasses.replace(part.input, tags=tuple(dict.fromkeys((*part.input.tags, part.name))))
             dropped = tuple(one.name for one in self.tensors if one.tags == (part.name,) and one.name != kept.name)
             units.append(
                 UnitModel(name=part.name, segments=(part.name,), drops=dropped, keeps=(kept,), before=part.name, covers=())

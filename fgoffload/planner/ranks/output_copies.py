@@ -1,7 +1,7 @@
 """Adds the extra cost of recompute under Megatron's own flags, whose checkpoints copy recomputed outputs into place.
 
-Under a plan, recomputed outputs are passed on without a copy. Source: `CheckpointWithoutOutput` of
-megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
+Under a plan, recomputed outputs are not copied. Source: `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py,
+megatron-core 0.16.1.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""The order in which a pipeline rank runs the forwards and backwards of a step, as Megatron-Core's schedules do.
+"""Order of the forwards and backwards of a pipeline rank in a step, as in Megatron-Core's schedules.
 
-One stage, 1F1B and the interleaved schedule have the same three phases with other numbers: forwards alone (warm-up), then
-alternating forwards and backwards, then the remaining backwards. Rank 1 of 4 runs two forwards before its first backward:
+One stage, 1F1B and the interleaved schedule have the same three phases: only forwards (warm-up), then alternating forwards and
+backwards, then the remaining backwards. Rank 1 of 4 runs two forwards of warm-up:
 
     >>> passes = list_passes(Pipeline(stages=4, microbatches=3), rank=1)
     >>> " ".join(map(str, passes))
@@ -23,8 +23,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 
 MOST_FORWARDS = 1_000_000
-"""Most passes of a step: microbatches x stages x chunks. The largest batches have tens of thousands of sequences, shared by
-data-parallel ranks; so many passes take a third of a gigabyte and a plan about half a minute."""
+"""Maximum forwards of a step, microbatches x stages x chunks, which take a third of a gigabyte and half a minute."""
 
 
 class PassKind(enum.Enum):
@@ -66,15 +65,14 @@ class Pipeline:
     `--overlap-moe-expert-parallel-comm`."""
 
     def __post_init__(self) -> None:
-        """Refuse values that Megatron refuses or that would have no effect."""
         for name in ("microbatches", "stages", "chunks"):
             check_count(name, getattr(self, name))
         if self.microbatches * self.stages * self.chunks > MOST_FORWARDS:
             most = max(1, MOST_FORWARDS // (self.stages * self.chunks))
             raise ConfigError(
-                f"microbatches {self.microbatches} through stages {self.stages} x chunks {self.chunks} are above "
-                f"{MOST_FORWARDS} forwards of a step, which no plan is made for. Give {most} microbatches or less, with a "
-                "smaller --global-batch-size or a larger data-parallel size."
+                f"microbatches {self.microbatches} x stages {self.stages} x chunks {self.chunks} exceed the maximum of "
+                f"{MOST_FORWARDS} forwards per step. Use {most} microbatches or less, with a smaller --global-batch-size or a "
+                "larger data-parallel size."
             )
         if self.chunks > 1:
             if self.stages == 1:
@@ -100,8 +98,8 @@ class Pipeline:
     def is_full(self) -> bool:
         """Whether more microbatches would not raise the number in flight, on any rank and in any chunk.
 
-        The first rank has the most. It is full if it reaches a backward before it runs out of forwards, and with several chunks
-        if a second group follows: its forwards of the first chunk run beside backwards of the others.
+        The first rank has the most in flight. It is full if it reaches a backward before it runs out of forwards, and with
+        several chunks if a second group follows.
         """
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
@@ -163,17 +161,15 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
 def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
     """Return the chunk of rank `rank` in which each backward follows its forward at once, or None.
 
-    It is the last chunk of the model. Under expert overlap another microbatch's forward runs beside that backward; if the last
-    group of microbatches is smaller than the others, some interleaved passes come in between.
+    It is the last chunk of the model. None under expert overlap, where another microbatch's forward runs beside that backward.
     """
     return pipeline.chunks - 1 if rank == pipeline.stages - 1 and not pipeline.has_expert_overlap else None
 
 
 def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
-    """Return the most microbatches in flight at any time of a step: in one chunk, or in all together.
+    """Return the maximum number of microbatches in flight: in one chunk, or in all together.
 
-    A microbatch counts once in each chunk, from its forward to the end of its backward there. Chunks may peak at different
-    times.
+    A microbatch counts once in each chunk, from its forward to the end of its backward there.
     """
     most = current = 0
     for one in passes:

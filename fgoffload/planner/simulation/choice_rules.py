@@ -9,7 +9,7 @@ from fgoffload.tags import TagRegistry, default_tags
 
 
 def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
-    """Refuse actions that do not suit a layer of this kind."""
+    """Reject actions that a layer of this kind cannot follow."""
     tags = default_tags()
     for name, action in actions.items():
         if action.recomputes:
@@ -30,18 +30,18 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
         if action.offloads:
             raise PlanError(
                 f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}. A recomputed "
-                f"module saves nothing to offload. Leave one of them out of the plan."
+                f"module saves nothing to offload. Remove one of them from the plan."
             )
         if covered not in (name, *unit.excluded) and action.recomputes:
             raise PlanError(
                 f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
-                f"of {name!r}. Keep one of them out of the plan."
+                f"of {name!r}. Remove one of them from the plan."
             )
     for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
                 f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both be "
-                "recomputed. Keep one of them out of the plan."
+                "recomputed. Remove one of them from the plan."
             )
 
 
@@ -55,7 +55,7 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
             f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a fully "
-            "recomputed layer has that site. Recompute 'layer' too, or leave it out."
+            "recomputed layer has that site. Recompute 'layer' too, or remove 'layer_input'."
         )
     if name not in tags:  # known to the layer alone
         return

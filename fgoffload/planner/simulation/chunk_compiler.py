@@ -16,7 +16,7 @@ Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]  # actions of a chunk's layers, in order
 
 _KNOWN_CHUNKS = 128
-"""Cached chunks: consecutive plans differ in a layer or two, and all ranks of a pipeline have no more chunks."""
+"""Number of cached chunks. Consecutive plans differ in few chunks."""
 
 
 def compile_rank(

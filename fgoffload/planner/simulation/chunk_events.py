@@ -19,13 +19,13 @@ class EventKind(enum.Enum):
     SUBMIT = "submit"  # the number of a group in the chunk, which is offloaded
     READ = "read"  # submitted parcels that forward reads for the last time
     TAKE = "take"  # a `Take`
-    RELEASE = "release"  # bytes of resident tensors that backward takes, in order; 0 if taken before
+    RELEASE = "release"  # bytes of resident tensors that backward uses, in order; 0 if used before
     FREE = "free"  # parcels that backward no longer needs
     POLL = "poll"  # None. The engine looks for finished copies
     PASSED = "pass_layer"  # None. Backward has passed an unwatched layer or its MLP
-    TURN = "turn"  # most bytes in flight when backward comes next, if a plan says so, or None
+    TURN = "turn"  # maximum bytes in flight before backward, if a plan sets it, or None
     RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps
-    DISPATCH = "dispatch"  # chunk and layer of a token dispatcher, which frees what it kept
+    DISPATCH = "dispatch"  # chunk and layer of a token dispatcher, which frees the tensors that it kept
 
     __hash__ = object.__hash__
     """Members are singletons. The hash of `Enum` is in Python and several times slower."""
@@ -38,7 +38,7 @@ Events = tuple[tuple[EventKind, Any], ...]
 class Compute(NamedTuple):
     """Uninterrupted compute."""
 
-    seconds: float  # seconds with nothing beside it
+    seconds: float  # seconds without concurrent copies
     net_bytes: int  # change of device bytes
     rise_bytes: int  # peak device bytes beyond those before it
     label: str  # place, for tables: `layers.12.expert_fc1`
@@ -89,5 +89,5 @@ class CompiledChunk:
     parcels: tuple[Parcel, ...]
     base_bytes: int
     """Device bytes of a microbatch from the start of its forward to the end of its backward that no plan changes."""
-    staged_bytes: int  # bytes offloaded through a staging slot, which all layers share: those of the largest layer
+    staged_bytes: int  # bytes of a staging slot, which all layers share: as many as the largest layer needs
     recompute_s: float  # seconds of recompute in backward

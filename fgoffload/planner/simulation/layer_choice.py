@@ -89,7 +89,7 @@ class ResolvedLayer:
 
     layer: LayerModel  # the layer
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the device from forward to backward
-    held: tuple[PlacedTensor, ...]  # tensors that are recomputed, but stay referenced until the layer's forward ends
+    held: tuple[PlacedTensor, ...]  # recomputed tensors that forward references until the layer ends
     shared: tuple[SavedTensor, ...]
     """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     leaving: tuple[PlacedTensor, ...]  # offloaded tensors
@@ -206,8 +206,6 @@ def _resolve(
 
 
 class _Places:
-    """Maps a layer's tags to segment indices."""
-
     def __init__(self, layer: LayerModel) -> None:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
@@ -271,7 +269,7 @@ def _list_reruns(
         found = [places.saved[name] for name in names]
         again = [one if one.saved_after in segments else one._replace(saved_after=segments[-1]) for one in found]
         if unit.extra_bytes:
-            beside = SavedTensor(name=f"beside what {unit.name} makes", tags=(unit.name,), size_bytes=unit.extra_bytes)
+            beside = SavedTensor(name=f"extra bytes of {unit.name}", tags=(unit.name,), size_bytes=unit.extra_bytes)
             again.append(PlacedTensor(beside, saved_after=segments[-1], freed_after=segments[-1]))
         reruns.append(Rerun(unit.name, before[unit.name], segments, tuple(seconds), tuple(again)))
     return tuple(reruns)
@@ -310,7 +308,6 @@ def _list_takes(
 def _list_groups(
     actions: Mapping[str, Action], offloaded: Sequence[str], takes: Mapping[str, Sequence[Take]], places: _Places
 ) -> tuple[LeavingGroup, ...]:
-    """Return the groups of the `offloaded` tags, without their tensors."""
     groups = []
     ended = sorted(offloaded, key=lambda tag: (places.find_end(tag), tag in _ENDS_LAST, offloaded.index(tag)))
     for place, tag in enumerate(offloaded):

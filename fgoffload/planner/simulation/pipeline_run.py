@@ -3,9 +3,8 @@
 [Note: Rounds]
 Between its first forwards and its last backwards a rank repeats rounds: forwards and backwards of the next group of
 microbatches through all chunks. We simulate about two rounds: more than one at the start, and the rest before the last passes.
-Each pass of the rounds in between gets the time and the counters of the last round before them. Waits between ranks are
-computed for all passes, since a slightly slower rank delays its neighbours many rounds later, and reloads during such a wait
-can cause a peak.
+The passes in between get the time and the counters of the last round before them. Waits between ranks are computed for all
+passes, since a slightly slower rank delays its neighbours many rounds later.
 """
 
 import math
@@ -179,6 +178,6 @@ def run_pipeline(
         if rank.over < len(rank.passes):
             raise ConfigError(
                 f"rank {number} deadlocks before {rank.passes[rank.over]}: no rank produces its input, or that rank "
-                "waits for this one. Give all ranks the passes of one pipeline."
+                "waits for this one. All ranks must have the passes of one pipeline."
             )
     return tuple(rank.finish() for rank in ranks)

@@ -58,7 +58,6 @@ class RankClock:
         self._host_s = 0.0  # compute time that the host has reached, at most `clock_s`; only updated if needed
 
     def _get_traffic(self, mover: Mover) -> TagTraffic:
-        """Return the traffic of `mover`."""
         return self._tags.setdefault(mover, TagTraffic(kind=mover.kind, tag=mover.tag, action=mover.action))
 
     def list_numbers(self) -> list[float]:

@@ -24,8 +24,8 @@ from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGro
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
-"""A copy to the host counts as nearly done if it needs at most this fraction of the forward time. A plan waits for it to free
-its bytes: to keep the group would cost a recompute elsewhere, which rarely takes less time."""
+"""A copy to the host counts as nearly done if it needs at most this fraction of the forward time. A plan waits for it, because
+keeping its group would require a recompute elsewhere, which rarely takes less time."""
 
 # Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState

@@ -71,7 +71,7 @@ class Span(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes from a moment to the next sample."""
+    """Bytes from `at_s` to the next sample."""
 
     at_s: float
     device_bytes: int
@@ -101,16 +101,16 @@ class RankResult:
     peak_at: str  # pass and segment of the first peak: `B3 layers.12.expert_fc1`
     static_bytes: int  # device bytes outside of activations
     end_bytes: int  # device bytes after the step and its copies: the static ones, if every microbatch had its backward
-    loss_window_bytes: int  # most bytes in flight to the host at the start of a loss; 0 on ranks without one
+    loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without one
     host_peak_bytes: int  # peak host bytes
     d2h_bytes: int  # bytes to the host
     h2d_bytes: int  # bytes back
-    recalled_bytes: int  # as in `TagTraffic`, and so is the next
-    kept_bytes: int
+    recalled_bytes: int  # as in `TagTraffic`
+    kept_bytes: int  # as in `TagTraffic`
     waits: Waits
     compute_s: float  # busy seconds of compute
-    slowed_s: float  # part of them that copies added
-    recompute_s: float  # seconds of recompute, with nothing beside it
+    slowed_s: float  # part of `compute_s` that copies added
+    recompute_s: float  # seconds of recompute, without concurrent copies
     d2h_s: float  # seconds of copies to the host
     h2d_s: float  # seconds of copies to the device
     tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action

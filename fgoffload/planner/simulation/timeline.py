@@ -43,11 +43,10 @@ def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
     try:
         write_file(path, text)
     except OSError as error:
-        raise ConfigError(f"trace file {path}: {error.strerror}. Give the path of a file that can be written.") from error
+        raise ConfigError(f"trace file {path}: {error.strerror}. Use a path that can be written.") from error
 
 
 def _find_end(spans: Sequence[Span]) -> float:
-    """Return when the backward of the first microbatches ends, in seconds of the step."""
     found = ((_BACKWARD.match(span.label), span.end_s) for span in spans if span.stream is StreamName.COMPUTE)
     return max((end_s for match, end_s in found if match and int(match[1]) < MOST_MICROBATCHES), default=math.inf)
 
@@ -55,7 +54,7 @@ def _find_end(spans: Sequence[Span]) -> float:
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
     """Yield the trace events of one rank, which the trace shows as a process."""
     if rank.timeline is None:
-        raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Give detail=Detail.TIMELINE.")
+        raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Pass detail=Detail.TIMELINE.")
     own = {"pid": rank.rank}
     yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": f"rank {rank.rank}"}, **own}
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}, **own}

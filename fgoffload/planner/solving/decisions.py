@@ -1,7 +1,7 @@
 """Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are per microbatch and layer. The cost of a decision needs a second simulation, of the plan without
-it: a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
+Bytes and recompute times are per microbatch and layer. The cost of a decision needs a second simulation, without the decision:
+a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ class Price:
     cost_s: float  # seconds that the decisions add to the step; negative if they save time
     rank: int  # pipeline rank with the highest peak without the decisions
     lacking_bytes: int  # device bytes above the budget on that rank without the decisions; 0 if it fits
-    taken_along: tuple[str, ...] = ()  # tags that depend on the omitted ones, and were omitted with them
+    dependent_tags: tuple[str, ...] = ()  # tags that depend on the omitted ones, and were omitted with them
 
     def describe(self) -> str:
-        """Return the reason for the decisions, as far as the two steps show it."""
-        along = f" (and {', '.join(self.taken_along)}, which needs it)" if self.taken_along else ""
+        """Return the reason for the decisions that the two steps show."""
+        along = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
         if self.lacking_bytes:
             return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
         return f"the budget holds without it{along} too"
@@ -88,7 +88,7 @@ def price_decisions(
             cost_s=planned[number].step_s - without.step_s,
             rank=number,
             lacking_bytes=max(0, peak_bytes - budget_bytes),
-            taken_along=tuple(sorted({site.tag for site in along})),
+            dependent_tags=tuple(sorted({site.tag for site in along})),
         )
 
 
@@ -115,15 +115,13 @@ def _explain_kind(
     for tag in _list_names(layer):
         # Layers with the same action for a tag may differ in other actions, and so in bytes and reasons.
         groups: dict[object, tuple[Action, Treatment, str, list[LayerSlot]]] = {}
-        acting = [slot.number for chosen, alike in rows.items() if tag in dict(chosen) for slot in alike]
         for chosen, alike in rows.items():
             actions = dict(chosen)
             action, alone = actions.get(tag, Action.KEEP), _measure_alone(rank, layer, actions, tag)
             reason = ""
             if action is Action.KEEP:
                 reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
-                if not reason:
-                    reason = _say_why_kept_here([slot.number for slot in alike], acting)
+                reason = reason or "the budget holds without it"
             # Equal differences differ in their last digits.
             key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), reason)
             groups.setdefault(key, (action, alone, reason, []))[-1].extend(alike)
@@ -143,7 +141,6 @@ def _explain_kind(
 
 
 def _list_names(layer: LayerModel) -> list[str]:
-    """Return the tags and units of a layer in registry order, units without a tag last."""
     saving = {tag for tensor in layer.tensors for tag in tensor.tags}
     tags = [name for name in default_tags().names if name in saving or layer.find_unit(name)]
     tags += sorted(saving - {*tags})
@@ -151,12 +148,12 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
-    """Return the change by the action of `tag` in a layer with the rest of `actions`, and the bytes offloaded with it."""
+    """Return the effect of the action of `tag` in a layer with the rest of `actions`, and the bytes in its group."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # Not by difference: a recompute may spare another tag as many bytes as this one offloads.
+    # The difference would be wrong: a recompute may save another tag as many bytes as this one offloads.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)
@@ -174,12 +171,6 @@ def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Acti
         most_bytes = max(tensor.size_bytes for tensor in tensors)
         return f"{format_bytes(most_bytes)}, below --min-offloaded-tensor-size {rank.min_offloaded_numel}"
     return ""
-
-
-def _say_why_kept_here(layers: Sequence[int], acting: Sequence[int]) -> str:
-    if acting and min(layers) > max(acting):
-        return "the last layers of the chunk, which backward wants first; the budget holds without them"
-    return "the budget holds without it"
 
 
 def _needs_one(site: Site, left_out: Collection[Site]) -> bool:

@@ -1,10 +1,10 @@
-"""Local search: draws random changes to a rank's treatments, simulates the most promising ones, and takes better ones.
+"""Local search: draws random changes to a rank's treatments, simulates the most promising ones, and accepts better ones.
 
 A walk starts at one of the best known states. Each step draws some changes: another treatment for one layer, for all layers
-with the same treatment, or for a run of layers; or two layers swap. Their results are estimated from bytes and recompute, and
-the most promising change is simulated. A better state is taken, and now and then a slightly worse one (simulated annealing).
-Bytes above the budget have a price, another one in each walk, instead of being forbidden: near the least budget the best plans
-lie behind plans that do not fit.
+with the same treatment, or for a range of layers; or two layers swap. Their results are estimated from bytes and recompute, and
+the most promising change is simulated. A better state is accepted, and occasionally a slightly worse one (simulated annealing).
+Bytes above the budget have a price that differs by walk. They are not forbidden, because near the smallest budget the best
+plans are only reachable through plans that do not fit.
 """
 
 import collections
@@ -20,22 +20,21 @@ from fgoffload.planner.solving.treatments import list_neighbours
 
 _STEPS = 100  # steps of one walk
 _DRAWN = 8  # drawn changes for each simulated one
-_BLIND = 0.3  # probability that a change is simulated whatever its estimate: estimates ignore copies that wait for each other
+_BLIND = 0.3  # probability that a change is simulated regardless of its estimate, which ignores queued copies
 _TWICE = 0.3  # probability that two changes are combined
-_NEAR = 0.3  # probability that a changed layer differs in one tag alone
-_STARTS = 6  # number of best states that walks start from: from the best one alone they mostly return to it
-_WARMTH = 0.003  # temperature at the start of a walk, as a part of the step; it falls to 0
+_NEAR = 0.3  # probability that a changed layer differs in only one tag
+_STARTS = 6  # number of best states that walks start from: walks from the single best state mostly return to it
+_TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step; it falls to 0
 _IDLE_WALKS = 3  # consecutive walks without a new state after which the search ends
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
-"""Prices of a byte above the budget, in seconds of all layers per bytes of all layers: recompute of whole layers costs 1, and
-the last bytes that can be freed a hundred times as much."""
+"""Range of prices of a byte above the budget, relative to the cost per byte of recomputing whole layers."""
 
 _Thing = TypeVar("_Thing")
 
 
 class LocalSearch:
-    """Walks over the states of one rank."""
+    """Random walks over the states of one rank."""
 
     def __init__(self, search: RankSearch, budget_bytes: int) -> None:
         self._search = search
@@ -50,7 +49,7 @@ class LocalSearch:
             self._alike[slot.layer].append(place)
 
     def run(self, simulations: int) -> None:
-        """Walk until `simulations` more states are known, or walks find almost nothing new."""
+        """Walk until `simulations` more states are known, or walks find hardly any new state."""
         known, idle = self._search.known, 0
         most = len(known) + simulations
         while len(known) < most and idle < _IDLE_WALKS:
@@ -74,13 +73,13 @@ class LocalSearch:
             if following is None:
                 continue
             other = self._search.judge(following)
-            warmth = _WARMTH * verdict.step_s * (1 - number / _STEPS)
+            temperature = _TEMPERATURE * verdict.step_s * (1 - number / _STEPS)
             worse_s = cost(other) - cost(verdict)
-            if worse_s <= 0 or self._random.random() < math.exp(-worse_s / warmth):
+            if worse_s <= 0 or self._random.random() < math.exp(-worse_s / temperature):
                 state, verdict = following, other
 
     def _draw(self, state: State, verdict: Verdict, price: float) -> State | None:
-        """Draw some states and return the most promising one, or None if all of them are known."""
+        """Draw neighbouring states and return the most promising unknown one; None if all are known."""
         s_per_byte = self._find_copy_price(state, verdict)
         is_blind = self._random.random() < _BLIND
         promised = []
@@ -97,7 +96,7 @@ class LocalSearch:
         return None
 
     def _find_copy_price(self, state: State, verdict: Verdict) -> float:
-        """Return the seconds that an offloaded byte adds to the step, from `state` against keeping everything."""
+        """Return the seconds that `state` adds to the baseline's step per offloaded byte."""
         pairs = list(zip(self._slots, state, strict=True))
         moved_bytes = sum(one.moved_bytes * slot.microbatches for slot, one in pairs)
         recompute_s = sum(one.recompute_s * slot.microbatches for slot, one in pairs)
@@ -105,7 +104,6 @@ class LocalSearch:
         return max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
 
     def _estimate(self, state: State, following: State, s_per_byte: float) -> tuple[float, float]:
-        """Estimate the change of the step and of the peak."""
         longer_s = more_bytes = 0.0
         for slot, before, after in zip(self._slots, state, following, strict=True):
             if before is not after:

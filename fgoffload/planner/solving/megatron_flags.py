@@ -20,7 +20,7 @@ from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
-"""Unit of full recompute, and the one tag with a site in fully recomputed layers."""
+"""Unit of full recompute, and the only tag with a site in fully recomputed layers."""
 
 
 class FullMethod(enum.Enum):
@@ -37,11 +37,10 @@ class SelectiveRecompute:
     modules: tuple[str, ...]  # `--recompute-modules`
 
     def __post_init__(self) -> None:
-        """Reject modules that the planner cannot recompute."""
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
-                raise ConfigError(f"--recompute-modules {module!r} is not supported. Give some of: {known}.")
+                raise ConfigError(f"--recompute-modules {module!r} is not supported. Use some of: {known}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +51,8 @@ class FullRecompute:
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
-        """Reject impossible numbers of layers."""
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
-            raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Give 1, or more with block.")
+            raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Use 1, or more with block.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ class MegatronFlags:
         return OffloadPlan(actions=actions)
 
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-        """Return `ranks` as they run with these flags: with this package only if the flags offload."""
+        """Return `ranks` as they run with these flags. They use this package only if the flags offload."""
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
@@ -113,7 +111,6 @@ class MegatronFlags:
         return {site: action for site, action in actions.items() if action is not Action.KEEP}
 
     def _list_units(self, layer: NumberedLayer, place: int) -> Iterator[str]:
-        """Yield the recomputed units of a layer, the `place`-th of its chunk."""
         if isinstance(self.recompute, FullRecompute):
             is_in_block = self.recompute.method is FullMethod.UNIFORM or place < self.recompute.layers
             if is_in_block and layer.model.find_unit(LAYER) is not None:
@@ -124,7 +121,6 @@ class MegatronFlags:
             yield from (unit.name for unit in chosen if layer.model.find_unit(unit.name) and unit.name not in covered)
 
     def _list_tags(self, layer: NumberedLayer, units: Sequence[str]) -> Iterator[str]:
-        """Yield the selected tags with a site in a layer that recomputes `units`, in forward order."""
         covered = {name for unit in RECOMPUTE_UNITS if unit.name in units for name in unit.covers}
         saved = layer.model.offloadable_tags
         for tag in default_tags().names:
@@ -141,7 +137,7 @@ _ATTENTION = ("core_attn",)
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
-    """Return the settings that people compare with, by name.
+    """Return common settings to compare plans with, by name.
 
     - `baseline`: everything is kept.
     - `full recompute`: every layer is recomputed.
@@ -157,7 +153,7 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return flags that offload everything except recomputed modules: all usual modules, or each of them alone.
+    """Return flags that recompute all usual modules, or only one of them, and offload everything else.
 
     Empty if the usual module is attention, which is not cheap to recompute.
     """

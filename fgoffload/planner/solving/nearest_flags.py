@@ -1,8 +1,7 @@
 """Searches for the fastest of Megatron's own flags within a memory budget, to compare a plan with.
 
-Each recompute is simulated alone on the fullest rank, fastest first, as long as it is faster than the best that fits. If it
-exceeds the budget, tags are added, no more than the budget needs. Tags that free most for the time that each takes alone come
-first. The result is checked on all ranks.
+Each recompute setting is simulated on the fullest rank, fastest first, until none can beat the best that fits. If one exceeds
+the budget, offloaded tags are added until it fits, cheapest per freed byte first. The result is checked on all ranks.
 """
 
 import bisect
@@ -29,7 +28,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 _MOST_BLOCKS = 4  # tried numbers of layers for `--recompute-method block`
 
 _MOST_CHECKS = 4
-"""Most settings simulated on all ranks: each that exceeds the budget there lowers the budget of the fullest rank."""
+"""Maximum number of settings simulated on all ranks. Each that exceeds the budget lowers the budget of the fullest rank."""
 
 
 class NearestFlags(NamedTuple):
@@ -40,7 +39,7 @@ class NearestFlags(NamedTuple):
 
 
 class FlagSearch:
-    """Searches flags of a pipeline, and remembers simulations from budget to budget."""
+    """Searches flags of a pipeline, and caches simulations across budgets."""
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks
@@ -62,11 +61,10 @@ class FlagSearch:
         return NearestFlags(flags=FULL_RECOMPUTE, result=full) if full.peak_bytes <= budget_bytes else None
 
     def _find_alone(self, budget_bytes: int) -> MegatronFlags | None:
-        """Return the fastest flags found within a budget on the fullest rank."""
         best, best_s = None, math.inf
         starts = [MegatronFlags(recompute=recompute) for recompute in self._list_recomputes()]
         for start in sorted(starts, key=lambda one: self._simulate(one)[1]):
-            # Flags that are slower alone than a fitting setting are slower with tags too.
+            # Adding tags cannot make slower flags faster.
             if self._simulate(start)[1] >= best_s:
                 break
             flags = self._add_tags(start, budget_bytes)
@@ -75,7 +73,7 @@ class FlagSearch:
         return best
 
     def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
-        """Return `start` with the fewest tags that keep to a budget, cheapest first, or None if all of them do not."""
+        """Return `start` with as few tags as the budget needs, cheapest first, or None if even all tags exceed it."""
         if self._simulate(start)[0] <= budget_bytes:
             return start
 
@@ -88,7 +86,7 @@ class FlagSearch:
         return _add_tags(start, ordered[:count]) if fits(count) else None
 
     def _rate_tag(self, tag: str) -> float:
-        """Return the seconds that a tag alone costs for each freed byte."""
+        """Return the seconds that offloading only this tag costs per freed byte."""
         peak_bytes, step_s = self._simulate(_add_tags(MegatronFlags(), [tag]))
         kept_bytes, kept_s = self._simulate(MegatronFlags())
         return max(step_s - kept_s, 0.0) / max(kept_bytes - peak_bytes, 1)
@@ -118,7 +116,7 @@ class FlagSearch:
 
 
 def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
-    """Return the tags that suit `flags`, that Megatron knows, and that save tensors on some rank."""
+    """Return Megatron's tags that are compatible with `flags` and save tensors on this rank."""
     saving = {name for chunk in rank.chunks for layer in chunk.layers for name in list_names(layer.model)}
     modules = set(flags.recompute.modules) if isinstance(flags.recompute, SelectiveRecompute) else set()
     return [
@@ -129,7 +127,7 @@ def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
 
 
 def _add_tags(flags: MegatronFlags, tags: Sequence[str]) -> MegatronFlags:
-    """Return `flags` with `tags` and the tags that require them: both must release the storage that they share."""
+    """Add `tags` and the tags that require them, since both must release the storage that they share."""
     names = set(tags)
     names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
     return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))

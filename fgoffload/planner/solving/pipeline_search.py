@@ -1,8 +1,8 @@
-"""The search of all pipeline ranks: each rank alone first, then all together.
+"""Searches for the best plan of all pipeline ranks: each rank alone first, then all together.
 
-Some ranks have the same layers and differ in microbatches in flight. The first and the last of these are searched; the others
-take the best result. Neighbours shift a rank's copies, and so its peak: the best states of single ranks are simulated together,
-and a rank that exceeds the budget there gets a smaller one.
+Ranks with the same layers differ in microbatches in flight. The first and the last of them are searched; the others use the
+best result. Neighbours shift a rank's copies and so its peak: the best states of single ranks are simulated together, and a
+rank that exceeds the budget there gets a smaller one.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
-"""Most retries with a smaller budget for ranks that peak higher in the pipeline than alone. One or two are usual."""
+"""Maximum number of retries with a smaller budget for ranks that peak higher in the pipeline than alone."""
 
-_WALKED = 1.01  # overhead over the baseline's step from which walks are worth it, as a factor
+_WALKED = 1.01  # minimum step relative to the baseline's for walks to be worthwhile
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
-"""Fewest and most simulations of walks on one rank: fewer find nothing, more find little."""
+"""Minimum and maximum number of simulations of walks on one rank."""
 
 _ROUTED_MORE = 1.1
-"""Margin of the bytes in flight at the loss, as a factor: a tenth more tokens routed to a rank's experts cause no wait."""
+"""Margin of the bytes in flight at the loss, as a factor, for more tokens routed to a rank's experts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class Candidate:
 
 
 class PipelineSearch:
-    """Searches the best plan of all ranks, and remembers results from budget to budget.
+    """Searches for the best plan of all ranks, and caches results across budgets.
 
-    Walks simulate at most `layer_passes` forwards and backwards of single layers for a budget, over all ranks.
+    Walks simulate at most `layer_passes` forwards and backwards of single layers per budget, over all ranks.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
@@ -65,10 +65,7 @@ class PipelineSearch:
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
-        """Return the predictions of the baselines, by name; Megatron's own recompute runs without this package.
-
-        A setting that recomputes nothing is left out, as full recompute beside CUDA graphs.
-        """
+        """Return the predictions of the baselines, by name, except settings that recompute nothing beside CUDA graphs."""
         plans = {name: (flags, flags.make_plan(self.ranks)) for name, flags in list_baselines(self.ranks).items()}
         return {
             name: simulate(flags.adapt(self.ranks), plan)
@@ -82,10 +79,10 @@ class PipelineSearch:
         return FlagSearch(self.ranks, self.baselines["baseline"])
 
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
-        """Return the best plan found: within the budget or, if none fits, with the fewest bytes above it.
+        """Return the best plan found: within the budget or, if none fits, closest to it.
 
-        A budget of 0 asks for the least peak. The search starts from `nearest`, Megatron's nearest flags, too.
-        The plan is never slower than `known`, a plan for a smaller budget.
+        With a budget of 0 it has the lowest peak. The search also starts from `nearest`, Megatron's nearest flags. The plan is
+        never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
@@ -105,7 +102,7 @@ class PipelineSearch:
         return min(found, key=lambda one: one.score(budget_bytes))
 
     def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
-        """Return plans of the best states of all ranks, each a correction of the one before."""
+        """Return plans of the best states of all ranks, each a correction of the previous one."""
         searches = [
             (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
         ]
@@ -133,7 +130,7 @@ class PipelineSearch:
         return Candidate(plan=plan, result=simulate(self.ranks, plan))
 
     def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
-        """Return the best state of a rank alone, the bytes that may be in flight at its losses, and its peak."""
+        """Return the best state of a rank alone, its limit of bytes in flight at the loss, and its peak."""
         search = self._get_search(place)
         if place not in self._searched[place]:
             borrowed = search.borrow([self._get_search(other) for other in self._searched[place]], budget_bytes)
@@ -149,7 +146,7 @@ class PipelineSearch:
         return state, window, search.judge(state).peak_bytes
 
     def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
-        """Spend the passes of walks on the ranks with the longest steps."""
+        """Distribute the passes of walks, first to the ranks with the longest steps."""
         left = self._layer_passes
         steps = [(search.judge(search.pick(budget_bytes)).step_s, search) for search in searches]
         walked = [(step_s, search) for step_s, search in steps if step_s > _WALKED * search.kept.step_s]
@@ -158,7 +155,7 @@ class PipelineSearch:
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
-            # Half of the rest for each but the last: others may turn out longer.
+            # Each rank except the last gets half of the rest.
             own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
             if search.kept.peak_bytes > budget_bytes:
                 LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))

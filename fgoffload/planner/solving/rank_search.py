@@ -1,7 +1,7 @@
 """Searches for the best plan of one rank, without waits for its neighbours. The simulator evaluates every state.
 
-A sweep raises the price of device memory step by step until the rank fits its budget. How much of a copy hides depends on the
-rest of the plan, so we sweep at several prices of an offloaded byte. Local search (`local_search`) improves on the results.
+A sweep raises the price of device memory step by step until the rank fits its budget. How much of a copy is hidden depends on
+the rest of the plan, so we sweep at several prices of an offloaded byte. Local search (`local_search`) improves on the results.
 """
 
 import bisect
@@ -58,7 +58,7 @@ class RankSearch:
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
         """Return the best state of sweeps, `starts` and all known ones; with a budget of 0, the one with the lowest peak."""
-        # Nothing is faster than keeping everything, and of equally fast plans it is the simplest.
+        # The baseline is the fastest and simplest plan if it fits.
         if self.kept.peak_bytes > budget_bytes:
             for state in starts:
                 self.judge(state)
@@ -68,14 +68,14 @@ class RankSearch:
         return self.pick(budget_bytes)
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
-        """Return the fastest state that fits here of those that `others`, with the same layers, know; None if none fits."""
+        """Return the fastest fitting state that `others`, ranks with the same layers, know; None if none fits."""
         pool = [
             (verdict.step_s / other.kept.step_s, number, state)
             for number, other in enumerate(others)
             for state, verdict in other.known.values()
         ]
         for _, number, state in sorted(pool, key=lambda one: one[:2]):
-            # Peaks beside the layers' bytes are about the same on ranks with the same layers.
+            # The rest of the peak, besides the layers' bytes, is similar on ranks with the same layers.
             beside_bytes = others[number].judge(state).peak_bytes - others[number].count_bytes(state)
             if beside_bytes + self.count_bytes(state) <= budget_bytes and self.judge(state).peak_bytes <= budget_bytes:
                 return state
@@ -99,7 +99,7 @@ class RankSearch:
         return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
     def _sweep(self, budget_bytes: int) -> None:
-        """Simulate sweeps: for each price the first state within the budget, and those that bisection meets before it."""
+        """Bisect at each copy price for the first state within the budget."""
         for price in _COPY_PRICES:
             s_per_byte = price / self.rank.link.d2h_bytes_per_s
             steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, s_per_group=self.rank.late_group_s)
@@ -120,11 +120,11 @@ def _list_steps(
     s_per_moved_byte: float,
     s_per_group: float,
 ) -> list[tuple[int, Treatment]]:
-    """Return places of layers and their next treatments, in the order in which a rising price of device memory takes them.
+    """Return places of layers and their next treatments, in the order in which a rising price of device memory selects them.
 
-    At the prices of an offloaded byte and group, each kind of layer has a treatment with the least time for each number of kept
-    bytes. These form a convex curve from keeping everything to keeping least, and each of its steps frees bytes at a price.
-    Steps are taken cheapest first, in early layers before late ones: those have the most time before backward needs them.
+    For each kind of layer, the fastest treatments per number of kept bytes form a convex curve from keeping everything to
+    keeping as little as possible. Each step along it frees bytes at a price. Steps are ordered by price, then early layers
+    first, because they have the most time until backward needs their tensors.
     """
 
     def cost(one: Treatment) -> float:
@@ -140,12 +140,12 @@ def _list_steps(
 
 
 def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
-    """Return treatments in the order of their kept bytes, each with the price of a byte at the end of its part of the curve."""
+    """Return treatments by decreasing kept bytes, each with the price per byte at the end of its segment of the curve."""
     current, curve = rows[0], []
     while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
         prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
         price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
-        # The cheaper ones before it are dearer by the byte, and come first: the last changed layer may need no more.
+        # Treatments before it cost less in total but more per byte. They come first: the last changed layer may need no more.
         before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
         curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
     return curve

@@ -1,4 +1,4 @@
-"""The fastest plan within a memory budget, for all pipeline ranks.
+"""Finds the fastest plan within a memory budget, for all pipeline ranks.
 
     ranks -> treatments of each kind of layer with costs -> price sweeps for each rank -> local search
           -> simulated together -> Solution
@@ -26,8 +26,8 @@ THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
 """The same for `--thorough`."""
 
 PLANNED_SHARE = 0.998
-"""Fraction of a device memory budget that a plan may use if the run must not exceed the budget. The rest is headroom, because
-bytes of layers are exact but temporaries of ops are not."""
+"""Fraction of a device memory budget that a plan may use if the run must not exceed the budget. The rest is headroom for
+temporaries, which are not predicted exactly."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def solve_leaving_free(
 ) -> Solution:
     """Return the fastest plan that leaves headroom, so that the run does not exceed the budget.
 
-    `free_bytes` stay free; give the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
+    `free_bytes` is the headroom: the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
     the message includes the headroom.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
@@ -106,7 +106,7 @@ def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | No
 
 
 def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
-    """Return the lack of memory of a rank whose static memory alone exceeds the budget, or None."""
+    """Describe how far a rank's static memory alone exceeds the budget; None if it does not."""
     worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:
@@ -129,7 +129,6 @@ def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
 
 
 def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -> Solution:
-    """Return the solution for one budget, no slower than `known`, a plan for a smaller budget."""
     lacking = describe_static_lack(search.ranks, budget_bytes)
     if lacking is not None:
         least_bytes = _find_least(search.ranks).result.peak_bytes
@@ -154,24 +153,24 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
 
 
 def _find_least(ranks: Sequence[RankModel]) -> Candidate:
-    """Return the plan with the least peak that was found, however slow."""
+    """Return the plan with the lowest peak that was found, however slow."""
     # A new search, because an error names this budget, and a search for that budget must find the same plan.
     return PipelineSearch(ranks, layer_passes=DEFAULT_LAYER_PASSES).find(0, None)
 
 
 def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:
     if not ranks:
-        raise ConfigError("ranks is empty. Give at least one.")
+        raise ConfigError("ranks is empty. Pass at least one.")
     for name, size in (("budget_bytes", budget_bytes), ("host_budget_bytes", host_budget_bytes or 0)):
         if check_bytes(size, name=name) < 0:
-            raise ConfigError(f"{name} {size} is below 0 bytes. Give a size, as in 60 * fgoffload.units.GIB.")
+            raise ConfigError(f"{name} {size} is below 0 bytes. Use a size, for example 60 * fgoffload.units.GIB.")
     if host_budget_bytes is None:
         return tuple(ranks)
     return tuple(dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks)
 
 
 def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int) -> BudgetError:
-    """Return the error for a budget below `least`, the plan with the least peak."""
+    """Return the error for a budget below the peak of `least`, the plan with the lowest peak."""
     worst = least.worst_rank
     rank = next(one for one in ranks if one.rank == worst.rank)
     host, fix = "", ""
@@ -179,7 +178,7 @@ def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int
         host = f" and a host budget of {format_bytes(rank.host_budget_bytes)} a rank"
         layer_bytes = max((layer.model.saved_bytes for chunk in rank.chunks for layer in chunk.layers), default=0)
         if rank.host_budget_bytes - worst.host_peak_bytes < layer_bytes:
-            fix = " The host budget has no room for another layer: a larger one may do too."
+            fix = " The host budget has no room for another layer: a larger host budget may help too."
     return BudgetError(
         f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}{host}: with everything recomputed or "
         f"offloaded that helps, pipeline rank {worst.rank} lacks {format_bytes(worst.peak_bytes - budget_bytes)} at "

@@ -71,9 +71,9 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with the fewest microbatches that have all its peak times, at least two more than are ever in flight.
+    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all kinds of pass gaps.
 
-    A plan has the same effect on such a step as on the whole one, whose other microbatches repeat the same.
+    The other microbatches repeat the same passes, so a plan has the same effect on the shorter step.
     """
     chunks = len(rank.chunks)
     places = _list_places(rank.passes, chunks)
@@ -93,7 +93,7 @@ def _list_places(passes: Sequence[Pass], chunks: int) -> set[Any]:
 
 
 def _list_gaps(passes: Sequence[Pass], chunks: int) -> Iterator[tuple[Pass, tuple[int, ...], Pass | None]]:
-    """Yield each pass with how many microbatches are in flight behind it, by chunk, and the pass that follows."""
+    """Yield each pass with the number of microbatches in flight after it, by chunk, and the next pass."""
     current = [0] * chunks
     for one, following in zip(passes, (*passes[1:], None), strict=True):
         current[one.chunk] += 1 if one.kind is PassKind.FORWARD else -1

@@ -1,9 +1,7 @@
 """Lists the Pareto-optimal treatments of a layer in memory, copies and recompute.
 
-A layer has independent parts: a treatment of attention changes neither the bytes nor the recompute of the experts. So each part
-has a few dozen treatments, where the whole layer would have thousands. We join the parts one by one and drop dominated
-treatments at once. Units that cover many others, such as `layer`, are decided first, since each set of them leaves different
-parts.
+We start from keeping everything, change one tag or unit at a time, and drop dominated treatments after each round, so that a
+layer has a few dozen treatments instead of thousands.
 """
 
 import dataclasses
@@ -30,16 +28,6 @@ class Treatment:
     moved_bytes: int = 0  # bytes offloaded and reloaded
     groups: int = 0  # number of copies in each direction
     recompute_s: float = 0.0  # seconds of recompute in backward
-
-    def join(self, other: "Treatment") -> "Treatment":
-        """Combine with the treatment of another part of the same layer."""
-        return Treatment(
-            actions=tuple(sorted((*self.actions, *other.actions), key=lambda row: row[0])),
-            kept_bytes=self.kept_bytes + other.kept_bytes,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            groups=self.groups + other.groups,
-            recompute_s=self.recompute_s + other.recompute_s,
-        )
 
     def subtract(self, base: "Treatment") -> "Treatment":
         """Return the difference to `base`, whose actions are a subset."""
@@ -80,7 +68,7 @@ def list_treatments(
         grown = [
             other for one in added for other in list_neighbours(layer, one.actions, min_offloaded_numel=min_offloaded_numel)
         ]
-        efficient = _drop_beaten(layer, [*found, *grown], group_s=group_s, parts=parts)
+        efficient = _drop_dominated(layer, [*found, *grown], group_s=group_s, parts=parts)
         known = {one.actions for one in found}
         found, added = efficient, [one for one in efficient if one.actions not in known]
     return (KEEP, *(one for one in found if one.actions))
@@ -118,8 +106,8 @@ def list_needs(name: str) -> tuple[str, ...]:
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
-def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
-    """Return the treatments that no other one beats in recompute, memory and copies; of equal ones the shortest."""
+def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
+    """Return the treatments that no other one dominates in recompute, memory and copies; of equal ones the shortest."""
     import numpy as np
 
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
@@ -131,7 +119,7 @@ def _drop_beaten(layer: LayerModel, found: Sequence[Treatment], *, group_s: floa
             round(one.moved_bytes / resolution_bytes),
         )
         costs.setdefault(cost, one)
-    # In this order every row that beats another one comes first.
+    # In this order, rows come before all rows that they dominate.
     rows = np.array(sorted(costs))
     efficient, count = np.empty_like(rows), 0
     for row in rows:

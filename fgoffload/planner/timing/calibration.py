@@ -1,25 +1,22 @@
 """Calibrates profiled layers against the plain step, which runs without measurement hooks.
 
-[Note: What the host adds]
+[Note: Launch delays]
 A profile times forward with hooks running, and takes the minimum of each segment over similar layers. The simulated step is too
 short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward:
 the host waits for the routing of each MoE layer and continues from there, while backward waits for nothing and is launched
 ahead of the device. We subtract excess time from the forward segments that hooks can have delayed.
 
 We add missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many steps occurs when
-forward runs at the device's pace and copies are furthest behind. On an H200 the plain step took 27 ms longer, of 554 ms. With
-this time in forward, four predicted peaks are 2.1% to 3.6% too low; without it they are within 0.8%.
+forward runs at the device's pace and copies are furthest behind. With the missing time in forward, predicted peaks of W2 on an
+H200 are up to 3.6% too low; without it they are within 0.8%.
 
-[Note: What a device without pauses adds]
+[Note: Power limit]
 If no layer waits for the host, the host runs far ahead, and the device causes the missing time. A profile stalls the device
-before each forward segment, and a device at its power limit runs faster after a pause. So we scale all compute of a microbatch,
-recompute included, by one factor. On an H100, a step of the 28 layers of `llama3_8b_layers` took 1308 ms while profiled and
-1372 ms plain; on an H200 it took 1352 and 1364 ms. Another H100 ran plain steps of it at its power limit. Devices whose layers
-wait for the host reach that limit too, but a profile cannot separate the two effects and attributes both to the host.
+before each forward segment, and a device at its power limit runs faster after a pause: 5% faster for Llama 3 8B on an H100. So
+we scale all compute of a microbatch, recompute included, by one factor. Devices whose layers wait for the host reach that limit
+too, but a profile cannot separate the two effects and attributes both to the host.
 
-A recompute keeps the measured forward time, because backward launches it alongside autograd. Two runs on one H200 confirm this.
-For one, we predict 692 ms and measured 688; with the forward of the plain step we would predict 713. For the other, which is
-launch-bound, we predict 1161 ms and measured 1109; with the forward of the plain step we would predict 971.
+A recompute keeps the measured forward time, because backward launches it alongside autograd.
 """
 
 import dataclasses
@@ -30,12 +27,12 @@ from fgoffload.planner.ranks.rank_model import ChunkModel
 
 LEAST_FORWARD_PART = 1 / 3
 """Minimum forward time of a segment on the device, as a fraction of its backward, unless the measured time is lower. Hooks
-hardly lengthen backward. Backward takes twice as long as forward for a matrix product, and 2.5 to 2.7 times as long for fused
-attention (0.57 and 1.54 ms on an H200)."""
+hardly lengthen backward, which takes twice as long as forward for a matrix product, and 2.7 times as long for fused attention
+(measured on an H200)."""
 
 
 def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> tuple[list[ChunkModel], float]:
-    """Adjust `chunks` so that a microbatch takes `microbatch_s`; also return the launch delay to add per microbatch.
+    """Adjust `chunks` so that a microbatch takes `microbatch_s`. Also return the launch delay to add per microbatch.
 
     Forward keeps at least its estimated device time, so a microbatch can still take longer than `microbatch_s`.
     """
@@ -50,12 +47,12 @@ def calibrate(chunks: Sequence[ChunkModel], *, microbatch_s: float) -> tuple[lis
         return list(chunks), missing_s
     spare_s = sum(_find_spare_s(segment) for layer in layers for segment in layer.segments)
     part = min(1.0, -missing_s / spare_s) if spare_s else 0.0
-    kinds = {layer: _take_off(layer, part) for layer in layers}
+    kinds = {layer: _shorten_forward(layer, part) for layer in layers}
     return [chunk.replace_models(kinds.__getitem__) for chunk in chunks], 0.0
 
 
 def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
-    """Scale all compute times of `chunks` by the factor `by`. See [Note: What a device without pauses adds]."""
+    """Scale all compute times of `chunks` by the factor `by`. See [Note: Power limit]."""
 
     def lengthen(segments: Sequence[Segment]) -> tuple[Segment, ...]:
         return tuple(dataclasses.replace(one, forward_s=one.forward_s * by, backward_s=one.backward_s * by) for one in segments)
@@ -75,8 +72,7 @@ def _lengthen(chunks: Sequence[ChunkModel], *, by: float) -> list[ChunkModel]:
     ]
 
 
-def _take_off(layer: LayerModel, part: float) -> LayerModel:
-    """Shorten the forward of each segment by the fraction `part` of its spare seconds."""
+def _shorten_forward(layer: LayerModel, part: float) -> LayerModel:
     segments = (
         dataclasses.replace(segment, forward_host_s=segment.forward_host_s - part * _find_spare_s(segment))
         for segment in layer.segments
@@ -85,5 +81,4 @@ def _take_off(layer: LayerModel, part: float) -> LayerModel:
 
 
 def _find_spare_s(segment: Segment) -> float:
-    """Return the seconds of a segment's forward that may be launch delay."""
     return max(0.0, segment.forward_pass_s - LEAST_FORWARD_PART * segment.backward_s)

@@ -1,4 +1,4 @@
-"""Measured step times with and without a plan, which show how much copies slow a launch-bound host."""
+"""Measured step times with and without a plan, which show how much copies slow a launch-bound step."""
 
 import dataclasses
 import math
@@ -25,22 +25,16 @@ class ComparedStep:
     keeping_step_s: float  # seconds per baseline step without offload, measured in between in the same way
 
     def __post_init__(self) -> None:
-        """Reject step times of 0, and plans that offload nothing."""
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Give seconds above 0.")
+                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError("sites offloads nothing, so its step says nothing about the cost of copies. Leave it out.")
+            raise ConfigError("sites offloads nothing, so the step cannot show the cost of copies. Remove it.")
 
     @property
     def plan(self) -> OffloadPlan:
         """Return the plan, for all ranks."""
         return OffloadPlan(actions={row.site: row.action for row in self.sites}, loss_window_bytes=self.loss_window_bytes)
-
-    @property
-    def added_s(self) -> float:
-        """Seconds that the plan adds to a step."""
-        return self.step_s - self.keeping_step_s
 
     @classmethod
     def from_plan(cls, plan: OffloadPlan, *, step_s: float, keeping_step_s: float) -> "ComparedStep":

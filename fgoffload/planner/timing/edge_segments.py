@@ -22,11 +22,11 @@ _LOSS_KERNELS = 15
 class EdgeShape:
     """Shapes of embedding and output layer on one rank."""
 
-    tokens: int  # tokens of a microbatch, on all ranks together that share the vocabulary
+    tokens: int  # tokens of a microbatch over all ranks that shard the vocabulary
     hidden_size: int  # hidden size
     vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
     tensor_parallel_size: int = 1  # ranks that share the vocabulary
-    has_sequence_parallel: bool = True  # whether those ranks share the sequence between embedding and output layer
+    has_sequence_parallel: bool = True  # whether these ranks shard the sequence between embedding and output layer
 
     @property
     def hidden_bytes(self) -> int:
@@ -44,8 +44,8 @@ def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
     rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
     ring = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size)
-    # Each rank looks up the rows that it has. They are summed and scattered, and the gradient is gathered; where ranks do not
-    # share the sequence they are summed, and all have the gradient.
+    # Each rank looks up its own rows. With sequence parallelism they are reduce-scattered, and the gradient is gathered;
+    # without it they are all-reduced, and all ranks have the gradient.
     summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
     # Forward reads and writes rows. Backward clears a gradient of all weights, adds rows, and adds it to the fp32 sum.
     forward = PassWork((make_moves(2 * rows, kernels=3),), traffic=summed)
@@ -69,6 +69,6 @@ def make_last_segments(
         PassWork((*linear.list_forward(), loss), traffic=ring if edge.has_sequence_parallel else ()),
         PassWork((gradient, *linear.list_backward(execution)), beside=2 * ring),
     )
-    # Input and output of the norm; backward has a gradient of each.
+    # Input and output of the norm, and a gradient of each in backward.
     extras = {"final_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden), "output_layer": extra}
     return clock.time_segments((norm, output), extras)

@@ -20,10 +20,10 @@ from fgoffload.planner.checks import FASTEST_PER_S
 T = TypeVar("T")
 
 LONGEST_S = 1e6
-"""Maximum measured time, in seconds: eleven days. The solver cannot handle much longer times."""
+"""Maximum measured time, in seconds: the solver cannot handle much longer times."""
 
 MOST_BYTES = 1e15
-"""Maximum of a field in bytes: a petabyte, hundreds of times a node's memory."""
+"""Maximum of a field in bytes: a petabyte."""
 
 _MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES, "_part": 1.0}
 """Maximum values by unit, which is the suffix of a field's name."""

@@ -18,11 +18,8 @@ class CopyRate:
     duplex_bytes_per_s: float  # rate per direction while both are busy: the slower of the two
 
     def __post_init__(self) -> None:
-        """Reject invalid sizes and rates."""
         check_count("size_bytes", self.size_bytes)
         for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"{name} must not be None. Give the measured rate.")
             check_device_rate(name, getattr(self, name))
 
 
@@ -34,12 +31,11 @@ class LinkProfile:
     compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
-        """Reject a link without copies, and sizes out of order."""
         if not self.copies:
             raise ConfigError("copies is empty: the link was not measured. Measure again.")
         sizes = [copy.size_bytes for copy in self.copies]
         if sizes != sorted(set(sizes)):
-            raise ConfigError(f"copies have sizes {sizes}, in bytes. Give each size once, from the smallest to the largest.")
+            raise ConfigError(f"copies have sizes {sizes}, in bytes. List each size once, from the smallest to the largest.")
 
     def to_model(self) -> LinkModel:
         """Return the simulator's model of the link: rates of the largest copies, and latency from the smallest.

@@ -1,11 +1,11 @@
-"""Transfer rates between ranks: the part of nominal rates that collectives reach, or measured rates.
+"""Transfer rates between ranks: the fraction of nominal rates that collectives reach.
 
-If the table of hardware lacks a rate, that of other devices is assumed; `describe_assumed_rates` reports the assumptions.
+If the hardware lacks a rate, we assume a common one; `describe_assumed_rates` reports the assumptions.
 """
 
 import dataclasses
 
-from fgoffload.planner.timing.efficiency import Efficiency, Network
+from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import Hardware
 
 ASSUMED_NETWORK_BYTES_PER_S = 50e9
@@ -28,43 +28,39 @@ class NetworkRates:
         return min(self.nvlink_bytes_per_s, self.peer_bytes_per_s * max(1, ranks - 1))
 
 
-def make_network_rates(hardware: Hardware, network: Network, efficiency: Efficiency) -> NetworkRates:
+def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRates:
     """Return the rates between ranks."""
-    far = network.network_bytes_per_s
-    if far is None:
-        far = (hardware.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S) * efficiency.network
-    near, peer = network.nvlink_bytes_per_s, None
-    if near is None:
-        named = hardware.nvlink_bytes_per_s or _find_pcie_rate(hardware)
-        near = far if named is None else named * efficiency.nvlink
-        if hardware.nvlink_peer_bytes_per_s is not None:
-            peer = hardware.nvlink_peer_bytes_per_s * efficiency.nvlink
-    domain_ranks = network.nvlink_ranks or hardware.nvlink_gpus or hardware.gpus_per_node
-    return NetworkRates(domain_ranks=domain_ranks, nvlink_bytes_per_s=near, peer_bytes_per_s=peer, network_bytes_per_s=far)
+    far = (hardware.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S) * efficiency.network
+    near, peer = hardware.nvlink_bytes_per_s or _find_pcie_rate(hardware), hardware.nvlink_peer_bytes_per_s
+    return NetworkRates(
+        domain_ranks=hardware.nvlink_gpus or hardware.gpus_per_node,
+        nvlink_bytes_per_s=far if near is None else near * efficiency.nvlink,
+        peer_bytes_per_s=None if peer is None else peer * efficiency.nvlink,
+        network_bytes_per_s=far,
+    )
 
 
-def describe_assumed_rates(hardware: Hardware, *, ranks: int, is_network_measured: bool) -> str | None:
+def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
     """Return one line with the rates that `hardware` lacks and the assumed values, or None if it lacks none.
 
     Args:
         hardware: The hardware of each rank.
-        ranks: Ranks of the training. One rank sends nothing, and ranks of one domain need no network.
-        is_network_measured: Whether the rates between ranks were measured, so the hardware's do not count.
+        ranks: Ranks of the training run. One rank sends nothing, and ranks of one domain need no network.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
-    taken = []
+    assumed = []
     if not hardware.link.is_measured:
-        taken.append("measured link to the host (part of the maker's rate is taken)")
-    if not is_network_measured and hardware.nvlink_bytes_per_s is None and min(ranks, domain) > 1:
+        assumed.append("measured link to the host (assuming a fraction of the vendor's rate)")
+    if hardware.nvlink_bytes_per_s is None and min(ranks, domain) > 1:
         pcie = _find_pcie_rate(hardware)
-        rate = "that of the network" if pcie is None else f"{pcie / 1e9:.0f} GB/s, as over PCIe,"
-        taken.append(f"nvlink_bytes_per_s ({rate} is taken)")
-    if not is_network_measured and hardware.network_bytes_per_s is None and ranks > domain:
-        taken.append(f"network_bytes_per_s ({ASSUMED_NETWORK_BYTES_PER_S / 1e9:.0f} GB/s is taken)")
-    if not taken:
+        rate = "the network's rate" if pcie is None else f"{pcie / 1e9:.0f} GB/s, as over PCIe"
+        assumed.append(f"nvlink_bytes_per_s (assuming {rate})")
+    if hardware.network_bytes_per_s is None and ranks > domain:
+        assumed.append(f"network_bytes_per_s (assuming {ASSUMED_NETWORK_BYTES_PER_S / 1e9:.0f} GB/s)")
+    if not assumed:
         return None
-    lacking = " and no ".join(taken)
-    return f"hardware {hardware.name!r} has no {lacking}. A hardware file can give it: docs/reference/hardware.md."
+    lacking = " and no ".join(assumed)
+    return f"hardware {hardware.name!r} has no {lacking}. A hardware file can set it: docs/reference/hardware.md."
 
 
 def _find_pcie_rate(hardware: Hardware) -> float | None:

@@ -1,14 +1,13 @@
-"""Times of a layer's segments: from a shape and a device to the model that simulator and solver use.
+"""Builds the model of a layer, with the times of its segments, from its shape and a device.
 
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short start. If the kernels of a layer are faster than their launches, the host's time counts instead.
+plus a short gap. If the kernels of a layer are faster than their launches, the launch time counts instead.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from fgoffload.cuda_graphs import NO_CAPTURE, Graphs, find_captured
-from fgoffload.errors import ConfigError
 from fgoffload.planner.memory.recompute_units import make_units
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
 from fgoffload.planner.memory.temporaries import ExtraBytes, count_extra_bytes
@@ -29,12 +28,11 @@ from fgoffload.planner.operations.ops import (
 )
 from fgoffload.planner.ranks.captured_layer import capture_layer
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, Segment, UnitModel
-from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency, Network
-from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.efficiency import ASSUMED_MEMORY, Efficiency
+from fgoffload.planner.timing.hardware import Hardware, get_rate
 from fgoffload.planner.timing.network_rates import make_network_rates
 
 DEFAULT_EFFICIENCY = Efficiency()
-DEFAULT_NETWORK = Network()
 DEFAULT_EXECUTION = Execution()
 
 GRAPH_LAUNCHES = 3
@@ -45,7 +43,7 @@ HIDING_PART = 0.9
 """Part of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Segments without a tag, and the tag whose capture includes them."""
+"""Segments without a tag, and the tag that is captured together with them."""
 
 
 def make_layer_model(
@@ -54,12 +52,11 @@ def make_layer_model(
     *,
     kind: str,
     efficiency: Efficiency = DEFAULT_EFFICIENCY,
-    network: Network = DEFAULT_NETWORK,
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
     """Return the layer of a shape on a device: times, bytes and units."""
-    clock = Clock(hardware=hardware, efficiency=efficiency, network=network)
+    clock = Clock(hardware=hardware, efficiency=efficiency)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)
     experts = shape.experts
@@ -116,13 +113,12 @@ class Clock:
 
     hardware: Hardware  # the device
     efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
-    network: Network = DEFAULT_NETWORK  # measured rates between ranks; None means the hardware's
 
     @property
     def memory_bytes_per_s(self) -> float:
         """Return the bytes a second that memory-bound kernels read and write."""
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
-        return self._get_rate("device_memory_bytes_per_s") * part
+        return get_rate(self.hardware, "device_memory_bytes_per_s", self.hardware.name) * part
 
     def time_segments(
         self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes], *, launches: Sequence[Sequence[int]] | None = None
@@ -151,12 +147,11 @@ class Clock:
         seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
         if work.flop:
             is_fp8 = work.limit in (Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL)
-            rate = self._get_rate("fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s")
+            rate = get_rate(self.hardware, "fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s", self.hardware.name)
             seconds = max(seconds, work.flop / (rate * self._find_part(work)))
         return seconds + work.kernels * self.efficiency.kernel_start_s
 
     def _find_part(self, work: Work) -> float:
-        """Return the efficiency of the kernels of `work`."""
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
         if work.expert_rows is not None:
             part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)
@@ -165,7 +160,7 @@ class Clock:
 
     def time_traffic(self, traffic: Traffic) -> float:
         """Return the seconds of collectives. Traffic within and out of the NVLink domain overlaps."""
-        rates = make_network_rates(self.hardware, self.network, self.efficiency)
+        rates = make_network_rates(self.hardware, self.efficiency)
         domain, network = rates.domain_ranks, rates.network_bytes_per_s
         part = self.efficiency.all_to_all if traffic.pattern is Pattern.ALL_TO_ALL else 1.0
         if traffic.span <= domain:
@@ -192,23 +187,13 @@ class Clock:
 
     def _time_passes(self, passes: Sequence[PassWork], kernels: Sequence[int]) -> list[float]:
         times = [self.time_pass(one) for one in passes]
-        # The host runs ahead between segments, so it is late for the whole layer or not at all. The delay is shared out by
+        # The host runs ahead between segments, so a layer is launch-bound as a whole or not at all. The delay is distributed by
         # launches.
         late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))
         return [time_s + late_s * count / sum(kernels) for time_s, count in zip(times, kernels, strict=True)]
 
-    def _get_rate(self, field: str) -> float:
-        rate: float | None = getattr(self.hardware, field)
-        if rate is None:
-            raise ConfigError(
-                f"hardware {self.hardware.name!r} has no {field}, and the times of a layer need it. "
-                "Give a hardware file that has it, or a profile."
-            )
-        return rate
-
 
 def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tuple[float, float]]:
-    """Return the seconds of the token exchange by segment, forward and backward."""
     return {
         work.name: (sum(map(clock.time_traffic, work.forward.traffic)), sum(map(clock.time_traffic, work.backward.traffic)))
         for work in works
@@ -217,18 +202,17 @@ def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tupl
 
 
 def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the part of the token exchange that another microbatch's compute hides."""
-    ways = _time_exchange(works, clock)
-    exchange_s = sum(map(sum, ways.values()))
+    """Subtract the part of the token exchange that another microbatch's compute hides."""
+    exchanges = _time_exchange(works, clock)
+    exchange_s = sum(map(sum, exchanges.values()))
     compute_s = sum(one.forward_s + one.backward_s for one in segments) - exchange_s
     hidden = min(1.0, HIDING_PART * compute_s / exchange_s) if exchange_s else 0.0
-    for name, (forward_s, backward_s) in ways.items():
+    for name, (forward_s, backward_s) in exchanges.items():
         segments = _shorten(segments, name, hidden * forward_s, hidden * backward_s)
     return tuple(segments)
 
 
 def _hide_shared_experts(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Return `segments` without the part of the shared experts that the token exchange hides."""
     forward_s, backward_s = map(sum, zip(*_time_exchange(works, clock).values(), strict=True))
     return _shorten(segments, "shared_expert", forward_s, backward_s)
 

@@ -17,7 +17,7 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
-from fgoffload.planner.model.parameters import count_parameters, count_rank_parameters
+from fgoffload.planner.model.parameters import count_rank_parameters
 from fgoffload.trainer.parallel import ATTENTION_BACKENDS
 
 state = pytest.importorskip("megatron.core.parallel_state")
@@ -194,7 +194,6 @@ def check_ranks(model, parallelism, ranks=2):
 def test_a_rank_has_the_parameters_that_megatron_builds(name):
     model = MODELS[name]
     check_ranks(model, Parallelism(), ranks=1)
-    assert count_parameters(model) == count_rank_parameters(model, Parallelism(), 0).count
     for virtual_size in (None, 2):
         check_ranks(model, Parallelism(pipeline_parallel_size=2, virtual_pipeline_size=virtual_size, microbatches=4))
     if name != "latent":

@@ -9,7 +9,6 @@ from fgoffload.plan import OffloadPlan
 from fgoffload.planner import Assumptions, ExpertsShape, ModelShape, Parallelism, build_ranks, get_hardware, plan
 from fgoffload.planner.memory.static_memory import ParameterState
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.timing.efficiency import Network
 from fgoffload.units import GIB
 
 MODEL = ModelShape(
@@ -49,11 +48,10 @@ def test_a_rate_that_is_not_known_is_said_once_and_not_where_it_was_measured(cap
     ranks = Parallelism(expert_parallel_size=16, data_parallel_size=16)
     build_ranks(MODEL, ranks, get_hardware("mi300x"))
     assert [record.message for record in caplog.records] == [
-        "hardware 'MI300X' has no measured link to the host (part of the maker's rate is taken) and no network_bytes_per_s "
-        "(50 GB/s is taken). "
-        "A hardware file can give it: docs/reference/hardware.md."
+        "hardware 'MI300X' has no measured link to the host (assuming a fraction of the vendor's rate) and no "
+        "network_bytes_per_s (assuming 50 GB/s). A hardware file can set it: docs/reference/hardware.md."
     ]
     caplog.clear()
-    measured = dataclasses.replace(get_hardware("mi300x"), link=get_hardware("h100").link)
-    build_ranks(MODEL, ranks, measured, assumptions=Assumptions(network=Network(network_bytes_per_s=20e9)))
+    measured = dataclasses.replace(get_hardware("mi300x"), link=get_hardware("h100").link, network_bytes_per_s=20e9)
+    build_ranks(MODEL, ranks, measured)
     assert caplog.records == []

@@ -300,7 +300,7 @@ def test_a_tag_that_nobody_knows_is_refused():
     [
         ({"topk": 9}, "topk 9 is above num_experts 8. Give 8 or less."),
         ({"expert_parallel_size": 3}, "expert_parallel_size 3 does not divide num_experts 8."),
-        ({"imbalance": 0.9}, "imbalance 0.9 is not from 1 up and finite, and no mean is above the most. Give 1 for"),
+        ({"imbalance": 0.9}, "imbalance 0.9 must be finite and at least 1. Use 1 for"),
     ],
 )
 def test_experts_that_cannot_be_are_refused(fields, message):

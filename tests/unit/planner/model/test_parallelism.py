@@ -33,7 +33,7 @@ def list_numbers(chunks):
     [
         ("Etx|L", "cannot be read from 'x|L' on"),
         ("Et|t|L", "stages"),
-        ("Ett|L", "has 2 x t, and num_layers is 3. Give 3 x t."),
+        ("Ett|L", "has 2 x t, but num_layers is 3. Use 3 x t."),
         ("tEtt|L", "does not begin with the embedding E"),
     ],
 )
@@ -58,11 +58,11 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model .* are not a multiple of pipeline_parallel_size 4"),
+        ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model .* is not a multiple of pipeline_parallel_size 4"),
         ({}, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}, "the 3 layers of pipeline rank 0"),
-        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6 leave nothing of num_layers 6"),
+        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6 leave 0 of num_layers 6"),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
-        ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 is more than the 2 num_query_groups .* Give 2 or less"),
+        ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 does not divide num_query_groups 2 of model."),
         ({"ffn_hidden_size": 130}, {"tensor_parallel_size": 4}, "size 4 does not divide ffn_hidden_size 130 of model."),
         (
             {"experts": ExpertsShape(num_experts=6, topk=2, ffn_hidden_size=64)},

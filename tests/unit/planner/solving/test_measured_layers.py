@@ -75,13 +75,6 @@ def test_the_plan_is_near_the_best_of_all(part):
     assert found.step_s <= 1.01 * min(one.step_s for one in results if one.peak_bytes <= budget_bytes)
 
 
-def test_what_a_part_does_not_allow_no_plan_does():
-    parts = tuple(dataclasses.replace(part, allowed=frozenset({RECOMPUTE})) for part in LAYER.parts)
-    rank = build(layer=dataclasses.replace(LAYER, parts=parts, input=None, tensors=LAYER.tensors[1:]))
-    kept = simulate([rank], make_plan()).peak_bytes
-    assert set(solve([rank], budget_bytes=kept - MIB).plan.actions.values()) == {RECOMPUTE}
-
-
 def test_a_part_that_a_plan_could_not_name_is_refused():
     with pytest.raises(ConfigError, match="part 'layer', which is taken"):
         dataclasses.replace(LAYER, parts=(dataclasses.replace(LAYER.parts[0], name="layer"),))

@@ -42,7 +42,9 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     assert Hardware.from_json('{"base": "h100", "name": "mine"}', source="mine.json").memory_efficiency == 0.92
     faster = Hardware.from_json('{"base": "h100", "device_memory_bytes_per_s": 4e12}', source="mine.json")
     assert faster.memory_efficiency is None
-    with pytest.raises(ConfigError, match=r"memory_efficiency 1.2 must be above 0 and at most 1. Give a fraction like 0.8"):
+    with pytest.raises(
+        ConfigError, match=r"memory_efficiency 1.2 must be above 0 and at most 1. Use a fraction, for example 0.8"
+    ):
         Hardware.from_json('{"base": "h100", "memory_efficiency": 1.2}', source="mine.json")
     link = {"d2h_bytes_per_s": 20e9}
     changed = Hardware.from_json(json.dumps({"base": "h100", "link": link, "name": "mine"}), source="mine.json")
@@ -54,7 +56,7 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
 def test_what_is_missing_for_times_is_named_at_once_with_a_file_that_has_it():
     with pytest.raises(ConfigError, match=r"has no device_memory_bytes_per_s, link.d2h_bytes_per_s, link.h2d_byte") as caught:
         check_for_times(get_hardware("ascend-910b"))
-    (example,) = re.findall(r"as in (\{.*\}), or use --profile", str(caught.value))
+    (example,) = re.findall(r"for example (\{.*\}), or use --profile", str(caught.value))
     check_for_times(Hardware.from_json(example, source="the error"))
     for key in HARDWARE.keys() - {"ascend-910b"}:
         check_for_times(get_hardware(key))

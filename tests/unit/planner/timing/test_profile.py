@@ -113,7 +113,7 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
             change("link", "copies", 0, "size_bytes", to=2**28),
             "p.json: link: copies have sizes [268435456, 268435456], in bytes.",
         ),
-        (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is not a step time. Give"),
+        (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is not a step time. Use"),
     ],
 )
 def test_a_fault_in_a_profile_is_named_with_its_place(text, message):
