@@ -1,4 +1,4 @@
-"""Chooses the tags that may be offloaded, the action of each site of a rank, and the part of a layer to watch."""
+"""Chooses the tags that may be offloaded, the action of each site of a rank, and which ops of a layer to watch."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags that `auto` excludes, since no run has compared the results of their modules with the baseline."""
+"""Tags that `auto` excludes, since no test has compared the results of their modules with the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class LayerSites:
     """Number of the layer in the whole model, from 0."""
     tags: tuple[str, ...]
     """Selected tags that have a site in the layer, in the order of forward."""
-    fused: tuple[str, ...] = ()
+    fused: tuple[str, ...]
     """Selected tags whose module is fused into another."""
-    units: tuple[str, ...] = ()
+    units: tuple[str, ...]
     """Units that can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
-    shares_router_input: bool = False
+    shares_router_input: bool
     """Whether another module saves the router's input too."""
 
 
@@ -60,8 +60,8 @@ class SiteActions:
         self._watched: dict[tuple[int, int], Watched] = {}
         """Watched part of each layer, by chunk and number. Derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions. Every call
-        site in Megatron looks one up in forward, and creating and hashing a `Site` takes several times as long."""
+        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions, since every
+        call site looks one up in forward, and creating and hashing a `Site` takes several times as long."""
 
     @property
     def recomputes(self) -> bool:
@@ -69,7 +69,11 @@ class SiteActions:
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Register the layers of a model chunk, and choose an action for each site. A planned action must be possible."""
+        """Register the layers of a model chunk, and choose an action for each site.
+
+        Raises:
+            PlanError: A layer cannot do what the plan asks for.
+        """
         planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
         for layer in layers:
             _check_layer(layer, planned.get(layer.number, {}))
@@ -96,10 +100,9 @@ class SiteActions:
     def use_plan(self, plan: OffloadPlan) -> None:
         """Apply `plan` from now on."""
         self.plan = plan
-        planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers}
         sites = [site for site in self.by_site if site.tag in self._selected and site.tag != "layer_input"]
         self.by_site = dict.fromkeys(sites, Action.KEEP)
-        self.set(planned.items())
+        self.set((site, action) for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers)
 
     def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
         """Replace the actions of some sites."""
@@ -110,7 +113,7 @@ class SiteActions:
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
         """Return the site of `tag` in a layer if it is offloaded, or None if its tensors stay on the GPU.
 
-        An unregistered site is the user's own, or belongs to a layer outside of the blocks. This registers it.
+        An unregistered site is the user's own, or belongs to a layer outside of the blocks. It is registered here.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -122,7 +125,7 @@ class SiteActions:
         return self._offloaded[key]
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
-        """Return which part of a layer must be watched. To be safe, this is the whole layer if it is not registered."""
+        """Return which ops of a layer to watch. An unregistered layer is watched as a whole, to be safe."""
         if (chunk, layer) not in self.layers:
             return Watched.LAYER
         found = self._watched.get((chunk, layer))
@@ -151,7 +154,6 @@ class SiteActions:
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
-    """Reject planned actions that a layer does not support. The error names the site and the alternatives."""
     for name, action in planned.items():
         if not action.recomputes:
             continue
@@ -169,26 +171,21 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
                     f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which then "
                     "saves nothing. Leave one of them out of the plan."
                 )
-            if tag not in (name, *unit.excludes) and planned.get(tag, Action.KEEP).recomputes:
-                raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of "
-                    "it. Leave one of them out of the plan."
-                )
-        for other in unit.excludes:
-            if planned.get(other, Action.KEEP).recomputes:
+        for other in (*unit.covers, *unit.excludes):
+            if other != name and planned.get(other, Action.KEEP).recomputes:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
-                    "be recomputed. Leave one of them out of the plan."
+                    "be recomputed, since they overlap. Leave one of them out of the plan."
                 )
 
 
 class RankBalance:
-    """`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads that many bytes per step less than the previous one.
+    """Makes each pipeline rank offload `--delta-offload-bytes-across-pp-ranks` fewer bytes per step than the previous rank.
 
-    With 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
-    offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU,
-    the same in all microbatches, until their bytes make up the difference. Megatron's own engine instead keeps the first
-    layers of the first microbatches; see docs/reference/megatron_engine.md.
+    With 1F1B, earlier ranks have more microbatches in flight, so they need more memory. The first step offloads every site and
+    counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, the same in all
+    microbatches, until their bytes add up to the difference. Megatron's own engine instead keeps the first layers of the first
+    microbatches; see docs/reference/megatron_engine.md.
     """
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
@@ -199,7 +196,7 @@ class RankBalance:
         self._site_bytes: dict[Site, float] = {}
         """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
         self._microbatches = 0
-        """Microbatches per step of the current balance; 0 in the first step."""
+        """Microbatches per step for which the kept sites were chosen; 0 in the first step."""
 
     def note(self, site: Site, group: Group) -> None:
         """Record that one forward of `site` saves to `group`."""
@@ -207,7 +204,7 @@ class RankBalance:
             self._groups.append((site, group))
 
     def finish_step(self, microbatches: int) -> None:
-        """Balance the next steps after a step of so many `microbatches`."""
+        """Choose the kept sites of the next steps, after a step of this many `microbatches`."""
         if not self._delta_bytes:
             return
         for site, group in self._groups:
@@ -230,35 +227,36 @@ class RankBalance:
 
 
 def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
-    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer, rounded up to whole sites.
+    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer bytes, rounded up to whole sites.
 
-    `moved_bytes` are those of each site in a step of all microbatches, in the order of forward.
+    `moved_bytes` has the offloaded bytes of each site in a whole step, in the order of forward.
     """
     kept = []
     for site in reversed(tuple(moved_bytes)):
         if less_bytes <= 0:
             break
-        # A site that moved nothing is kept too. It shares storages with an earlier site, and would offload them in its place.
+        # Also keeps a site that offloaded nothing: it shares storages with an earlier site, and would now offload them itself.
         kept.append(site)
         less_bytes -= moved_bytes[site]
     return kept
 
 
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
-    """Return the tags whose tensors may be offloaded: the plan's, or else the user's.
+    """Return the tags whose tensors may be offloaded: the plan's, or else the user's. `auto` selects all supported tags.
 
-    A plan overrides tags, since flag files name some for runs without a plan. `auto` selects all tags that may have their own
-    site in any layer.
+    A plan overrides tags, since flag files name some for runs without a plan.
     """
+    if plan is None and config.is_auto:
+        return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)
     if plan is None:
-        return (
-            tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO) if config.is_auto else config.offload_modules
-        )
+        return config.offload_modules
     planned = plan.offloaded_tags
     config.tags.check(planned, flag="--offload-plan")
     others = [tag for tag in config.offload_modules if tag not in planned]
     if others:
         logger.info(
-            "--offload-plan %s decides what is offloaded, and it offloads nothing of %s", config.offload_plan, " ".join(others)
+            "--offload-modules %s has no effect, since --offload-plan %s does not offload it",
+            " ".join(others),
+            config.offload_plan,
         )
     return planned

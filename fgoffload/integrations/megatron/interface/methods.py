@@ -1,13 +1,13 @@
-"""Methods of both generations of Megatron's interface class, and what they do.
+"""Implements the methods of both generations of Megatron's interface class.
 
-CUDA graphs need three things. Their warm-up runs between `disable_offload` and `enable_offload`, where nothing may be
-offloaded. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until
-`flush_delayed_groups`, which is called once the graph is launched. Megatron's own engine captures copies of modules inside the
-graph, and orders them with `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures none,
-see [Note: Staging] in `fgoffload/engine/staging.py`. So these do nothing, and graphs run on the current stream.
+Megatron warms up CUDA graphs between `disable_offload` and `enable_offload`, where nothing may be offloaded. Around a replay,
+between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until `flush_delayed_groups`, which
+Megatron calls once the graph is launched. Megatron's own engine captures its copies, and orders them with `forward_record`,
+`backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Our graphs contain no such copies, see [Note: Staging] in
+`fgoffload/engine/staging.py`. So these methods do nothing, and graphs run on the current stream.
 
-Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may be
-referenced elsewhere: its memory is freed with the last reference, and counted until then.
+Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may still be
+referenced elsewhere. The last reference frees its memory.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _MEGATRON_DEFAULTS: dict[str, float] = {
 
 
 class Calls:
-    """Serves the calls of Megatron's interface. Only the replaced methods hold it."""
+    """Serves the calls of Megatron's interface. Only the replaced methods reference it."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self._get_offload = get_offload
         self.is_enabled = True
-        """Whether sites save for us; false between `disable_offload` and `enable_offload`."""
+        """Whether sites may offload; false between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Number of begun microbatches by chunk when offload was disabled."""
+        """Microbatches that had begun when offload was disabled, by chunk."""
         self._warned: set[str] = set()
 
     @property
@@ -51,8 +51,7 @@ class Calls:
     def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
         """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
 
-        At most `max_inflight_offloads` groups of each tag may be in flight to the host before compute waits. `settings` are
-        values of Megatron's config, by the name of their field. Our own config takes precedence.
+        `settings` are values of Megatron's config by the name of their field. Our own config takes precedence.
         """
         for name, given in settings.items():
             ours = getattr(self.offload.config, name)
@@ -62,10 +61,7 @@ class Calls:
         self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def disable(self) -> None:
-        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step.
-
-        The warm-up of a layer's graph only counts later offloads: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
-        """
+        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step."""
         if self.is_enabled:
             self._begun = dict(self.offload.microbatches_begun)
         self.is_enabled = False
@@ -99,8 +95,8 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
         self.region = self.saving = None
 
     def enter(self: Any) -> torch.Tensor | None:
-        # Saving does not start earlier: if a checkpoint replaces the site, Megatron makes the object too, and never enters it.
-        # The input is not kept: newer call sites hold this object until the group is offloaded, and would hold the input too.
+        # Not in `initialize`: if a checkpoint replaces the site, Megatron creates the object too, and never enters it.
+        # Newer call sites hold this object until the group is offloaded, so it must not hold the input.
         tensor: torch.Tensor | None = self.tensor
         self.tensor = None
         if self.tag is None or not (calls.is_enabled or is_capturing()) or tensor is None:
@@ -121,7 +117,7 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
 
 
 def make_released_methods(calls: Calls) -> dict[str, Any]:
-    """Return methods of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, with the name of its tag."""
+    """Return the methods of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, by the name of its tag."""
 
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
@@ -143,7 +139,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
-    """Return methods of 0.19 and of the development branch (0.20), in which the context object also ends its group."""
+    """Return the methods of 0.19 and of the development branch (0.20), in which the context object also ends its group."""
 
     def init_chunk_handler(
         pp_rank: int,
@@ -168,8 +164,7 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         return tensor
 
     def reset(process_group: Any = None) -> None:
-        # Megatron's engine prints a table over these ranks, which exclude the pipeline. All ranks have to agree on which tags
-        # had no effect, since a stage without experts has none of their sites.
+        # The group excludes other pipeline stages. All ranks check together which tags had no effect.
         calls.offload.finish_open_step()
 
     statics: dict[str, Any] = {
@@ -186,7 +181,6 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         "cuda_graph_stream": lambda: torch.cuda.current_stream(),
         "cuda_graph_event": lambda: None,
     }
-    # The object that opened a region ends it, so the region need not be found by name.
     context = make_context_methods(calls, lambda name: calls.offload.find_region(name))
     return _make_methods(statics, context | {"group_offload": group_offload})
 
