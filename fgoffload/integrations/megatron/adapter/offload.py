@@ -108,7 +108,8 @@ class MegatronOffload:
         """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
         self.microbatches_begun: dict[int, int] = {}
         """Microbatches of the step that have begun, by model chunk."""
-        self._open: list[tuple[str, Region | CapturedRegion]] = []
+        self._open: dict[str, Region | CapturedRegion] = {}
+        """Regions of `open_region` that have not ended, by tag."""
         self.holding = Holding(self._submit_held)
         """Delays copies of ended groups until its `flush`, since they would delay bytes that the host waits for."""
         self._call: ScheduleCall | None = None
@@ -291,16 +292,14 @@ class MegatronOffload:
         """Return a region like `find_region`. End it with `end_region` and the same tag."""
         region = self.find_region(tag)
         if region is not None:
-            self._open.append((tag, region))
+            self._open[tag] = region
         return region
 
     def end_region(self, tag: str, *, may_wait: bool = False) -> None:
-        """End the most recently opened region of `tag`, if one is open. See `end`."""
-        for index in range(len(self._open) - 1, -1, -1):
-            if self._open[index][0] == tag:
-                _, region = self._open.pop(index)
-                self.end(region, may_wait=may_wait)
-                return
+        """End the open region of `tag`, if any. See `end`."""
+        region = self._open.pop(tag, None)
+        if region is not None:
+            self.end(region, may_wait=may_wait)
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
         """End `region`, and offload its saves now, or at the next flush while groups are delayed.

@@ -20,36 +20,25 @@ def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: 
 
     The region opens before the first method, covers only saves inside the methods, and ends after the last.
     """
-    opened: list[SiteRegion] = []
+    opened: SiteRegion | None = None
+
+    def run_method(original: Any, *args: Any, is_first: bool, is_last: bool, **kwargs: Any) -> Any:
+        nonlocal opened
+        if is_first:
+            opened = _enter(get_offload(), tag, find_tensor(args, kwargs))
+        region = opened
+        if region is None:
+            return original(*args, **kwargs)
+        with region.saving():
+            result = original(*args, **kwargs)
+        if is_last:
+            opened = None
+            get_offload().end(region)
+        return result
+
     for name in methods:
-        part = functools.partial(_run_part, get_offload, tag, opened, is_first=name == methods[0], is_last=name == methods[-1])
-        wrap_method(patches, target, name, part)
-
-
-def _run_part(
-    get_offload: GetOffload,
-    tag: str,
-    opened: list[SiteRegion],
-    original: Any,
-    *args: Any,
-    is_first: bool,
-    is_last: bool,
-    **kwargs: Any,
-) -> Any:
-    offload = get_offload()
-    if is_first:
-        opened.clear()  # drops regions of a forward that raised
-        region = offload.find_region(tag)
-        if region is not None:
-            opened.append(region)
-            region.enter(find_tensor(args, kwargs))
-    if not opened:
-        return original(*args, **kwargs)
-    with opened[-1].saving():
-        result = original(*args, **kwargs)
-    if is_last:
-        offload.end(opened.pop())
-    return result
+        around = functools.partial(run_method, is_first=name == methods[0], is_last=name == methods[-1])
+        wrap_method(patches, target, name, around)
 
 
 class LinearTags(NamedTuple):

@@ -72,11 +72,6 @@ class Calls:
             self.offload.microbatches_begun = dict(self._begun)
         self.is_enabled = True
 
-    def end(self, region: Region | CapturedRegion | None, *, may_wait: bool) -> None:
-        """End the group of a call site. Does nothing without a group, or while offload is disabled."""
-        if region is not None and self.is_enabled:
-            self.offload.end(region, may_wait=may_wait)
-
     def keep(self, tensor: torch.Tensor | None) -> None:
         """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
         if tensor is not None:
@@ -160,7 +155,8 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
 
     def group_offload(self: Any, tensor: Any, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
         region, self.region = self.region, None
-        calls.end(region, may_wait=bool(delay_offload))
+        if region is not None and calls.is_enabled:
+            calls.offload.end(region, may_wait=bool(delay_offload))
         return tensor
 
     def reset(process_group: Any = None) -> None:
