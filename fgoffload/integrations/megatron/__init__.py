@@ -98,7 +98,7 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
     if config.is_auto:
         from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
 
-        found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
+        found[0].measurement = AutoOffload(config, engine, use_plan=found[0].actions.use_plan)
     set_flags(patches, found[0].selected)
     return found[0]
 

@@ -81,12 +81,9 @@ def multiply_and_keep_more(output, weight):
     return (output.sin() * output.view(3, 2, -1).flatten(0, 1)) @ weight
 
 
-ALWAYS_DRAWS = RandomUse(default=True)
-
-
-def begin(function, *inputs, random_use=ALWAYS_DRAWS):
+def begin(function, *inputs, random_use=None):
     """Return a recompute behind its forward, and what that returned."""
-    rerun = Rerun(function, inputs, name="it", random_use=random_use, found={})
+    rerun = Rerun(function, inputs, name="it", random_use=RandomUse() if random_use is None else random_use, found={})
     with rerun:
         outputs = function(*inputs)
     rerun.note_outputs(outputs)

@@ -90,11 +90,8 @@ class MegatronOffload:
         self.selected = list_selected_tags(config, plan)
         """Tags whose tensors may be offloaded: the plan's, or else the user's."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
-        """Action of each site."""
         self.graphs = GraphedLayers(engine, self.actions)
-        """CUDA graphs of layers."""
         self.open_reruns = OpenReruns()
-        """Recomputes whose outputs forward still uses."""
         self.has_waiting_layers = False
         """Whether a layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
         self.blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -103,7 +100,7 @@ class MegatronOffload:
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
         """Blocks that forward has reached in the lane; None if `begin_microbatch` begins each lane."""
         self.chunk = 0
-        """Current model chunk of forward."""
+        """Model chunk that forward is in."""
         self.layer = -1
         """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
         self.microbatches_begun: dict[int, int] = {}
@@ -345,10 +342,6 @@ class MegatronOffload:
             if call.microbatches > self._most_warned_of:
                 logger.warning("%s The run continues, and may exceed the memory budget.", error)
             self._most_warned_of = max(call.microbatches, self._most_warned_of)
-
-    def use_plan(self, plan: OffloadPlan) -> None:
-        """Apply `plan` from the next microbatch on. The caller turns on the recompute of its units."""
-        self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
         """Finish the running step, if a forward has begun since the last one. See `finish_step`.

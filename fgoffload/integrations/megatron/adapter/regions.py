@@ -83,7 +83,7 @@ class _LinearSites:
     def run_owner(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_inside = True
         try:
-            self._fc1 = self._open(self._tags.fc1, find_tensor(args, kwargs))
+            self._fc1 = _enter(self._get_offload(), self._tags.fc1, find_tensor(args, kwargs))
             result = original(module, *args, **kwargs)
             self._end(self._fc1)
             return result
@@ -114,12 +114,9 @@ class _LinearSites:
 
     def _begin(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
         self._save_for(None)
-        region = self._open(tag, tensor)
+        region = _enter(self._get_offload(), tag, tensor)
         self._save_for(region)
         return region
-
-    def _open(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
-        return _enter(self._get_offload(), tag, tensor)
 
     def _end(self, region: SiteRegion | None) -> None:
         if region is not None:

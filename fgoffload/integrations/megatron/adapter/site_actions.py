@@ -47,18 +47,16 @@ class SiteActions:
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
         """Plan in use; None if a fraction of the sites is offloaded."""
-        self.layers: set[tuple[int, int]] = set()
-        """Chunk and number of each registered layer."""
+        self.layers: dict[tuple[int, int], bool] = {}
+        """By chunk and number of each registered layer, whether another module saves the router's input too."""
         self.fused_tags: set[str] = set()
         """Tags whose module is fused into another in some layer."""
         self._fraction = fraction
         self._selected = selected
         self.by_site: dict[Site, Action] = {}
         """Action of each site."""
-        self._sharing_layers: set[tuple[int, int]] = set()
-        """Layers in which another module saves the router's input too."""
         self._watched: dict[tuple[int, int], Watched] = {}
-        """Watched part of each layer, by chunk and number. Derived from the actions."""
+        """Watched ops of each layer, by chunk and number. Derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
         """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions, since every
         call site looks one up in forward, and creating and hashing a `Site` takes several times as long."""
@@ -74,15 +72,12 @@ class SiteActions:
         Raises:
             PlanError: A layer cannot do what the plan asks for.
         """
-        planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
-        for layer in layers:
-            _check_layer(layer, planned.get(layer.number, {}))
+        planned = [{} if self.plan is None else self.plan.list_layer(chunk, layer.number) for layer in layers]
+        for layer, actions in zip(layers, planned, strict=True):
+            _check_layer(layer, actions)
         sites = []
-        for layer in layers:
-            actions = planned.get(layer.number, {})
-            self.layers.add((chunk, layer.number))
-            if layer.shares_router_input:
-                self._sharing_layers.add((chunk, layer.number))
+        for layer, actions in zip(layers, planned, strict=True):
+            self.layers[chunk, layer.number] = layer.shares_router_input
             tags = layer.tags
             if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
                 tags = ("layer_input", *tags)
@@ -98,7 +93,7 @@ class SiteActions:
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     def use_plan(self, plan: OffloadPlan) -> None:
-        """Apply `plan` from now on."""
+        """Apply `plan` from the next microbatch on. The caller turns on the recompute of its units."""
         self.plan = plan
         sites = [site for site in self.by_site if site.tag in self._selected and site.tag != "layer_input"]
         self.by_site = dict.fromkeys(sites, Action.KEEP)
@@ -126,16 +121,13 @@ class SiteActions:
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
         """Return which ops of a layer to watch. An unregistered layer is watched as a whole, to be safe."""
-        if (chunk, layer) not in self.layers:
+        key = (chunk, layer)
+        if key not in self.layers:
             return Watched.LAYER
-        found = self._watched.get((chunk, layer))
-        if found is None:
-            found = self._watched[chunk, layer] = find_watched(
-                self.list_offloaded(chunk, layer),
-                shares_router_input=(chunk, layer) in self._sharing_layers
-                or "router" in list_read_tags(self.list_recomputed(chunk, layer)),
-            )
-        return found
+        if key not in self._watched:
+            is_shared = self.layers[key] or "router" in list_read_tags(self.list_recomputed(chunk, layer))
+            self._watched[key] = find_watched(self.list_offloaded(chunk, layer), shares_router_input=is_shared)
+        return self._watched[key]
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return the tags of a registered layer that are offloaded."""

@@ -33,20 +33,15 @@ _MEGATRON_DEFAULTS: dict[str, float] = {
 
 
 class Calls:
-    """Serves the calls of Megatron's interface. Only the replaced methods reference it."""
+    """Serves the calls of Megatron's interface. `get_offload` returns the integration."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
-        self._get_offload = get_offload
+        self.get_offload = get_offload
         self.is_enabled = True
         """Whether sites may offload; false between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
         """Microbatches that had begun when offload was disabled, by chunk."""
         self._warned: set[str] = set()
-
-    @property
-    def offload(self) -> MegatronOffload:
-        """Integration that serves the calls."""
-        return self._get_offload()
 
     def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
         """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
@@ -54,28 +49,28 @@ class Calls:
         `settings` are values of Megatron's config by the name of their field. Our own config takes precedence.
         """
         for name, given in settings.items():
-            ours = getattr(self.offload.config, name)
+            ours = getattr(self.get_offload().config, name)
             if given not in (ours, _MEGATRON_DEFAULTS.get(name)) and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
-        self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
+        self.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def disable(self) -> None:
         """Stop offload for the warm-up of a CUDA graph, which does not belong to a step."""
         if self.is_enabled:
-            self._begun = dict(self.offload.microbatches_begun)
+            self._begun = dict(self.get_offload().microbatches_begun)
         self.is_enabled = False
 
     def enable(self) -> None:
         """Resume offload after the warm-up."""
         if not self.is_enabled:
-            self.offload.microbatches_begun = dict(self._begun)
+            self.get_offload().microbatches_begun = dict(self._begun)
         self.is_enabled = True
 
     def keep(self, tensor: torch.Tensor | None) -> None:
         """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
         if tensor is not None:
-            self.offload.engine.keep([tensor])
+            self.get_offload().engine.keep([tensor])
 
 
 def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
         calls.begin_microbatch(vp_stage, max_inflight_offloads, min_offloaded_tensor_size=min_offloaded_tensor_size)
 
     def group_commit(tensor: Any, name: str, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
-        calls.offload.end_region(name, may_wait=bool(delay_offload))
+        calls.get_offload().end_region(name, may_wait=bool(delay_offload))
         return tensor
 
     statics: dict[str, Any] = {
@@ -128,9 +123,9 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
         "group_commit": group_commit,
         "mark_not_offloadable": lambda tensor: calls.keep(tensor),
         "forward_record": lambda event: None,  # no module calls it
-        "reset": lambda: calls.offload.finish_open_step(),
+        "reset": lambda: calls.get_offload().finish_open_step(),
     }
-    return _make_methods(statics, make_context_methods(calls, lambda name: calls.offload.open_region(name)))
+    return _make_methods(statics, make_context_methods(calls, lambda name: calls.get_offload().open_region(name)))
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
@@ -156,12 +151,12 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
     def group_offload(self: Any, tensor: Any, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
         region, self.region = self.region, None
         if region is not None and calls.is_enabled:
-            calls.offload.end(region, may_wait=bool(delay_offload))
+            calls.get_offload().end(region, may_wait=bool(delay_offload))
         return tensor
 
     def reset(process_group: Any = None) -> None:
         # The group excludes other pipeline stages. All ranks check together which tags had no effect.
-        calls.offload.finish_open_step()
+        calls.get_offload().finish_open_step()
 
     statics: dict[str, Any] = {
         "init_chunk_handler": init_chunk_handler,
@@ -169,15 +164,15 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         "reset": reset,
         "disable_offload": lambda: calls.disable(),
         "enable_offload": lambda: calls.enable(),
-        "enter_replay": lambda: setattr(calls.offload.graphs, "is_replaying", True),
-        "exit_replay": lambda: setattr(calls.offload.graphs, "is_replaying", False),
-        "flush_delayed_groups": lambda: calls.offload.flush_delayed(),
+        "enter_replay": lambda: setattr(calls.get_offload().graphs, "is_replaying", True),
+        "exit_replay": lambda: setattr(calls.get_offload().graphs, "is_replaying", False),
+        "flush_delayed_groups": lambda: calls.get_offload().flush_delayed(),
         "forward_record": lambda: None,
         "backward_record": lambda tensor: tensor,
         "cuda_graph_stream": lambda: torch.cuda.current_stream(),
         "cuda_graph_event": lambda: None,
     }
-    context = make_context_methods(calls, lambda name: calls.offload.find_region(name))
+    context = make_context_methods(calls, lambda name: calls.get_offload().find_region(name))
     return _make_methods(statics, context | {"group_offload": group_offload})
 
 

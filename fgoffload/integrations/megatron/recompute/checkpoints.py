@@ -5,10 +5,10 @@ refills them in backward. For a plan, `reruns.py` does this, and results are bit
 For Megatron's own flags, and always in FP8, Megatron does it, since its checkpoint restores the scaling.
 
 [Note: Inputs of a checkpoint without output]
-The checkpoint saves detached copies of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates its
-gradient, whatever hooks return for the tensor. The node references the leaf, and so its storage. So an offloaded input would
-stay on the GPU until backward reached it. For a tensor that is not detached, torch keeps the node that computed it, which the
-graph references anyway. So we save the inputs undetached. Megatron detaches them before the recompute, and detached copies
+The checkpoint saves detached copies of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
+its gradient, whatever hooks return for the tensor. The node references the leaf, and so its storage. So an offloaded input
+would stay on the GPU until backward reached it. For a tensor that is not detached, torch keeps the node that computed it, which
+the graph references anyway. So we save the inputs undetached. Megatron detaches them before the recompute, and detached copies
 share the version counter, so results are identical and in-place changes are detected.
 
 Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;

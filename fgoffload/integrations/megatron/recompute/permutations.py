@@ -26,13 +26,13 @@ from fgoffload.integrations.megatron.adapter.sites import has_op_fuser, is_quant
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_method
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, RandomUse, Rerun
+from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, Rerun
 
 UNIT = "dispatch"
 """Name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`."""
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
-"""Config fields with which the router does not save the permuted bytes, or the linear's input is not the permutation's result."""
+"""Config fields that add an op between the router, the permutation and the first linear."""
 
 
 def can_permute_again(layer: Any) -> bool:
@@ -59,9 +59,6 @@ def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], Op
     save_whole_input(patches, linear)  # one stand-in instead of one per expert
 
 
-_DRAWS_NOTHING = RandomUse(default=False)
-
-
 class _Runs:
     """State of one layer's forward between its permutation and its first linear. Only one forward can be there."""
 
@@ -75,7 +72,7 @@ class _Runs:
         self._rerun = None
         if not is_inert():
             permute, found = _find_permutation(dispatcher), self._get_open_reruns().find_made()
-            self._rerun = Rerun(permute, [hidden_states], name=self._name, random_use=_DRAWS_NOTHING, found=found)
+            self._rerun = Rerun(permute, [hidden_states], name=self._name, random_use=None, found=found)
         return outputs
 
     def run_end(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -50,21 +50,8 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import (
     take,
 )
 
-
-class RandomUse:
-    """Records which functions draw random numbers, from their first run. `default` holds for functions that have not run."""
-
-    def __init__(self, *, default: bool | None = None) -> None:
-        self._default = default
-        self._draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-    def draws(self, function: Any) -> bool | None:
-        """Return whether `function` draws random numbers; None if it has not run yet."""
-        return self._draws.get(_find_anchor(function), self._default)
-
-    def note(self, function: Any, *, draws: bool) -> None:
-        """Record whether `function` drew random numbers in its first run."""
-        self._draws[_find_anchor(function)] = draws
+RandomUse = weakref.WeakKeyDictionary[Any, bool]
+"""Whether functions draw random numbers, from their first run. See [Note: Random states]."""
 
 
 def _find_anchor(function: Any) -> Any:
@@ -81,7 +68,7 @@ class Rerun:
         function: Function of tensors. The same inputs and random states must give the same results.
         args: Arguments of the function.
         name: Name of the recomputed unit, for errors.
-        random_use: Record of which functions draw random numbers.
+        random_use: Whether functions draw random numbers. None if this one draws none.
         found: Outputs of other recomputes that forward still uses. An input that is one of them is not saved.
     """
 
@@ -91,16 +78,19 @@ class Rerun:
         args: Sequence[Any],
         *,
         name: str,
-        random_use: RandomUse,
+        random_use: RandomUse | None,
         found: Mapping[int, Output],
     ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
-        draws = random_use.draws(function)
-        self._note_draws = functools.partial(random_use.note, function) if draws is None else None
-        """Function that records whether forward drew random numbers; None if that is known."""
-        self._states = None if draws is False else _get_states()
+        self._note_draws: Callable[[bool], None] | None = None
+        """Records whether forward drew random numbers; None if that is known."""
+        self._states: tuple[Any, ...] | None = None
         """Random states before forward; None if the function draws no random numbers."""
+        if random_use is not None and random_use.get(anchor := _find_anchor(function), True):
+            self._states = _get_states()
+            if anchor not in random_use:
+                self._note_draws = functools.partial(random_use.__setitem__, anchor)
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [
             save_input(arg, place, found) if isinstance(arg, torch.Tensor) else (lambda value=arg: value) for arg in args
@@ -123,7 +113,7 @@ class Rerun:
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
             draws = not _are_equal(self._states, _get_states())
-            note_draws(draws=draws)
+            note_draws(draws)
             if not draws:
                 self._states = None
 
