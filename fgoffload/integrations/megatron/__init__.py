@@ -99,7 +99,7 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
         from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
 
         found[0].measurement = AutoOffload(config, engine, use_plan=found[0].actions.use_plan)
-    set_flags(patches, found[0].selected)
+    set_flags(patches, config, found[0].selected)
     return found[0]
 
 

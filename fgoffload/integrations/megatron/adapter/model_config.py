@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fgoffload.config import OffloadConfig
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 
+_SETTINGS = ("min_offloaded_tensor_size", "activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
 _OP_FUSER = "use_transformer_engine_op_fuser"
 
 _SIZES = (
@@ -64,24 +66,30 @@ def _count_parameter_bytes(config: Any) -> int:
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
-def set_flags(patches: Patches, selected: Sequence[str]) -> None:
+def set_flags(patches: Patches, ours: OffloadConfig, selected: Sequence[str]) -> None:
     """Set the flags for the `selected` tags in every config created from now on, whatever its own values are."""
-    around = functools.partial(_set_and_check, patches, list_accepted(selected), selected)
-    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", around)
+    accepted = list_accepted(selected)
+
+    def set_and_check(original: Any, config: Any) -> None:
+        # Megatron's whole-layer offload conflicts with ours. Such a model is rejected only if it runs.
+        if not getattr(config, "cpu_offloading", False):
+            if config.fine_grained_activation_offloading:
+                _warn_of_ignored(config, ours, selected)
+            config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+            patches.callback(_switch_off, weakref.ref(config))
+        original(config)
+
+    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", set_and_check)
 
 
-def _set_and_check(patches: Patches, accepted: Sequence[str], selected: Sequence[str], original: Any, config: Any) -> None:
-    # Megatron's whole-layer offload conflicts with ours. Such a model is rejected only if it runs.
-    if not getattr(config, "cpu_offloading", False):
-        if config.fine_grained_activation_offloading and (ignored := set(config.offload_modules or ()) - set(selected)):
-            logger.warning(
-                "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
-                " ".join(sorted(ignored)),
-                " ".join(selected),
-            )
-        config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
-        patches.callback(_switch_off, weakref.ref(config))
-    original(config)
+def _warn_of_ignored(config: Any, ours: OffloadConfig, selected: Sequence[str]) -> None:
+    message = "%s=%s of a TransformerConfig has no effect: offload is applied with %s."
+    if ignored := set(config.offload_modules or ()) - set(selected):
+        logger.warning(message, "offload_modules", " ".join(sorted(ignored)), " ".join(selected))
+    for name in _SETTINGS:
+        given, default, own = getattr(config, name, None), getattr(type(config), name, None), getattr(ours, name)
+        if given not in (default, own):
+            logger.warning(message, name, given, own)
 
 
 def _switch_off(reference: "weakref.ref[Any]") -> None:

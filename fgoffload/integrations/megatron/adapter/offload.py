@@ -108,9 +108,8 @@ class MegatronOffload:
         self._open: dict[str, Region | CapturedRegion] = {}
         """Regions of `open_region` that have not ended, by tag."""
         self.holding = Holding(self._submit_held)
-        """Delays copies of ended groups until its `flush`, since they would delay bytes that the host waits for."""
+        """Delays copies of ended groups, which would delay bytes that the host waits for."""
         self._call: ScheduleCall | None = None
-        """Schedule call of the running step."""
         self.ending_block: weakref.ref[torch.nn.Module] | None = None
         """Last block before the loss of the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
@@ -272,7 +271,7 @@ class MegatronOffload:
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
-            return self.graphs.find_region(tag)
+            return None if self.graphs.find_region is None else self.graphs.find_region(tag)
         if self._lane is None:
             return None
         if self.measurement is not None and self.measurement.is_recording:

@@ -46,7 +46,6 @@ class SiteActions:
 
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
-        """Plan in use; None if a fraction of the sites is offloaded."""
         self.layers: dict[tuple[int, int], bool] = {}
         """By chunk and number of each registered layer, whether another module saves the router's input too."""
         self.fused_tags: set[str] = set()
@@ -54,7 +53,6 @@ class SiteActions:
         self._fraction = fraction
         self._selected = selected
         self.by_site: dict[Site, Action] = {}
-        """Action of each site."""
         self._watched: dict[tuple[int, int], Watched] = {}
         """Watched ops of each layer, by chunk and number. Derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
@@ -207,7 +205,13 @@ class RankBalance:
         self._microbatches = microbatches
         rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
         moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
-        kept = choose_kept(moved_bytes, less_bytes=rank * self._delta_bytes)
+        kept, less_bytes = [], rank * self._delta_bytes
+        for site in reversed(tuple(moved_bytes)):
+            if less_bytes <= 0:
+                break
+            # Also keeps a site that offloaded nothing: it shares storages with an earlier site, and would offload them itself.
+            kept.append(site)
+            less_bytes -= moved_bytes[site]
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
         logger.info(
             "pipeline rank %d offloads %s less per step: %d of %d sites stay on the GPU",
@@ -216,21 +220,6 @@ class RankBalance:
             len(kept),
             len(moved_bytes),
         )
-
-
-def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
-    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer bytes, rounded up to whole sites.
-
-    `moved_bytes` has the offloaded bytes of each site in a whole step, in the order of forward.
-    """
-    kept = []
-    for site in reversed(tuple(moved_bytes)):
-        if less_bytes <= 0:
-            break
-        # Also keeps a site that offloaded nothing: it shares storages with an earlier site, and would now offload them itself.
-        kept.append(site)
-        less_bytes -= moved_bytes[site]
-    return kept
 
 
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:

@@ -91,9 +91,9 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
 
 def switch_off_later(patches: Patches, layer: Any) -> None:
     """Turn off Megatron's call sites in `layer` when `patches` are removed. Otherwise they would call Megatron's engine."""
-    modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
-    for reference in [weakref.ref(module) for module in modules if module is not None]:
-        patches.callback(_switch_off, reference)
+    for module in (layer, layer.self_attention, getattr(layer.mlp, "experts", None)):
+        if module is not None:
+            patches.callback(_switch_off, weakref.ref(module))
 
 
 def _switch_off(reference: "weakref.ref[Any]") -> None:

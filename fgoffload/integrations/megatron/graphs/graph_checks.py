@@ -28,8 +28,24 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
         )
     if impl == NO_GRAPHS:
         return
-    for fault in _list_faults(offload, selected, impl, modules, values):
-        raise ConfigError(fault)
+    if offload.is_auto:
+        raise ConfigError(
+            f"--offload-modules auto measures modules in eager steps, but --cuda-graph-impl {impl} replays graphs without "
+            "them. Make a plan with fgoffload plan, or select tags."
+        )
+    has_experts = bool(values.get("num_moe_experts"))
+    if not values.get("moe_paged_stash"):
+        for fault in list_dropless_faults(impl, values):
+            raise ConfigError(fault)
+    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
+    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
+        kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
+    for tag in selected:
+        if tag in kept:
+            raise ConfigError(
+                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} exclude each other: {kept[tag]}. Leave one of them "
+                "out."
+            )
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
@@ -47,26 +63,6 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
                 "recompute inside a graph. Plan with the graph flags, or use --recompute-modules, which Megatron captures "
                 "itself."
             )
-
-
-def _list_faults(
-    offload: OffloadConfig, selected: Sequence[str], impl: str, modules: Sequence[str], values: Mapping[str, Any]
-) -> Iterator[str]:
-    flag = f"--cuda-graph-impl {impl}"
-    if offload.is_auto:
-        yield (
-            f"--offload-modules auto measures modules in eager steps, but {flag} replays graphs without them. Make a plan "
-            "with fgoffload plan, or name the modules."
-        )
-    has_experts = bool(values.get("num_moe_experts"))
-    if not values.get("moe_paged_stash"):
-        yield from list_dropless_faults(impl, values)
-    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
-    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
-        kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
-    for tag in selected:
-        if tag in kept:
-            yield f"--offload-modules {tag!r} and {flag} exclude each other: {kept[tag]}. Leave one of them out."
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:

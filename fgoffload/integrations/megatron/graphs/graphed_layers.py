@@ -43,27 +43,22 @@ class GraphedLayers:
         self._engine = engine
         self._actions = actions
         self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        """Model chunk of each layer."""
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
         """Captured forwards by microbatch; None for one that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
         """Microbatches whose outputs are marked to stay on the GPU."""
-        self._find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Finds regions in the layer that is being captured or warmed up."""
+        self.find_region: Callable[[str], CapturedRegion | None] | None = None
+        """Returns a region for the site of a tag in the layer that is being captured or warmed up; None outside of such."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's wrappers of schedules that have captured a full iteration."""
         self.is_replaying = False
         """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
 
-    def find_region(self, tag: str) -> CapturedRegion | None:
-        """Return a region for the site of `tag` in the captured layer, or None if its tensors stay on the GPU."""
-        return None if self._find_region is None else self._find_region(tag)
-
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
         self._known.pop(layer, None)
         chunk = self.chunks.get(layer)
-        if self._find_region is not None or is_inert() or chunk is None:
+        if self.find_region is not None or is_inert() or chunk is None:
             return run()
         number = get_number(layer)
         if not self._actions.list_offloaded(chunk, number):
@@ -75,12 +70,12 @@ class GraphedLayers:
             is_offloaded = self._actions.find_offloaded(chunk, number, tag) is not None
             return CapturedRegion(capture, engine.get_stats(tag)) if is_offloaded else None
 
-        self._find_region = find_region
+        self.find_region = find_region
         try:
             with capture:
                 outputs = run()
         finally:
-            self._find_region = None
+            self.find_region = None
         forward = capture.finish(_list_tensors((inputs, outputs)))
         if engine.device.is_capturing():
             self._forwards.setdefault(layer, []).append(forward)

@@ -11,25 +11,14 @@ referenced elsewhere. The last reference frees its memory.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import CapturedRegion, Region
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing
-
-logger = logging.getLogger(__name__)
-
-_MEGATRON_DEFAULTS: dict[str, float] = {
-    "min_offloaded_tensor_size": DEFAULT_MIN_OFFLOADED_TENSOR_SIZE,
-    "activation_offload_fraction": 1.0,
-    "delta_offload_bytes_across_pp_ranks": 0,
-}
-"""Defaults of `TransformerConfig` in both generations."""
 
 
 class Calls:
@@ -41,19 +30,6 @@ class Calls:
         """Whether sites may offload; false between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
         """Microbatches that had begun when offload was disabled, by chunk."""
-        self._warned: set[str] = set()
-
-    def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
-        """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
-
-        `settings` are values of Megatron's config by the name of their field. Our own config takes precedence.
-        """
-        for name, given in settings.items():
-            ours = getattr(self.get_offload().config, name)
-            if given not in (ours, _MEGATRON_DEFAULTS.get(name)) and name not in self._warned:
-                self._warned.add(name)
-                logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
-        self.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def disable(self) -> None:
         """Stop offload for the warm-up of a CUDA graph, which does not belong to a step."""
@@ -112,7 +88,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
     ) -> None:
-        calls.begin_microbatch(vp_stage, max_inflight_offloads, min_offloaded_tensor_size=min_offloaded_tensor_size)
+        calls.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def group_commit(tensor: Any, name: str, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
         calls.get_offload().end_region(name, may_wait=bool(delay_offload))
@@ -140,13 +116,7 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         activation_offload_fraction: float,
         max_inflight_offloads: int | None = None,
     ) -> None:
-        calls.begin_microbatch(
-            vp_stage,
-            max_inflight_offloads,
-            min_offloaded_tensor_size=min_offloaded_tensor_size,
-            delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
-            activation_offload_fraction=activation_offload_fraction,
-        )
+        calls.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def group_offload(self: Any, tensor: Any, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
         region, self.region = self.region, None

@@ -65,7 +65,6 @@ class Output:
         self._is_used = True
         """Whether forward still uses it."""
         self._emptied: StorageRef | None = None
-        """Emptied storage; None if it is not emptied."""
         self._stand_ins: list[tuple[weakref.ref[StandIn], torch.Size, tuple[int, ...], int]] = []
         """Stand-ins for views of the storage, with size, stride and offset."""
 
@@ -161,10 +160,11 @@ def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     pack, unpack = (functools.partial(keep_tensor, place=place), take) if hooks is None else hooks
     requires_grad = tensor.requires_grad
-    if stand_in is not None:
+    if stand_in is None:
+        packed = pack(tensor)
+    else:
         _count(pack)
-    packed = pack(tensor) if stand_in is None else stand_in
-    unpack = unpack if stand_in is None else take
+        packed, unpack = stand_in, take
     return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 

@@ -166,16 +166,16 @@ def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any)
 
 
 def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    given = partial_recompute.Arguments.of(args, kwargs)
-    tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
+    given = partial_recompute.collect_arguments(args, kwargs)
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
     # See `_run_once_without_grad`.
     if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
         return original(layer, *args, **kwargs)
     # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
-    kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
+    kept, keys = given | dict.fromkeys(tensors), tuple(tensors)
 
     def run(*tensors: torch.Tensor) -> Any:
-        return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
+        return partial_recompute.call_with(original, layer, kept | dict(zip(keys, tensors, strict=True)))
 
     with inputs.layers_from(get_number(layer)):
         return _checkpoint(layer, run, list(tensors.values()))

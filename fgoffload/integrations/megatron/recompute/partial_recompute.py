@@ -14,7 +14,7 @@ experts' second linear.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -39,7 +39,7 @@ class PartialRecompute:
     until: str
     """Attribute name of the submodule whose call ends the part."""
     until_tag: str | None = None
-    """Tag of that submodule if Megatron opens its site before the call, where our hooks drop saved tensors."""
+    """Tag of that submodule if Megatron opens its site before the call, where our hooks make regions do nothing."""
 
     @property
     def submodule(self) -> Any:
@@ -79,36 +79,26 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
     wrap_method(patches, part.submodule, "forward", runs.run_submodule)
 
 
-class Arguments:
-    """Arguments of a method call, by position from 0 or by name. The first `count` are positional."""
+Arguments = dict[int | str, Any]
+"""Arguments of a method call, by position from 0 or by name."""
 
-    def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
-        self.values: dict[Any, Any] = dict(values)
-        self._count = count
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
-        """Return the arguments of a call."""
-        return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
+def collect_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return all arguments of a call."""
+    return dict(enumerate(args)) | kwargs
 
-    def replace(self, values: Mapping[Any, Any]) -> "Arguments":
-        """Return a copy with the arguments in `values` replaced by key."""
-        return Arguments({**self.values, **values}, count=self._count)
 
-    def call(self, method: Callable[..., Any], owner: Any) -> Any:
-        """Call `method` of `owner` with these arguments, and return its result."""
-        named = dict(self.values)
-        return method(owner, *[named.pop(place) for place in range(self._count)], **named)
+def call_with(method: Callable[..., Any], owner: Any, arguments: Arguments) -> Any:
+    """Call `method` of `owner` with `arguments`, and return its result."""
+    positional = [value for key, value in arguments.items() if isinstance(key, int)]
+    return method(owner, *positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
 
-    def find_inputs(self) -> dict[Any, torch.Tensor]:
-        """Return the tensors that need a gradient."""
-        return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
-    def find_made(self, given: "Arguments") -> dict[Any, torch.Tensor]:
-        """Return the tensors that were computed from `given`: floating-point ones that are neither in it nor parameters."""
-        known = {id(one) for one in given.values.values()}
-        tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
-        return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
+def _find_made(given: Arguments, reached: Arguments) -> dict[int | str, torch.Tensor]:
+    """Return the tensors in `reached` that were computed from `given`: floating-point ones, but no parameters."""
+    known = {id(one) for one in given.values()}
+    tensors = {key: one for key, one in reached.items() if isinstance(one, torch.Tensor) and id(one) not in known}
+    return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
 
 
 class _Reached(BaseException):
@@ -130,16 +120,16 @@ class _Runs:
         """Replaces the next forward of the submodule. Gets that forward, the submodule and its arguments."""
 
     def run_module(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = Arguments.of(args, kwargs)
-        inputs = given.find_inputs()
+        given = collect_arguments(args, kwargs)
+        inputs = {key: one for key, one in given.items() if isinstance(one, torch.Tensor) and one.requires_grad}
         # After frozen layers, no input needs a gradient, and nothing is recomputed.
         if is_inert() or not inputs:
             return original(module, *args, **kwargs)
         # `run_again` lives as long as the graph, and must not hold the input, which may be offloaded.
-        kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+        kept, keys = given | dict.fromkeys(inputs), tuple(inputs)
 
         def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+            return self._run_again(original, module, kept | dict(zip(keys, tensors, strict=True)))
 
         offload, tensors = self._get_offload(), tuple(inputs.values())
         name = f"{self._part.unit} of {type(module).__name__}"
@@ -160,7 +150,7 @@ class _Runs:
         take_over, self._take_over = self._take_over, None
         if take_over is None:
             return original(submodule, *args, **kwargs)
-        return take_over(original, submodule, Arguments.of(args, kwargs))
+        return take_over(original, submodule, collect_arguments(args, kwargs))
 
     def _end(
         self,
@@ -176,15 +166,15 @@ class _Runs:
 
         `dropping` drops saved tensors until it is closed. The submodule may belong to a copy of the part's module.
         """
-        made = reached.find_made(given)
+        made = _find_made(given, reached)
         outputs = self._separate(made.values())
         dropping.close()
         offload.keep_recomputed(rerun.note_outputs(outputs))
-        arguments = reached.replace(dict(zip(made, outputs, strict=True)))
+        arguments = reached | dict(zip(made, outputs, strict=True))
 
         def use() -> Any:
             with rerun.detached_outputs():
-                return arguments.call(original, submodule)
+                return call_with(original, submodule, arguments)
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
@@ -196,14 +186,14 @@ class _Runs:
 
     def _run_again(self, original: Any, module: Any, given: Arguments) -> tuple[torch.Tensor, ...]:
         def stop(_: Any, submodule: Any, reached: Arguments) -> NoReturn:
-            raise _Reached(self._separate(reached.find_made(given).values()))
+            raise _Reached(self._separate(_find_made(given, reached).values()))
 
         self._take_over = stop
         try:
             with _closed_ranges(), Patches() as patches:
                 # Wrapped again, since the modules' own forward may be restored before the last backward.
                 wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
-                given.call(original, module)
+                call_with(original, module, given)
             self._check_reached()
         except _Reached as reached:
             return reached.made

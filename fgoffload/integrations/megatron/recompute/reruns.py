@@ -50,6 +50,8 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import (
     take,
 )
 
+_RANDOM = "megatron.core.tensor_parallel.random"
+
 RandomUse = weakref.WeakKeyDictionary[Any, bool]
 """Whether functions draw random numbers, from their first run. See [Note: Random states]."""
 
@@ -238,7 +240,7 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 def _get_states() -> tuple[Any, ...]:
     """Return the random states of the CPU, the GPU, and Megatron's tracker."""
-    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - the only name
     return states
 
 
@@ -248,7 +250,7 @@ def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
     if states is None:
         yield
         return
-    random = _get_random()
+    random = load_module(_RANDOM)
     with random._fork_rng():  # noqa: SLF001 - the only name
         random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
         yield
@@ -263,7 +265,3 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return all(map(_are_equal, one, other))
     return False
-
-
-def _get_random() -> Any:
-    return load_module("megatron.core.tensor_parallel.random")
