@@ -30,5 +30,4 @@ class ScheduleCall:
         return self.microbatches <= other.microbatches and self.tokens <= other.tokens
 
     def __str__(self) -> str:
-        """Return both numbers as text, for logs."""
         return f"{self.microbatches} microbatches of {self.tokens} tokens"

@@ -52,8 +52,6 @@ class _Measurement(Protocol):
 class Holding:
     """Context manager that delays the offload of ended groups. One object serves all layers, since they do not nest."""
 
-    __slots__ = ("_submit", "is_on")
-
     def __init__(self, submit: Callable[[], None]) -> None:
         self._submit = submit
         self.is_on = False
@@ -118,7 +116,6 @@ class MegatronOffload:
         """Largest number of microbatches per step that a warning has named."""
 
     def __repr__(self) -> str:
-        """Return the tags and the bytes that the last step offloaded."""
         hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
         last = self.last_step
         step = f"no finished step{hint}" if last is None else f"{format_bytes(last.d2h_bytes)} offloaded in the last step"

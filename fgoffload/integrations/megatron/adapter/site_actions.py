@@ -233,11 +233,4 @@ def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple
         return config.offload_modules
     planned = plan.offloaded_tags
     config.tags.check(planned, flag="--offload-plan")
-    others = [tag for tag in config.offload_modules if tag not in planned]
-    if others:
-        logger.info(
-            "--offload-modules %s has no effect, since --offload-plan %s does not offload it",
-            " ".join(others),
-            config.offload_plan,
-        )
     return planned

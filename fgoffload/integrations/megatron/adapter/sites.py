@@ -76,8 +76,7 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         return
     choose_saved_inputs(patches, experts, offloaded)
     if "shared_expert" in offloaded:
-        is_overlapped = getattr(mlp, "shared_expert_overlap", False)
-        methods = OVERLAPPED_METHODS if is_overlapped else ("forward",)
+        methods = OVERLAPPED_METHODS if getattr(mlp, "shared_expert_overlap", False) else ("forward",)
         add_region(patches, get_offload, mlp.shared_experts, methods, "shared_expert")
     if "router" in offloaded:
         add_region(patches, get_offload, mlp.router, ("forward",), "router")

@@ -24,7 +24,6 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
 _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:FineGrainedActivationOffloadingInterface"
-"""Path of Megatron's class, as `Patches` takes it."""
 _PATH = _INTERFACE.replace(":", ".")
 _SUPPORTED = (
     "Supported: megatron-core 0.16.1 to 0.18, which end groups by group_commit, and 0.19 or newer, which end them by "

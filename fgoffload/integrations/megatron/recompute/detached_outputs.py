@@ -7,9 +7,6 @@
 Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
 or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` fills it with a copy. Engine regions that begin inside
 the hooks do nothing, so the hooks surround only single linears, a router's product, and attention.
-
-[Note: Changes in place]
-A hook may change an output in place before its use. A recompute would not repeat the change, so such an output is saved.
 """
 
 import functools
@@ -70,7 +67,7 @@ class Output:
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
         """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
-        # See [Note: Changes in place].
+        # A recompute would not repeat a change in place, such as that of a user's hook, so a changed output is saved.
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         run = self._run() if is_same and self._is_used else None
         if run is None:
@@ -120,8 +117,7 @@ class DetachedOutputs:
         self._made = made
         self._place = place
         hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-        self._pack: Callable[[torch.Tensor], Any] | None = None if hooks is None else hooks[0]
-        self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
+        self._pack, self._unpack = (None, None) if hooks is None else hooks
 
     def __enter__(self) -> None:
         push_hooks(self.pack, self.unpack)

@@ -29,7 +29,6 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, Rerun
 
 UNIT = "dispatch"
-"""Name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`."""
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
 """Config fields that add an op between the router, the permutation and the first linear."""

@@ -56,11 +56,6 @@ RandomUse = weakref.WeakKeyDictionary[Any, bool]
 """Whether functions draw random numbers, from their first run. See [Note: Random states]."""
 
 
-def _find_anchor(function: Any) -> Any:
-    """Return an object that all runs share: the module itself, or the code of a function that is created for each run."""
-    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
-
-
 class Rerun:
     """One run of a function in forward, and its recompute in backward. As a context manager, it drops tensors saved inside.
 
@@ -89,7 +84,8 @@ class Rerun:
         """Records whether forward drew random numbers; None if that is known."""
         self._states: tuple[Any, ...] | None = None
         """Random states before forward; None if the function draws no random numbers."""
-        if random_use is not None and random_use.get(anchor := _find_anchor(function), True):
+        anchor = getattr(function, "__code__", function)  # a function may be created anew for each run
+        if random_use is not None and random_use.get(anchor, True):
             self._states = _get_states()
             if anchor not in random_use:
                 self._note_draws = functools.partial(random_use.__setitem__, anchor)
@@ -173,12 +169,11 @@ class Rerun:
         if function is None:
             return
         outputs, found = self._run(function)
-        for output, again in zip(self._outputs, outputs, strict=True):
-            if output is not None:
-                output.check(again, self._place)
-        for output, again in zip(self._outputs, outputs, strict=True):
-            if output is not None:
-                output.restore(again)
+        pairs = [(output, again) for output, again in zip(self._outputs, outputs, strict=True) if output is not None]
+        for output, again in pairs:
+            output.check(again, self._place)
+        for output, again in pairs:
+            output.restore(again)
         for dropped, tensor in zip(self._dropped, found, strict=True):
             packed = None if dropped is None else dropped[0]()
             if packed is not None:
