@@ -156,6 +156,7 @@ def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_mark
     assert sorted(kept.values()) == [64 * 4, 64 * 4]
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
 def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
     with with_offload("core_attn"), caplog.at_level(logging.WARNING):
         make = load_module("megatron.core.transformer.transformer_config").TransformerConfig

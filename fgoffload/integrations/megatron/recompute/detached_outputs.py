@@ -117,7 +117,8 @@ class DetachedOutputs:
         self._made = made
         self._place = place
         hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
-        self._pack, self._unpack = (None, None) if hooks is None else hooks
+        self._pack: Callable[[torch.Tensor], Any] | None = None if hooks is None else hooks[0]
+        self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
         push_hooks(self.pack, self.unpack)
