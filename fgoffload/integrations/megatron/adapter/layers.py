@@ -55,10 +55,7 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to tell the integration where forward is.
-
-    `get_offload` returns the integration, which exists only after everything is wrapped.
-    """
+    """Wrap schedules, models, blocks and layers, to tell the integration where forward is."""
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_run_schedule, get_offload))
     registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))

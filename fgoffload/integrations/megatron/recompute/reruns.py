@@ -100,8 +100,6 @@ class Rerun:
         self.made: Mapping[int, Output] = {}
         """Outputs that forward still uses, by the key of their storage."""
 
-    # Forward.
-
     def __enter__(self) -> "Rerun":
         push_hooks(self._drop, take)
         return self
@@ -156,8 +154,6 @@ class Rerun:
         packed = StandIn(self.run)
         self._dropped.append((weakref.ref(packed), tensor.shape, tensor.dtype))
         return packed
-
-    # Backward.
 
     def run(self) -> None:
         """Recompute the function on the first call. Fill emptied outputs, and pass dropped tensors to the graph.
