@@ -76,7 +76,7 @@ def profile_training(
     with contextlib.closing(Trainer(arguments, text, offload=config, policy=policy)) as trainer:
         engine = trainer.integration.engine
         measurement = StepMeasurement(
-            engine.device, min_offloaded_numel=config.min_offloaded_tensor_size, use_plan=trainer.integration.use_plan
+            engine.device, min_offloaded_numel=config.min_offloaded_tensor_size, use_plan=trainer.integration.actions.use_plan
         )
         trainer.integration.measurement = measurement
         with contextlib.closing(measurement):

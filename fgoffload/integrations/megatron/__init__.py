@@ -7,11 +7,12 @@
     ...  # build the model as usual, and train
     megatron.remove(offload)
 
-Apply before the model's `TransformerConfig` is made. Megatron's layers read from it which of their sites are on, and `apply`
-sets that in every config made afterwards. Our own sites need no config, and are added in a model's first forward.
+Call `apply` before the model's `TransformerConfig` is created. Megatron's layers read from it which of their sites are on, and
+`apply` sets that in every config created afterwards. Our own sites need no config, and are added in a model's first forward.
 """
 
 import contextlib
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +31,15 @@ logger = logging.getLogger(__name__)
 __all__ = ["MegatronOffload", "apply", "apply_cpu_support", "remove"]
 
 
+_IMPORTED_LATER = {"MegatronOffload": "adapter.offload", "apply_cpu_support": "patching.cpu_support"}
+
+
 def __getattr__(name: str) -> Any:
     # Importing this package must not import torch, since the modules that read argument files are in it and do not need torch.
-    if name == "MegatronOffload":
-        require_torch()
-        from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
-
-        return MegatronOffload
-    if name == "apply_cpu_support":
-        require_torch()
-        from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
-
-        return apply_cpu_support
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _IMPORTED_LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_torch()
+    return getattr(importlib.import_module(f"{__name__}.{_IMPORTED_LATER[name]}"), name)
 
 
 def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "MegatronOffload":
@@ -101,8 +98,8 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
     if config.is_auto:
         from fgoffload.integrations.megatron.auto.auto_offload import AutoOffload
 
-        found[0].measurement = AutoOffload(config, engine, use_plan=found[0].use_plan)
-    set_flags(patches, found[0].selected)
+        found[0].measurement = AutoOffload(config, engine, use_plan=found[0].actions.use_plan)
+    set_flags(patches, config, found[0].selected)
     return found[0]
 
 

@@ -73,13 +73,13 @@ def compute_expected(parallel):
 @pytest.fixture
 def given_back(monkeypatch):
     """For each recomputed output, whether something held it, so that it was copied."""
-    found, give_back = [], detached_outputs.Output.give_back
+    found, restore = [], detached_outputs.Output.restore
 
     def note(output, again):
         found.append(output._emptied is not None and output._emptied.find_storage() is not None)
-        give_back(output, again)
+        restore(output, again)
 
-    monkeypatch.setattr(detached_outputs.Output, "give_back", note)
+    monkeypatch.setattr(detached_outputs.Output, "restore", note)
     return found
 
 

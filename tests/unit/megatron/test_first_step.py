@@ -41,7 +41,7 @@ def test_a_rank_with_other_tags_or_another_plan_stops_all_ranks(theirs, monkeypa
 @pytest.mark.parametrize("saves_elsewhere", [False, True])
 def test_a_tag_that_saves_nothing_is_refused_unless_another_rank_saves_something(saves_elsewhere, monkeypatch):
     actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
-    monkeypatch.setattr(first_step, "gather", lambda own: [own, [one._replace(saved_tensors=saves_elsewhere) for one in own]])
+    monkeypatch.setattr(first_step, "gather", lambda own: [own, [(*one[:3], saves_elsewhere, False) for one in own]])
     refusal = pytest.raises(IntegrationError, match="'core_attn' saved nothing in the first step on any rank")
     with contextlib.nullcontext() if saves_elsewhere else refusal:
         check_tags(("core_attn",), actions, (), types.SimpleNamespace(tags={}))

@@ -24,7 +24,7 @@ ONE_MICROBATCH = MIXED.replace("--global-batch-size 4", "--global-batch-size 2")
 
 def start_measurement(trainer):
     integration = trainer.integration
-    integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64, use_plan=integration.use_plan)
+    integration.measurement = StepMeasurement(CpuDevice(), min_offloaded_numel=64, use_plan=integration.actions.use_plan)
     return integration.measurement
 
 

@@ -157,7 +157,7 @@ def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monk
         ({(0, "qkv_linear"): R, (0, "core_attn"): R}, "0.qkv_linear and layers.0.core_attn, which cannot both be recomputed"),
         ({(1, "moe"): R, (1, "router"): O}, "1.moe and offloads layers.1.router, which then saves nothing"),
         ({(1, "core_attn"): B}, "1.core_attn and offloads layers.1.core_attn, which then saves nothing"),
-        ({(1, "layer"): R, (1, "moe"): R}, "1.layer and layers.1.moe, which is a part of it"),
+        ({(1, "layer"): R, (1, "moe"): R}, "1.layer and layers.1.moe, which cannot both be recomputed"),
     ],
     ids=str,
 )
@@ -175,7 +175,7 @@ def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_togeth
     path = write_plan(tmp_path / "plan.json", {(0, "attn_norm"): R})
     with (
         make_trainer(f"{MIXED} {SELECTIVE} core_attn", make_config(offload_plan=path)) as trainer,
-        pytest.raises(IntegrationError, match="recomputes modules of single layers, but --recompute-granularity selective"),
+        pytest.raises(IntegrationError, match="plan chooses recompute layer by layer, but --recompute-granularity selective"),
     ):
         trainer.run_step()
 

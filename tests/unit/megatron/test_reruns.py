@@ -81,9 +81,9 @@ def multiply_and_keep_more(output, weight):
     return (output.sin() * output.view(3, 2, -1).flatten(0, 1)) @ weight
 
 
-def begin(function, *inputs, **options):
+def begin(function, *inputs, random_use=None):
     """Return a recompute behind its forward, and what that returned."""
-    rerun = Rerun(function, inputs, name="it", **options)
+    rerun = Rerun(function, inputs, name="it", random_use=RandomUse() if random_use is None else random_use, found={})
     with rerun:
         outputs = function(*inputs)
     rerun.note_outputs(outputs)
@@ -170,7 +170,7 @@ def test_a_forward_that_raises_holds_nothing():
     with without_the_cyclic_collector():
         rerun, output = begin(normalize, leaf(6, 16) * 1)
         made = StorageRef(output)
-        open_reruns.open(rerun)
+        open_reruns.add(rerun)
         with contextlib.suppress(ArithmeticError), DetachedOutputs(open_reruns.find_made(), Place(None, "a test")):
             del output
             raise ArithmeticError
@@ -259,7 +259,7 @@ def make_unlike(*functions):
             lambda: make_unlike(torch.sin, lambda one: one[:3].sin()),
             r"saved a tensor of shape \[3, 16\] and type torch.float32, but",
         ),
-        (lambda: make_unlike(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 over 768 bytes where"),
+        (lambda: make_unlike(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 of 768 bytes, but"),
         (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"that a recompute of it saved was changed in place afterwards"),
     ],
     ids=["number", "shape", "type", "changed in place"],

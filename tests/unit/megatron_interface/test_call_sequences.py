@@ -19,6 +19,7 @@ from support.megatron_stub.training import (
 from support.sites import has_hooks
 
 from fgoffload import ConfigError, IntegrationError
+from fgoffload.integrations.megatron.patching.imports import load_module
 
 TOKENS = SEQUENCE * BATCH
 HIDDEN_BYTES = TOKENS * 32 * 4
@@ -155,14 +156,15 @@ def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_mark
     assert sorted(kept.values()) == [64 * 4, 64 * 4]
 
 
-def test_settings_of_megatrons_config_that_count_for_nothing_are_named_once(caplog):
-    with with_offload("core_attn") as training, caplog.at_level(logging.WARNING):
-        training.models[0].settings["activation_offload_fraction"] = 0.5
-        training.step()
-        training.step()
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
+    with with_offload("core_attn"), caplog.at_level(logging.WARNING):
+        make = load_module("megatron.core.transformer.transformer_config").TransformerConfig
+        sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "min_offloaded_tensor_size": 7}
+        make(**sizes, fine_grained_activation_offloading=True, offload_modules=["core_attn"])
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("fgoffload")]
     assert len(warnings) == 1
-    assert "activation_offload_fraction=0.5 of Megatron's config has no effect: offload is applied with 1.0." in warnings[0]
+    assert warnings[0].startswith("min_offloaded_tensor_size=7 of a TransformerConfig has no effect: offload is applied with ")
 
 
 def test_the_offloads_in_flight_of_megatrons_config_bound_ours():

@@ -1,13 +1,12 @@
-"""Checks the first step for selected tags that offloaded nothing, and for planned sites that no rank has.
+"""Checks after the first step that each selected tag offloaded something, and that some rank has each planned site.
 
-Ranks agree before any of them raises. A rank that raised alone would leave the others waiting for it.
+All ranks exchange their results before any of them raises. If one rank raised alone, the others would wait for it forever.
 """
 
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from fgoffload.engine import StepStats
 from fgoffload.errors import IntegrationError, PlanError
@@ -19,18 +18,8 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-class _TagReport(NamedTuple):
-    """Totals of one tag in the first step."""
-
-    sites: int
-    planned: int
-    fused: int
-    saved_tensors: int
-    moved_bytes: int
-
-
 def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
-    """Check on all ranks that tags and planned sites had an effect in the first step.
+    """Check on all ranks that the selected tags and planned sites had an effect in the first step.
 
     Raises:
         IntegrationError: A selected tag saved nothing on any rank.
@@ -48,46 +37,48 @@ def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
     digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).hexdigest()
     if len(set(gather(digest))) > 1:
         raise PlanError(
-            "The ranks were given different tags or plans. Give all of them the same --offload-modules and plan file."
+            "The ranks were given different tags or plans. Pass the same --offload-modules and plan file to all of them."
         )
 
 
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
     """Check that some rank has each planned site."""
     planned = sorted(plan.actions)
-    # A planned KEEP needs no site: sites are not looked up for a tag that no plan offloads.
+    # A planned KEEP needs no site, since sites of tags that the plan does not offload are not registered.
     known = [
         site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
     ]
-    # A plan covers all ranks, but each rank knows only the sites of its own layers. So only all ranks can find a missing site.
+    # A plan covers all ranks, but each rank knows only the sites of its own layers.
     for site, *is_known in zip(planned, *gather(known), strict=True):
         if not any(is_known):
-            raise PlanError(f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Plan for this model.")
+            raise PlanError(
+                f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Make a new plan for this model."
+            )
 
 
 def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
     """Check that each selected tag has a site and saved something on some rank."""
     reports = gather([_report(tag, actions, fused, step) for tag in selected])
     for tag, *same in zip(selected, *reports, strict=True):
-        report = _TagReport(*map(max, zip(*same, strict=True)))
-        if not report.sites and report.fused:
+        has_sites, is_offloaded, is_fused, has_saved, has_moved = map(any, zip(*same, strict=True))
+        if not has_sites and is_fused:
             logger.warning(
                 "--offload-modules %s offloaded nothing: the module is fused into the next linear, which saves its input. "
                 "Select the linear's tag.",
                 tag,
             )
-        elif not report.sites:
+        elif not has_sites:
             raise IntegrationError(
                 f"--offload-modules {tag!r} has no site in this model on any rank, so it has no effect. Leave it out, or "
                 "choose a layer implementation with that module."
             )
-        elif report.planned and not report.saved_tensors:
+        elif is_offloaded and not has_saved:
             raise IntegrationError(
                 f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Full recompute "
                 "or recompute of the module drops its tensors, and frozen parameters save none. Leave the tag out, or "
                 "recompute less."
             )
-        elif report.planned and not report.moved_bytes:
+        elif is_offloaded and not has_moved:
             stats = step.tags.get(tag)
             logger.warning(
                 "--offload-modules %s offloaded nothing in the first step. Kept on the GPU, and why: %s",
@@ -96,13 +87,10 @@ def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: C
             )
 
 
-def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> _TagReport:
+def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> tuple[bool, ...]:
+    """Return whether this rank has sites of `tag`, offloads one, has a fused one, saved a tensor, and offloaded bytes."""
     own = [action for site, action in actions.items() if site.tag == tag]
     stats = step.tags.get(tag)
-    return _TagReport(
-        sites=len(own),
-        planned=sum(action.offloads for action in own),
-        fused=int(tag in fused),
-        saved_tensors=stats.saved_tensors if stats else 0,
-        moved_bytes=stats.d2h_bytes + stats.shared_bytes if stats else 0,
-    )
+    has_saved = stats is not None and stats.saved_tensors > 0
+    has_moved = stats is not None and stats.d2h_bytes + stats.shared_bytes > 0
+    return bool(own), any(action.offloads for action in own), tag in fused, has_saved, has_moved

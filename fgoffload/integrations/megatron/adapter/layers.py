@@ -55,10 +55,7 @@ SCHEDULE_NAMES = (
 
 
 def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to notify the integration of the position of forward.
-
-    `get_offload` returns the integration, which exists only after everything is wrapped.
-    """
+    """Wrap schedules, models, blocks and layers, to tell the integration where forward is."""
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_run_schedule, get_offload))
     registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
@@ -68,7 +65,7 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_run_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_run_layer, get_offload))
-    # Overlapped expert communication calls no layer's forward. It alternates between pieces of two microbatches.
+    # Overlapped expert communication calls no layer's forward. It alternates between parts of layers of two microbatches.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_run_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_run_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_run_node, get_offload))
@@ -103,7 +100,7 @@ def _run_model(registrar: "_Registrar", original: Any, model: Any, *args: Any, *
 
 
 def _run_block(registrar: "_Registrar", original: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-    # Prefers the block's own chunk: without a model around the block, forward may not be in a chunk yet.
+    # The block's own chunk comes first: without a model around the block, the integration may not know the chunk yet.
     offload, chunk = registrar.get_offload(), getattr(block, "vp_stage", None)
     chunk = offload.chunk if chunk is None else chunk
     registrar.register([block], chunk)
@@ -145,7 +142,7 @@ class _Registrar:
     def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
         self._patches = patches
         self._innermost = Patches()
-        """Patches applied first, so that regions of sites surround them."""
+        """Wrappers that are applied first, so that regions of sites surround them."""
         patches.enter_context(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
@@ -155,14 +152,14 @@ class _Registrar:
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
         ending = _find_ending_block(model)
         offload.ending_block = None if ending is None else weakref.ref(ending)
-        # Registers all blocks of the chunk at once, since a fraction applies to all its sites.
+        # All blocks of the chunk at once, since a fraction applies to all its sites.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
             most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
             offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
-        """Register the layers of all new blocks, after checks of their config and of the plan."""
+        """Check the config of all new blocks and the plan, and register and prepare the layers."""
         offload = self.get_offload()
         new = [block for block in blocks if block not in offload.blocks]
         if not new:
@@ -180,23 +177,22 @@ class _Registrar:
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             self._prepare(layer, chunk)
-        # Last, so that a rejected block is rejected again next time.
+        # Only now, so that a rejected block is rejected again next time.
         offload.blocks.update([*new, *(stack for block in new for stack, _, _ in list_layers(block))])
 
     def _prepare(self, layer: Any, chunk: int) -> None:
-        """Add the sites of `layer`, and recompute its planned units."""
         offload, number = self.get_offload(), get_number(layer)
         offload.graphs.chunks[layer] = chunk
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-        # If the plan comes from measurements, the recomputed units are not known yet.
+        # A plan from measurements is not made yet, so any unit may be recomputed later.
         units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
         layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
         actions = offload.actions
         sited = actions.list_offloaded(chunk, number) if offload.measurement is None else actions.list_tags(chunk, number)
-        # If a first linear is recomputed, its site is around the tensor that the recompute starts from.
+        # The recompute of a first linear opens that site itself, around the tensor that it starts from.
         own = tuple(tag for tag in sited if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
@@ -205,7 +201,6 @@ class _Registrar:
 
 
 def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -> LayerSites:
-    """Return the sites of `layer`, including `input_tag`, which is empty unless a whole-layer checkpoint begins there."""
     return LayerSites(
         number=get_number(layer),
         tags=(*input_tag, *find_tags(layer, selected)),
@@ -234,7 +229,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
     if is_capturing():
         return original(layer, *args, **kwargs)
     if is_inert():
-        # Inside a checkpoint, which saves nothing, or in its recompute. The layer still counts as reached.
+        # Inside a checkpoint, which saves nothing, or in its recompute. Forward still reaches the layer.
         if not torch.is_grad_enabled():
             offload.layer = get_number(layer)
         return original(layer, *args, **kwargs)
@@ -252,35 +247,31 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
 
 
 def _check_config(config: Any, offload: MegatronOffload) -> None:
-    """Reject a config that is incompatible with offload, or recompute flags that conflict with a plan."""
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
-            "--cpu-offloading-num-layers offloads whole layers, and activation offload their modules: both would move the "
-            "same tensors. Leave one of them out."
+            "--cpu-offloading-num-layers offloads whole layers, and activation offload offloads their modules: both would move "
+            "the same tensors. Leave one of them out."
         )
     if offload.actions.plan is not None:
         with naming_plan_file(offload.config.offload_plan):
             offload.actions.plan.check_made_for(read_facts(config))
     granularity = getattr(config, "recompute_granularity", None)
-    if granularity is not None and offload.measurement is not None:
+    if granularity is not None and (offload.measurement is not None or offload.actions.recomputes):
+        source = "The plan" if offload.measurement is None else "--offload-modules auto"
         raise IntegrationError(
-            f"--offload-modules auto chooses recompute layer by layer, but --recompute-granularity {granularity} sets it for "
-            "all layers. Leave Megatron's recompute flags out."
+            f"{source} chooses recompute layer by layer, but --recompute-granularity {granularity} applies to all "
+            "layers. Leave Megatron's recompute flags out."
         )
-    if offload.measurement is not None and getattr(config, "overlap_moe_expert_parallel_comm", False):
+    is_overlapped = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    if is_overlapped and offload.measurement is not None:
         raise IntegrationError(
             "--overlap-moe-expert-parallel-comm interleaves two microbatches, but --offload-modules auto measures layer by "
-            "layer. Leave one of them out, or give the tags or a plan."
+            "layer. Leave one of them out, or select tags or a plan."
         )
-    if offload.actions.recomputes and getattr(config, "overlap_moe_expert_parallel_comm", False):
+    if is_overlapped and offload.actions.recomputes:
         raise IntegrationError(
             "--overlap-moe-expert-parallel-comm runs parts of layers separately, so a plan cannot recompute modules. "
-            "Leave it out, or give a plan that only keeps and offloads."
-        )
-    if granularity is not None and offload.actions.recomputes:
-        raise IntegrationError(
-            f"The plan recomputes modules of single layers, but --recompute-granularity {granularity} applies to all layers. "
-            "Leave Megatron's recompute flags out."
+            "Leave it out, or use a plan that only keeps and offloads."
         )
     # The commands check this before Megatron starts. Callers of `apply` have no earlier check.
     check_selective(offload.config, vars(config))
@@ -289,16 +280,15 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
             "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "
-            "off in its layers. Call `apply` first, or give the config fine_grained_activation_offloading and offload_modules."
+            "off in its layers. Call `apply` first, or set fine_grained_activation_offloading and offload_modules."
         )
 
 
 def _check_linears(block: Any) -> None:
-    """Reject Megatron's own linears with gradient accumulation fusion.
+    """Reject Megatron's own linears with gradient accumulation fusion, since their gradients would be lost.
 
-    They read an attribute of their saved weight to learn whether its gradient is already accumulated. With any saved-tensor
-    hooks, torch unpacks a parameter that a custom function saved as a new tensor without its attributes. So
-    `grad_added_to_main_grad` would be lost, and the gradient with it. Source: `SavedVariable::unpack` of torch 2.13,
+    Under saved-tensor hooks, torch unpacks the saved weight as a new tensor without its attributes, such as
+    `grad_added_to_main_grad`. Source: `SavedVariable::unpack` of torch 2.13,
     `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """
     linears = load_module("megatron.core.tensor_parallel.layers")
@@ -307,5 +297,5 @@ def _check_linears(block: Any) -> None:
         if is_own and getattr(module, "gradient_accumulation_fusion", False):
             raise IntegrationError(
                 f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload does not "
-                "support it there. Give --no-gradient-accumulation-fusion, or Transformer Engine's layers."
+                "support it there. Pass --no-gradient-accumulation-fusion, or use Transformer Engine's layers."
             )

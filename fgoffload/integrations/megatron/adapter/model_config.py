@@ -1,7 +1,7 @@
-"""Sets Megatron's own offload flags in all model configs that are created from now on.
+"""Sets Megatron's own offload flags in all model configs that are created after `apply`, and reads facts from configs.
 
-Megatron's config rejects unknown tags and an empty list. So it gets only the tags that it accepts. If it accepts none, its
-flag is switched off. The other tags do not need Megatron's flag.
+Megatron's config rejects unknown tags and an empty list. So it gets only the tags that it accepts, and if there are none, its
+flag is turned off. The other tags do not need it.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fgoffload.config import OffloadConfig
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 from fgoffload.integrations.megatron.patching.methods import wrap_symbol
 from fgoffload.integrations.megatron.patching.patches import Patches
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_MODULE = "megatron.core.transformer.transformer_config"
 
+_SETTINGS = ("min_offloaded_tensor_size", "activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
 _OP_FUSER = "use_transformer_engine_op_fuser"
 
 _SIZES = (
@@ -42,7 +44,7 @@ _FACTS: dict[str, int | str] = {
     **dict.fromkeys(_GROUPS, 1),
     "normalization": "LayerNorm",
 }
-"""Fields that a plan may name in `made_for`. Each value stands for None, and its type is the type used for comparison."""
+"""Fields of the config that a plan may name in `made_for`. The value replaces None, and its type is used for comparison."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:
@@ -58,30 +60,36 @@ def read_facts(config: Any) -> dict[str, int | str]:
 
 
 def _count_parameter_bytes(config: Any) -> int:
-    # The flags take precedence: Megatron's wrapper converts a model by them, whatever the type of its parameters.
+    # The flags take precedence, since Megatron's wrapper converts a model by them.
     if getattr(config, "bf16", False) or getattr(config, "fp16", False):
         return 2
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
-def set_flags(patches: Patches, selected: Sequence[str]) -> None:
-    """Set the flags for the `selected` tags in every config that is created from now on, regardless of its own values."""
-    around = functools.partial(_set_and_check, patches, list_accepted(selected), selected)
-    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", around)
+def set_flags(patches: Patches, ours: OffloadConfig, selected: Sequence[str]) -> None:
+    """Set the flags for the `selected` tags in every config created from now on, whatever its own values are."""
+    accepted = list_accepted(selected)
+
+    def set_and_check(original: Any, config: Any) -> None:
+        # Megatron's whole-layer offload conflicts with ours. Such a model is rejected only if it runs.
+        if not getattr(config, "cpu_offloading", False):
+            if config.fine_grained_activation_offloading:
+                _warn_of_ignored(config, ours, selected)
+            config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
+            patches.callback(_switch_off, weakref.ref(config))
+        original(config)
+
+    wrap_symbol(patches, f"{CONFIG_MODULE}:TransformerConfig", "__post_init__", set_and_check)
 
 
-def _set_and_check(patches: Patches, accepted: Sequence[str], selected: Sequence[str], original: Any, config: Any) -> None:
-    # Megatron's whole-layer offload conflicts with ours. Such a model is rejected when it runs, but may never run here.
-    if not getattr(config, "cpu_offloading", False):
-        if config.fine_grained_activation_offloading and (ignored := set(config.offload_modules or ()) - set(selected)):
-            logger.warning(
-                "offload_modules %s of a TransformerConfig has no effect: offload is applied with %s.",
-                " ".join(sorted(ignored)),
-                " ".join(selected),
-            )
-        config.fine_grained_activation_offloading, config.offload_modules = bool(accepted), list(accepted)
-        patches.callback(_switch_off, weakref.ref(config))
-    original(config)
+def _warn_of_ignored(config: Any, ours: OffloadConfig, selected: Sequence[str]) -> None:
+    message = "%s=%s of a TransformerConfig has no effect: offload is applied with %s."
+    if ignored := set(config.offload_modules or ()) - set(selected):
+        logger.warning(message, "offload_modules", " ".join(sorted(ignored)), " ".join(selected))
+    for name in _SETTINGS:
+        given, default, own = getattr(config, name, None), getattr(type(config), name, None), getattr(ours, name)
+        if given not in (default, own):
+            logger.warning(message, name, given, own)
 
 
 def _switch_off(reference: "weakref.ref[Any]") -> None:
@@ -97,7 +105,7 @@ def list_accepted(tags: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`. Only its validation can tell, so this tries a tiny config."""
+    """Return whether Megatron's config accepts `tag`, by creating a tiny config, since only its validation knows."""
     config_class = load_module(CONFIG_MODULE).TransformerConfig
     check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, even if `set_flags` has replaced it
     probe = type("Probe", (config_class,), {"__post_init__": check})
@@ -109,7 +117,7 @@ def _is_accepted(tag: str) -> bool:
         # attn_proj is rejected without core_attn, which every version accepts.
         "offload_modules": ["core_attn", tag],
     }
-    # fused_group_mlp is rejected without the op fuser, which earlier versions do not have.
+    # fused_group_mlp is rejected without the op fuser, which earlier versions lack.
     has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
     for options in ({}, {_OP_FUSER: True} if has_fuser else {}):
         with contextlib.suppress(AssertionError, ValueError), ignore_expected_warnings():

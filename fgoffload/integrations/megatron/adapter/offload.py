@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +13,7 @@ from fgoffload.config import OffloadConfig
 from fgoffload.engine import CapturedRegion, KeptReason, Lane, OffloadEngine, Region, StepStats, is_inert
 from fgoffload.errors import ConfigError, PlanError
 from fgoffload.integrations.megatron.adapter.first_step import check_first_step
-from fgoffload.integrations.megatron.adapter.measurement import Measurement, ScheduleCall
+from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.adapter.site_actions import RankBalance, SiteActions, list_selected_tags
 from fgoffload.integrations.megatron.graphs.graphed_layers import GraphedLayers, is_capturing
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
@@ -22,18 +23,41 @@ from fgoffload.watched import Watched
 
 logger = logging.getLogger(__name__)
 
+_Context = contextlib.AbstractContextManager[object]
+
+
+class _Measurement(Protocol):
+    """The interface of a measurement that this module uses. See `profile.step_measurement`."""
+
+    @property
+    def is_recording(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+    def prepare_layer(self, layer: Any, chunk: int, inputs: Any) -> None: ...
+
+    def begin_step(self, call: ScheduleCall) -> None: ...
+
+    def finish_step(self) -> None: ...
+
+    def watch_model(self, model: torch.nn.Module, chunk: int) -> _Context: ...
+
+    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> _Context: ...
+
+    def find_region(self, site: Site, lane: Lane) -> Region | None: ...
+
+    def apart(self) -> _Context: ...
+
 
 class Holding:
-    """Context manager that holds ended groups. One object serves all layers, since they do not nest."""
-
-    __slots__ = ("_submit", "is_on")
+    """Context manager that delays the offload of ended groups. One object serves all layers, since they do not nest."""
 
     def __init__(self, submit: Callable[[], None]) -> None:
         self._submit = submit
         self.is_on = False
 
     def flush(self) -> None:
-        """Submit held groups and stop holding."""
+        """Submit delayed groups, and stop delaying."""
         self.is_on = False
         self._submit()
 
@@ -43,7 +67,7 @@ class Holding:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None and self.is_on:
             self.flush()
-        self.is_on = False  # after an exception, held groups are abandoned
+        self.is_on = False  # after an exception, delayed groups are dropped
 
 
 class MegatronOffload:
@@ -57,45 +81,41 @@ class MegatronOffload:
         self.engine = engine
         self.last_step: StepStats | None = None
         """Statistics of the last complete step on this rank; None until a schedule of Megatron or `finish_step` ends one."""
-        self.measurement: Measurement | None = None
-        """Measurement of steps that offload nothing; None if no step is to be measured."""
+        self.measurement: _Measurement | None = None
+        """Measures steps that offload nothing; None if no step is measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
         self.selected = list_selected_tags(config, plan)
         """Tags whose tensors may be offloaded: the plan's, or else the user's."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
-        """Action of each site."""
         self.graphs = GraphedLayers(engine, self.actions)
-        """CUDA graphs of layers."""
         self.open_reruns = OpenReruns()
-        """Recomputes whose outputs are in use."""
         self.has_waiting_layers = False
-        """Whether some layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
+        """Whether a layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
         self.blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Blocks whose layers are registered and prepared."""
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
-        """Blocks that forward has reached in the lane; None if a model began the lane, and will begin the next one too."""
+        """Blocks that forward has reached in the lane; None if `begin_microbatch` begins each lane."""
         self.chunk = 0
-        """Current model chunk of forward."""
+        """Model chunk that forward is in."""
         self.layer = -1
         """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
         self.microbatches_begun: dict[int, int] = {}
         """Microbatches of the step that have begun, by model chunk."""
-        self._open: list[tuple[str, Region | CapturedRegion]] = []
+        self._open: dict[str, Region | CapturedRegion] = {}
+        """Regions of `open_region` that have not ended, by tag."""
         self.holding = Holding(self._submit_held)
-        """Context that holds ended groups until its `flush`. Otherwise their copies would delay what the host waits for."""
+        """Delays copies of ended groups, which would delay bytes that the host waits for."""
         self._call: ScheduleCall | None = None
-        """Schedule call of the running step."""
         self.ending_block: weakref.ref[torch.nn.Module] | None = None
         """Last block before the loss of the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._most_warned_of = 0
-        """Largest number of microbatches per step that a warning has named, above the plan's number."""
+        """Largest number of microbatches per step that a warning has named."""
 
     def __repr__(self) -> str:
-        """Return the tags and the bytes that the last step moved."""
         hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
         last = self.last_step
         step = f"no finished step{hint}" if last is None else f"{format_bytes(last.d2h_bytes)} offloaded in the last step"
@@ -105,8 +125,7 @@ class MegatronOffload:
         """Restore Megatron's symbols and free all memory that no graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                # Closed first, since its wrappers surround those that are removed next.
-                self.measurement.close()
+                self.measurement.close()  # first, since its wrappers surround those that are removed next
             self._undo()
         finally:
             self._open.clear()
@@ -116,10 +135,9 @@ class MegatronOffload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be offloaded or observed, as with a plan that only recomputes. Then forward is not tracked.
+        """Whether nothing can be offloaded or observed, as with a plan that only recomputes.
 
-        Checked in each forward of each layer. Tracking a forward costs the host about as much as launching a small kernel,
-        which slows down a launch-bound step.
+        Then forward is not tracked, since that costs the host as much as the launch of a small kernel for each layer.
         """
         return not self.selected and not self.engine.observers
 
@@ -137,7 +155,7 @@ class MegatronOffload:
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
-                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Give 0 or more, or leave it out."
+                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Set 0 or more, or leave it out."
             )
         self.engine.execution.most_in_flight = most_in_flight
         self.chunk = chunk
@@ -148,7 +166,7 @@ class MegatronOffload:
     def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
         """Record that forward has reached `block` of model chunk `chunk`.
 
-        Some models, such as BERT and T5, do not announce a forward. For them, reaching a block again begins the next forward.
+        The forward of some models, such as BERT and T5, is not wrapped. For them, reaching a block again begins the next one.
         """
         if is_inert():
             return
@@ -170,7 +188,7 @@ class MegatronOffload:
         return lane
 
     def abandon_microbatch(self) -> None:
-        """Drop all state of a forward that raised. A recompute that raises or stops early in backward has none here."""
+        """Drop all state of a forward that raised. A recompute in backward has no state here."""
         if not is_inert():
             self._lane = None
             self._open.clear()
@@ -181,20 +199,20 @@ class MegatronOffload:
         self.layer = layer
         return lane
 
-    def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[object]:
+    def watch_model(self, model: torch.nn.Module, chunk: int) -> _Context:
         """Return a context for the forward of `model`, which is model chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
         return self.measurement.watch_model(model, chunk)
 
-    def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> contextlib.AbstractContextManager[object]:
+    def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> _Context:
         """Return a context for the forward of the layer that was entered last.
 
         With `has_parts`, the layer calls `watch_attention`, so that attention alone can be watched.
         """
         if self.measurement is not None and self.measurement.is_recording:
             return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
-        # Releases offloaded tensors of earlier layers now. The next group may not end before backward.
+        # Frees offloaded tensors of earlier layers now, since the next group may end only in backward.
         self.engine.poll()
         watched = self._find_watched()
         if watched is Watched.FOLLOWED:
@@ -204,7 +222,7 @@ class MegatronOffload:
         self.engine.announce_backward(lane, hidden)
         return contextlib.nullcontext()
 
-    def watch_attention(self) -> contextlib.AbstractContextManager[object]:
+    def watch_attention(self) -> _Context:
         """Return a context for the attention of the current layer, for layers in which only attention is watched."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
@@ -213,7 +231,7 @@ class MegatronOffload:
     def leave_attention(self, hidden: torch.Tensor) -> None:
         """Record that forward has left the attention of the current layer, which returned `hidden`."""
         if self._lane is not None and not self._find_watched().covers_layer and not self._is_recording:
-            # Code after attention is not watched, so a mark on its output shows when backward reaches the layer.
+            # Ops after attention are not watched, so a mark on its output shows when backward reaches the layer.
             self.engine.announce_backward(self._lane, hidden)
 
     @property
@@ -221,18 +239,17 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        """Return which part of the current layer must be watched."""
         # An observer needs the place of every save.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
     def leave_block(self, block: torch.nn.Module) -> None:
-        """Record that forward has left `block`. If it is the model's last one in a schedule of Megatron, backward is next."""
+        """Record that forward has left `block`. After the model's last block in a schedule of Megatron, expect backward."""
         ends_model = self.ending_block is not None and self.ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
-    def watch(self) -> contextlib.AbstractContextManager[object]:
+    def watch(self) -> _Context:
         """Return a context for forward code outside of layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
@@ -245,13 +262,13 @@ class MegatronOffload:
     def find_region(self, tag: str) -> Region | CapturedRegion | None:
         """Return a region for the site of `tag` in the current layer, or None if its tensors stay on the GPU.
 
-        For sites of your own: the tag must be registered and selected.
+        For your own sites, the tag must be registered and selected.
         """
-        # Inertness first: a recompute in backward calls this too.
+        # This check comes first, since a recompute in backward calls this too.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
-            return self.graphs.find_region(tag)
+            return None if self.graphs.find_region is None else self.graphs.find_region(tag)
         if self._lane is None:
             return None
         if self.measurement is not None and self.measurement.is_recording:
@@ -259,7 +276,7 @@ class MegatronOffload:
         site = self.actions.find_offloaded(self.chunk, self.layer, tag)
         if site is None:
             return None
-        # Not `OffloadEngine.find_region`, which would check again whether it is inert.
+        # Not `OffloadEngine.find_region`, which would call `is_inert` again.
         region = Region(self.engine, self._lane, self.engine.open_group(site, self._lane))
         self._balance.note(site, region.group)
         return region
@@ -268,28 +285,26 @@ class MegatronOffload:
         """Return a region like `find_region`. End it with `end_region` and the same tag."""
         region = self.find_region(tag)
         if region is not None:
-            self._open.append((tag, region))
+            self._open[tag] = region
         return region
 
     def end_region(self, tag: str, *, may_wait: bool = False) -> None:
-        """End the most recently opened region of `tag`, if one is open. See `end`."""
-        for index in range(len(self._open) - 1, -1, -1):
-            if self._open[index][0] == tag:
-                _, region = self._open.pop(index)
-                self.end(region, may_wait=may_wait)
-                return
+        """End the open region of `tag`, if any. See `end`."""
+        region = self._open.pop(tag, None)
+        if region is not None:
+            self.end(region, may_wait=may_wait)
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
-        """End `region`, and offload its saves now, or at the next flush if groups are held.
+        """End `region`, and offload its saves now, or at the next flush while groups are delayed.
 
-        With `may_wait`, the offload after a layer's CUDA graph waits until the next graph launch, whatever the flag.
+        With `may_wait`, an offload after a layer's CUDA graph is delayed until the next graph launch even without the flag.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
         region.end(is_held=self.holding.is_on or is_delayed)
 
     def flush_delayed(self) -> None:
         """Submit delayed groups after a graph is launched or a forward is over."""
-        if not (self.is_idle or self.holding.is_on):  # while groups are held, the host waits for something else first
+        if not (self.is_idle or self.holding.is_on):  # `holding` delays them for longer
             self._submit_held()
 
     def _submit_held(self) -> None:
@@ -319,19 +334,15 @@ class MegatronOffload:
         except PlanError as error:
             if not self._is_first_step_over:
                 raise
-            # A batch may grow during a run. The step may still fit, and raising would end the run for certain.
+            # A batch may grow during a run. The step may still fit into memory, so this does not end the run.
             if call.microbatches > self._most_warned_of:
-                logger.warning("%s The training goes on, and may exceed the memory budget.", error)
+                logger.warning("%s The run continues, and may exceed the memory budget.", error)
             self._most_warned_of = max(call.microbatches, self._most_warned_of)
-
-    def use_plan(self, plan: OffloadPlan) -> None:
-        """Apply `plan` from the next microbatch on. The caller switches the recompute of its units."""
-        self.actions.use_plan(plan)
 
     def finish_open_step(self) -> None:
         """Finish the running step, if a forward has begun since the last one. See `finish_step`.
 
-        Since 0.18, Megatron calls this after an evaluation too, and around the capture of CUDA graphs.
+        Since 0.18, Megatron calls this after an evaluation and around the capture of CUDA graphs too.
         """
         if self.microbatches_begun:
             self.finish_step()
@@ -353,7 +364,7 @@ class MegatronOffload:
             "step: %s to the host, %s back", format_bytes(self.last_step.d2h_bytes), format_bytes(self.last_step.h2d_bytes)
         )
         if self.measurement is not None:
-            # A plan from measurements names only sites that exist, so no check is needed.
+            # A plan from measurements contains only sites that exist, so no check is needed.
             self.measurement.finish_step()
             return
         if not self._is_first_step_over:

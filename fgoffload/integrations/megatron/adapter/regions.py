@@ -18,63 +18,46 @@ SiteRegion = Region | CapturedRegion
 def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
     """Add one site around `methods` of `target`, which run in this order, each once per forward.
 
-    The region opens before the first method, saves only inside the methods, and ends after the last.
+    The region opens before the first method, covers only saves inside the methods, and ends after the last.
     """
-    opened: list[SiteRegion] = []
+    opened: SiteRegion | None = None
+
+    def run_method(original: Any, *args: Any, is_first: bool, is_last: bool, **kwargs: Any) -> Any:
+        nonlocal opened
+        if is_first:
+            opened = _enter(get_offload(), tag, find_tensor(args, kwargs))
+        region = opened
+        if region is None:
+            return original(*args, **kwargs)
+        with region.saving():
+            result = original(*args, **kwargs)
+        if is_last:
+            opened = None
+            get_offload().end(region)
+        return result
+
     for name in methods:
-        part = functools.partial(_run_part, get_offload, tag, opened, is_first=name == methods[0], is_last=name == methods[-1])
-        wrap_method(patches, target, name, part)
-
-
-def _run_part(
-    get_offload: GetOffload,
-    tag: str,
-    opened: list[SiteRegion],
-    original: Any,
-    *args: Any,
-    is_first: bool,
-    is_last: bool,
-    **kwargs: Any,
-) -> Any:
-    offload = get_offload()
-    if is_first:
-        opened.clear()  # drops regions of a forward that raised
-        region = offload.find_region(tag)
-        if region is not None:
-            opened.append(region)
-            region.enter(find_tensor(args, kwargs))
-    if not opened:
-        return original(*args, **kwargs)
-    with opened[-1].saving():
-        result = original(*args, **kwargs)
-    if is_last:
-        offload.end(opened.pop())
-    return result
+        around = functools.partial(run_method, is_first=name == methods[0], is_last=name == methods[-1])
+        wrap_method(patches, target, name, around)
 
 
 class LinearTags(NamedTuple):
-    """Tags of two linears with an activation between them; None for a site that exists elsewhere or is not wanted."""
+    """Tags of two linears with an activation between them; None adds no site."""
 
     fc1: str | None = None
     act: str | None = None
     fc2: str | None = None
 
     def select(self, tags: Sequence[str]) -> "LinearTags":
-        """Return a copy that has only the tags in `tags`."""
+        """Return a copy with only the tags in `tags`."""
         return LinearTags(*(tag if tag in tags else None for tag in self))
 
 
 def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
-    """Add sites around pairs of linears and around the activation between them.
+    """Add sites around pairs of linears and around the activation between them, until `patches` are removed.
 
-    All first linears share one group, since experts' tokens are views of one storage. The other tags have one per pair.
-
-    Args:
-        patches: Patches that remove the sites later.
-        get_offload: Function that returns the integration.
-        owner: Module whose forward runs all of `pairs`: a dense MLP itself, or the container of several experts.
-        pairs: Modules with `linear_fc1` and `linear_fc2`.
-        tags: Tags of the sites.
+    All first linears share one group, since experts' tokens are views of one storage. The other tags have one group per pair.
+    The forward of `owner` runs all of `pairs`, which are modules with `linear_fc1` and `linear_fc2`.
     """
     if not any(tags):
         return
@@ -86,7 +69,7 @@ def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pair
 
 
 class _LinearSites:
-    """Regions of the current forward through the linears of one module, since such modules do not nest."""
+    """Opens and ends the regions of one module's linears. Such modules do not nest, so only one forward is open."""
 
     def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
         self._get_offload = get_offload
@@ -100,7 +83,7 @@ class _LinearSites:
     def run_owner(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         self._is_inside = True
         try:
-            self._fc1 = self._open(self._tags.fc1, find_tensor(args, kwargs))
+            self._fc1 = _enter(self._get_offload(), self._tags.fc1, find_tensor(args, kwargs))
             result = original(module, *args, **kwargs)
             self._end(self._fc1)
             return result
@@ -123,23 +106,16 @@ class _LinearSites:
         self._fc2 = self._begin(self._tags.fc2, find_tensor(args, kwargs))
         result = original(module, *args, **kwargs)
         self._save_for(None)
-        # Forward no longer needs the saves of this pair.
+        # Forward has used all saves of this pair.
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
         return result
 
     def _begin(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
-        """Open a region and direct saves to it."""
         self._save_for(None)
-        region = self._open(tag, tensor)
+        region = _enter(self._get_offload(), tag, tensor)
         self._save_for(region)
-        return region
-
-    def _open(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
-        region = None if tag is None else self._get_offload().find_region(tag)
-        if region is not None:
-            region.enter(tensor)
         return region
 
     def _end(self, region: SiteRegion | None) -> None:
@@ -147,7 +123,6 @@ class _LinearSites:
             self._get_offload().end(region)
 
     def _save_for(self, region: SiteRegion | None) -> None:
-        """Stop saving to the current region, and direct saves to `region`, if any."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.__exit__(None, None, None)
@@ -159,20 +134,26 @@ class _LinearSites:
 def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
     """Return the result of `run`, and offload its saves if the site of `tag` is offloaded in the current layer.
 
-    Forward needs none of the saves after `run` returns. `tensor` is the input of the site.
+    Forward uses none of the saves after `run` returns. `tensor` is the input of the site.
     """
-    region = None if tag is None else offload.find_region(tag)
+    region = _enter(offload, tag, tensor)
     if region is None:
         return run()
-    region.enter(tensor)
     with region.saving():
         result = run()
     offload.end(region)
     return result
 
 
+def _enter(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
+    region = None if tag is None else offload.find_region(tag)
+    if region is not None:
+        region.enter(tensor)
+    return region
+
+
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the first tensor argument of a call: the hidden states, whether passed by position or by name."""
+    """Return the first tensor argument of a call, or an empty tensor. Megatron's modules take the hidden states first."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

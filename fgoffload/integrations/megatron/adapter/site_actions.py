@@ -1,4 +1,4 @@
-"""Chooses the tags that may be offloaded, the action of each site of a rank, and the part of a layer to watch."""
+"""Chooses the tags that may be offloaded, the action of each site of a rank, and which ops of a layer to watch."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags that `auto` excludes, since no run has compared the results of their modules with the baseline."""
+"""Tags that `auto` excludes, since no test has compared the results of their modules with the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class LayerSites:
     """Number of the layer in the whole model, from 0."""
     tags: tuple[str, ...]
     """Selected tags that have a site in the layer, in the order of forward."""
-    fused: tuple[str, ...] = ()
+    fused: tuple[str, ...]
     """Selected tags whose module is fused into another."""
-    units: tuple[str, ...] = ()
+    units: tuple[str, ...]
     """Units that can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
-    shares_router_input: bool = False
+    shares_router_input: bool
     """Whether another module saves the router's input too."""
 
 
@@ -46,22 +46,18 @@ class SiteActions:
 
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
-        """Plan in use; None if a fraction of the sites is offloaded."""
-        self.layers: set[tuple[int, int]] = set()
-        """Chunk and number of each registered layer."""
+        self.layers: dict[tuple[int, int], bool] = {}
+        """By chunk and number of each registered layer, whether another module saves the router's input too."""
         self.fused_tags: set[str] = set()
         """Tags whose module is fused into another in some layer."""
         self._fraction = fraction
         self._selected = selected
         self.by_site: dict[Site, Action] = {}
-        """Action of each site."""
-        self._sharing_layers: set[tuple[int, int]] = set()
-        """Layers in which another module saves the router's input too."""
         self._watched: dict[tuple[int, int], Watched] = {}
-        """Watched part of each layer, by chunk and number. Derived from the actions."""
+        """Watched ops of each layer, by chunk and number. Derived from the actions."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions. Every call
-        site in Megatron looks one up in forward, and creating and hashing a `Site` takes several times as long."""
+        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions, since every
+        call site looks one up in forward, and creating and hashing a `Site` takes several times as long."""
 
     @property
     def recomputes(self) -> bool:
@@ -69,16 +65,17 @@ class SiteActions:
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Register the layers of a model chunk, and choose an action for each site. A planned action must be possible."""
-        planned = {} if self.plan is None else {layer.number: self.plan.list_layer(chunk, layer.number) for layer in layers}
-        for layer in layers:
-            _check_layer(layer, planned.get(layer.number, {}))
+        """Register the layers of a model chunk, and choose an action for each site.
+
+        Raises:
+            PlanError: A layer cannot do what the plan asks for.
+        """
+        planned = [{} if self.plan is None else self.plan.list_layer(chunk, layer.number) for layer in layers]
+        for layer, actions in zip(layers, planned, strict=True):
+            _check_layer(layer, actions)
         sites = []
-        for layer in layers:
-            actions = planned.get(layer.number, {})
-            self.layers.add((chunk, layer.number))
-            if layer.shares_router_input:
-                self._sharing_layers.add((chunk, layer.number))
+        for layer, actions in zip(layers, planned, strict=True):
+            self.layers[chunk, layer.number] = layer.shares_router_input
             tags = layer.tags
             if actions.get("layer", Action.KEEP).recomputes and "layer_input" in self._selected:
                 tags = ("layer_input", *tags)
@@ -94,12 +91,11 @@ class SiteActions:
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     def use_plan(self, plan: OffloadPlan) -> None:
-        """Apply `plan` from now on."""
+        """Apply `plan` from the next microbatch on. The caller turns on the recompute of its units."""
         self.plan = plan
-        planned = {site: action for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers}
         sites = [site for site in self.by_site if site.tag in self._selected and site.tag != "layer_input"]
         self.by_site = dict.fromkeys(sites, Action.KEEP)
-        self.set(planned.items())
+        self.set((site, action) for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers)
 
     def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
         """Replace the actions of some sites."""
@@ -110,7 +106,7 @@ class SiteActions:
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
         """Return the site of `tag` in a layer if it is offloaded, or None if its tensors stay on the GPU.
 
-        An unregistered site is the user's own, or belongs to a layer outside of the blocks. This registers it.
+        An unregistered site is the user's own, or belongs to a layer outside of the blocks. It is registered here.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -122,17 +118,14 @@ class SiteActions:
         return self._offloaded[key]
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
-        """Return which part of a layer must be watched. To be safe, this is the whole layer if it is not registered."""
-        if (chunk, layer) not in self.layers:
+        """Return which ops of a layer to watch. An unregistered layer is watched as a whole, to be safe."""
+        key = (chunk, layer)
+        if key not in self.layers:
             return Watched.LAYER
-        found = self._watched.get((chunk, layer))
-        if found is None:
-            found = self._watched[chunk, layer] = find_watched(
-                self.list_offloaded(chunk, layer),
-                shares_router_input=(chunk, layer) in self._sharing_layers
-                or "router" in list_read_tags(self.list_recomputed(chunk, layer)),
-            )
-        return found
+        if key not in self._watched:
+            is_shared = self.layers[key] or "router" in list_read_tags(self.list_recomputed(chunk, layer))
+            self._watched[key] = find_watched(self.list_offloaded(chunk, layer), shares_router_input=is_shared)
+        return self._watched[key]
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
         """Return the tags of a registered layer that are offloaded."""
@@ -151,7 +144,6 @@ class SiteActions:
 
 
 def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
-    """Reject planned actions that a layer does not support. The error names the site and the alternatives."""
     for name, action in planned.items():
         if not action.recomputes:
             continue
@@ -169,26 +161,21 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
                     f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which then "
                     "saves nothing. Leave one of them out of the plan."
                 )
-            if tag not in (name, *unit.excludes) and planned.get(tag, Action.KEEP).recomputes:
-                raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{tag}, which is a part of "
-                    "it. Leave one of them out of the plan."
-                )
-        for other in unit.excludes:
-            if planned.get(other, Action.KEEP).recomputes:
+        for other in (*unit.covers, *unit.excludes):
+            if other != name and planned.get(other, Action.KEEP).recomputes:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
-                    "be recomputed. Leave one of them out of the plan."
+                    "be recomputed, since they overlap. Leave one of them out of the plan."
                 )
 
 
 class RankBalance:
-    """`--delta-offload-bytes-across-pp-ranks`: each pipeline rank offloads that many bytes per step less than the previous one.
+    """Makes each pipeline rank offload `--delta-offload-bytes-across-pp-ranks` fewer bytes per step than the previous rank.
 
-    With 1F1B, earlier ranks have more microbatches in flight, so they need the memory more than later ones. The first step
-    offloads every site and counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU,
-    the same in all microbatches, until their bytes make up the difference. Megatron's own engine instead keeps the first
-    layers of the first microbatches; see docs/reference/megatron_engine.md.
+    With 1F1B, earlier ranks have more microbatches in flight, so they need more memory. The first step offloads every site and
+    counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, the same in all
+    microbatches, until their bytes add up to the difference. Megatron's own engine instead keeps the first layers of the first
+    microbatches; see docs/reference/megatron_engine.md.
     """
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
@@ -199,7 +186,7 @@ class RankBalance:
         self._site_bytes: dict[Site, float] = {}
         """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
         self._microbatches = 0
-        """Microbatches per step of the current balance; 0 in the first step."""
+        """Microbatches per step for which the kept sites were chosen; 0 in the first step."""
 
     def note(self, site: Site, group: Group) -> None:
         """Record that one forward of `site` saves to `group`."""
@@ -207,7 +194,7 @@ class RankBalance:
             self._groups.append((site, group))
 
     def finish_step(self, microbatches: int) -> None:
-        """Balance the next steps after a step of so many `microbatches`."""
+        """Choose the kept sites of the next steps, after a step of this many `microbatches`."""
         if not self._delta_bytes:
             return
         for site, group in self._groups:
@@ -218,7 +205,13 @@ class RankBalance:
         self._microbatches = microbatches
         rank = int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
         moved_bytes = {site: round(size * microbatches) for site, size in self._site_bytes.items()}
-        kept = choose_kept(moved_bytes, less_bytes=rank * self._delta_bytes)
+        kept, less_bytes = [], rank * self._delta_bytes
+        for site in reversed(tuple(moved_bytes)):
+            if less_bytes <= 0:
+                break
+            # Also keeps a site that offloaded nothing: it shares storages with an earlier site, and would offload them itself.
+            kept.append(site)
+            less_bytes -= moved_bytes[site]
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
         logger.info(
             "pipeline rank %d offloads %s less per step: %d of %d sites stay on the GPU",
@@ -229,36 +222,15 @@ class RankBalance:
         )
 
 
-def choose_kept(moved_bytes: Mapping[Site, int], *, less_bytes: int) -> list[Site]:
-    """Return the sites to keep on the GPU so that a step offloads `less_bytes` fewer, rounded up to whole sites.
-
-    `moved_bytes` are those of each site in a step of all microbatches, in the order of forward.
-    """
-    kept = []
-    for site in reversed(tuple(moved_bytes)):
-        if less_bytes <= 0:
-            break
-        # A site that moved nothing is kept too. It shares storages with an earlier site, and would offload them in its place.
-        kept.append(site)
-        less_bytes -= moved_bytes[site]
-    return kept
-
-
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
-    """Return the tags whose tensors may be offloaded: the plan's, or else the user's.
+    """Return the tags whose tensors may be offloaded: the plan's, or else the user's. `auto` selects all supported tags.
 
-    A plan overrides tags, since flag files name some for runs without a plan. `auto` selects all tags that may have their own
-    site in any layer.
+    A plan overrides tags, since flag files name some for runs without a plan.
     """
+    if plan is None and config.is_auto:
+        return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)
     if plan is None:
-        return (
-            tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO) if config.is_auto else config.offload_modules
-        )
+        return config.offload_modules
     planned = plan.offloaded_tags
     config.tags.check(planned, flag="--offload-plan")
-    others = [tag for tag in config.offload_modules if tag not in planned]
-    if others:
-        logger.info(
-            "--offload-plan %s decides what is offloaded, and it offloads nothing of %s", config.offload_plan, " ".join(others)
-        )
     return planned

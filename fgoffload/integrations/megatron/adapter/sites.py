@@ -1,7 +1,4 @@
-"""Finds the tags that have a site in a Megatron layer, and adds the sites that Megatron lacks.
-
-docs/reference/tags.md lists which class and method saves which tensors.
-"""
+"""Finds the tags that have a site in a Megatron layer, and adds the sites that Megatron lacks. See docs/reference/tags.md."""
 
 import weakref
 from collections.abc import Sequence
@@ -31,7 +28,7 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     """Return the `selected` tags that have a site in a Megatron layer, in the order of forward.
 
     Attributes of Megatron's layers show which of Megatron's own sites are on. Our sites depend on the layer's modules.
-    `layer_input` is not included, since it depends on recompute.
+    Omits `layer_input`, which depends on recompute.
     """
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
@@ -63,25 +60,23 @@ def shares_router_input(layer: Any) -> bool:
 
 
 def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return the `selected` tags of norms that have no module of their own, since they are fused into the next linear."""
+    """Return the `selected` tags of norms that are fused into the next linear, and so have no module of their own."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     return tuple(tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity))
 
 
 def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offloaded: Sequence[str]) -> None:
-    """Add our own sites of the `offloaded` tags to one layer. If none of the tags is ours, the layer does not change."""
+    """Add our sites of the `offloaded` tags to one layer."""
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
-    if experts is not None:
-        choose_saved_inputs(patches, experts, offloaded)
     if experts is None:
         if _is_pair(mlp):
             add_linear_sites(patches, get_offload, mlp, [mlp], DENSE_TAGS.select(offloaded))
         return
+    choose_saved_inputs(patches, experts, offloaded)
     if "shared_expert" in offloaded:
-        is_overlapped = getattr(mlp, "shared_expert_overlap", False)
-        methods = OVERLAPPED_METHODS if is_overlapped else ("forward",)
+        methods = OVERLAPPED_METHODS if getattr(mlp, "shared_expert_overlap", False) else ("forward",)
         add_region(patches, get_offload, mlp.shared_experts, methods, "shared_expert")
     if "router" in offloaded:
         add_region(patches, get_offload, mlp.router, ("forward",), "router")
@@ -94,10 +89,10 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
 
 
 def switch_off_later(patches: Patches, layer: Any) -> None:
-    """Switch off Megatron's call sites in `layer` when `patches` are removed. Otherwise Megatron's engine would serve them."""
-    modules = [layer, layer.self_attention, getattr(layer.mlp, "experts", None)]
-    for reference in [weakref.ref(module) for module in modules if module is not None]:
-        patches.callback(_switch_off, reference)
+    """Turn off Megatron's call sites in `layer` when `patches` are removed. Otherwise they would call Megatron's engine."""
+    for module in (layer, layer.self_attention, getattr(layer.mlp, "experts", None)):
+        if module is not None:
+            patches.callback(_switch_off, weakref.ref(module))
 
 
 def _switch_off(reference: "weakref.ref[Any]") -> None:
@@ -118,7 +113,7 @@ def _is_pair(module: Any) -> bool:
 
 
 def has_op_fuser(module: Any) -> bool:
-    """Return whether `module` runs ops of Transformer Engine's op fuser, so that its linears only hold weights.
+    """Return whether `module` runs ops of Transformer Engine's op fuser, which does not call its linears.
 
     A dense MLP built for the op fuser has `_make_fused_impl`. Experts that can use it (0.20) have `_fused_forward`.
     """
@@ -133,19 +128,17 @@ def is_quantized(config: Any) -> bool:
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
-    """Make the linears of `experts` save as few bytes as possible, in as few tensors as that allows.
+    """Make the grouped linears of `experts` save their whole input if that is not larger, and otherwise a part per expert.
 
-    In bf16, whole inputs and views have the same bytes. But the views of 16 experts cost 16 Python calls in forward and again
-    in backward: 2 ms per layer and microbatch, at a point that is launch-bound because the host has just waited for the
-    routing. So if a tag of the experts is offloaded, the whole input is saved. Quantized linears save the same as without
-    offload: parts of half the size. This also supports delayed scaling, which rejects the attribute. Megatron always sets it,
-    for its own engine. Experts without grouped linears are not changed.
+    In bf16, the views of 16 experts have the same bytes as the whole input, but cost the host 2 ms more per layer and
+    microbatch, while the device is idle because the host has just waited for the routing. In FP8, the parts are half the size,
+    and delayed scaling rejects whole inputs. Megatron always requests them, for its own engine.
 
     Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
     """
     if is_quantized(getattr(experts, "config", None)):
         if getattr(experts, "offload_expert_fc1", False):
-            # Not through `patches`: Megatron sets it only for offload, so it is off without offload.
+            # Not through `patches`: Megatron turns it on only for offload, so it stays off afterwards.
             setattr(experts.linear_fc1, _ATTRIBUTE, False)
         return
     if not set(EXPERT_TAGS) & set(offloaded):
@@ -155,6 +148,6 @@ def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]
 
 
 def save_whole_input(patches: Patches, linear: Any) -> None:
-    """Make an unquantized grouped linear save its input as one tensor. Other linears are not changed."""
+    """Make an unquantized grouped linear save its input as one tensor. Does not change other linears."""
     if hasattr(linear, _ATTRIBUTE):
         set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute

@@ -1,4 +1,4 @@
-"""Rejects unsupported combinations of CUDA graphs and offload at start-up, naming the flag, the module and the reason."""
+"""Rejects combinations of CUDA graphs and offload that are not supported."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Raise for offload that a CUDA graph cannot capture.
+    """Check that CUDA graphs and offload do not exclude each other.
 
     `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
@@ -23,17 +23,33 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
         logger.warning(
-            "--delay-offload-until-cuda-graph has no effect: groups wait for graphs of layers, and --cuda-graph-impl is %s.",
+            "--delay-offload-until-cuda-graph has no effect with --cuda-graph-impl %s. It needs transformer_engine.",
             impl,
         )
     if impl == NO_GRAPHS:
         return
-    for fault in _list_faults(offload, selected, impl, modules, values):
-        raise ConfigError(fault)
+    if offload.is_auto:
+        raise ConfigError(
+            f"--offload-modules auto measures modules in eager steps, but --cuda-graph-impl {impl} replays graphs without "
+            "them. Make a plan with fgoffload plan, or select tags."
+        )
+    has_experts = bool(values.get("num_moe_experts"))
+    if not values.get("moe_paged_stash"):
+        for fault in list_dropless_faults(impl, values):
+            raise ConfigError(fault)
+    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
+    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
+        kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
+    for tag in selected:
+        if tag in kept:
+            raise ConfigError(
+                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} exclude each other: {kept[tag]}. Leave one of them "
+                "out."
+            )
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
-    """Reject a plan that recomputes a captured module.
+    """Check that a plan recomputes no captured module.
 
     Raises:
         PlanError: Names the unit and the fix.
@@ -44,29 +60,9 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
         if unit in captured:
             raise PlanError(
                 f"The plan recomputes layers.{layer}.{unit}, but --cuda-graph-impl {impl} captures it, and a plan cannot "
-                "recompute inside a graph. Plan with the graph flags, or give --recompute-modules, which Megatron captures "
+                "recompute inside a graph. Plan with the graph flags, or use --recompute-modules, which Megatron captures "
                 "itself."
             )
-
-
-def _list_faults(
-    offload: OffloadConfig, selected: Sequence[str], impl: str, modules: Sequence[str], values: Mapping[str, Any]
-) -> Iterator[str]:
-    flag = f"--cuda-graph-impl {impl}"
-    if offload.is_auto:
-        yield (
-            f"--offload-modules auto measures modules in eager steps, but {flag} replays graphs without them. Make a plan "
-            "with fgoffload plan, or name the modules."
-        )
-    has_experts = bool(values.get("num_moe_experts"))
-    if not values.get("moe_paged_stash"):
-        yield from list_dropless_faults(impl, values)
-    kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
-    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
-        kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
-    for tag in selected:
-        if tag in kept:
-            yield f"--offload-modules {tag!r} and {flag} exclude each other: {kept[tag]}. Leave one of them out."
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
@@ -83,18 +79,16 @@ def read_graphs(values: Mapping[str, Any]) -> Graphs:
 
 
 def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error if a graph of a full iteration would contain experts without a fixed capacity."""
+    """Yield an error if a graph of a full iteration would capture experts without a fixed capacity."""
     is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
     if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
         yield (
-            f"--cuda-graph-impl {impl}: dropless routing synchronizes on the token counts, which a graph cannot capture. Give "
+            f"--cuda-graph-impl {impl}: dropless routing synchronizes on the token counts, which a graph cannot capture. Pass "
             "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
         )
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:
-    """Return whether a model with experts also has dense layers; true if the flags do not tell the number of layers."""
+    """Return whether a model with experts also has dense layers. True if the number of layers is missing."""
     num_layers = values.get("num_layers")
-    if not num_layers:
-        return True  # the number is missing, and Megatron will ask for it
-    return not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))
+    return not num_layers or not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

@@ -1,13 +1,12 @@
-"""Follows forward through replays of Megatron's CUDA graphs, and offloads saves of captured modules.
+"""Tracks forward through replays of Megatron's CUDA graphs, and offloads saves of captured modules.
 
 Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` first
-to warm up and then for the graph. From then on it calls `_te_cuda_graph_replay`: captured modules no longer run their `forward`
-or its hooks. So a replay enters the layer as its forward would. Modules after the graph, such as the experts of a layer with
-captured attention and router, run in Python and are offloaded as usual. Saves of captured modules are offloaded through the
-engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+to warm up and then for the graph. From then on it calls `_te_cuda_graph_replay`, and captured modules no longer run their
+`forward` or its hooks. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saves of captured
+modules are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
 A graph of a full iteration contains forward and backward of all microbatches, and the engine's copies: see
-`OffloadEngine.capture_step`. Python does not run again, so the statistics of the captured step remain those of the last step.
+`OffloadEngine.capture_step`. Python does not run again, so the statistics do not change after the captured step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """
@@ -38,33 +37,28 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """Captured forwards of each layer, and their replays."""
+    """Captures and replays the forwards of layers."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
         self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        """Model chunk of each layer."""
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
         """Captured forwards by microbatch; None for one that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
-        """Microbatches whose outputs are known to stay on the GPU."""
-        self._find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Finds regions of the layer that is being captured or warmed up."""
+        """Microbatches whose outputs are marked to stay on the GPU."""
+        self.find_region: Callable[[str], CapturedRegion | None] | None = None
+        """Returns a region for the site of a tag in the layer that is being captured or warmed up; None outside of such."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's wrappers of schedules that have captured a full iteration."""
         self.is_replaying = False
         """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
 
-    def find_region(self, tag: str) -> CapturedRegion | None:
-        """Return a region for the site of `tag` in the captured layer, or None if its tensors stay on the GPU."""
-        return None if self._find_region is None else self._find_region(tag)
-
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
         self._known.pop(layer, None)
         chunk = self.chunks.get(layer)
-        if self._find_region is not None or is_inert() or chunk is None:
+        if self.find_region is not None or is_inert() or chunk is None:
             return run()
         number = get_number(layer)
         if not self._actions.list_offloaded(chunk, number):
@@ -76,12 +70,12 @@ class GraphedLayers:
             is_offloaded = self._actions.find_offloaded(chunk, number, tag) is not None
             return CapturedRegion(capture, engine.get_stats(tag)) if is_offloaded else None
 
-        self._find_region = find_region
+        self.find_region = find_region
         try:
             with capture:
                 outputs = run()
         finally:
-            self._find_region = None
+            self.find_region = None
         forward = capture.finish(_list_tensors((inputs, outputs)))
         if engine.device.is_capturing():
             self._forwards.setdefault(layer, []).append(forward)
@@ -100,7 +94,7 @@ class GraphedLayers:
             self._follow_backward(forward, outputs)
         known = self._known.setdefault(layer, set())
         if microbatch not in known:
-            known.add(microbatch)  # done once, since each replay has the same outputs and the host has no time to spare
+            known.add(microbatch)  # only once, since each replay has the same outputs
             self._engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
@@ -153,7 +147,7 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def is_capturing() -> bool:
-    """Return whether Megatron captures graphs of layers or warms up for that. Code that runs then is not part of a step."""
+    """Return whether Megatron captures graphs of layers or warms up for that. A forward is then not part of a step."""
     return bool(load_module("megatron.core.transformer.cuda_graphs").is_graph_capturing())
 
 
@@ -163,11 +157,7 @@ def may_query() -> bool:
 
 
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], run_layer: Callable[..., Any]) -> None:
-    """Wrap the methods that capture and replay graphs of layers.
-
-    `run_layer` gets a forward of a layer, and runs it as an eager layer's. `get_offload` returns the integration, which
-    exists only after everything is wrapped.
-    """
+    """Wrap the methods that capture and replay graphs. `run_layer` tracks the replay of a layer as its forward."""
     for owner in (GRAPHABLE, LAYER):
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_capture, get_offload))
     wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_replay, get_offload))

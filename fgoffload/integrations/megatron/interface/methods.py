@@ -1,90 +1,52 @@
-"""Methods of both generations of Megatron's interface class, and what they do.
+"""Implements the methods of both generations of Megatron's interface class.
 
-CUDA graphs need three things. Their warm-up runs between `disable_offload` and `enable_offload`, where nothing may be
-offloaded. Around a replay, between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until
-`flush_delayed_groups`, which is called once the graph is launched. Megatron's own engine captures copies of modules inside the
-graph, and orders them with `forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Ours captures none,
-see [Note: Staging] in `fgoffload/engine/staging.py`. So these do nothing, and graphs run on the current stream.
+Megatron warms up CUDA graphs between `disable_offload` and `enable_offload`, where nothing may be offloaded. Around a replay,
+between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until `flush_delayed_groups`, which
+Megatron calls once the graph is launched. Megatron's own engine captures its copies, and orders them with `forward_record`,
+`backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Our graphs contain no such copies, see [Note: Staging] in
+`fgoffload/engine/staging.py`. So these methods do nothing, and graphs run on the current stream.
 
-Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may be
-referenced elsewhere: its memory is freed with the last reference, and counted until then.
+Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may still be
+referenced elsewhere. The last reference frees its memory.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.engine import CapturedRegion, Region
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing
 
-logger = logging.getLogger(__name__)
-
-_MEGATRON_DEFAULTS: dict[str, float] = {
-    "min_offloaded_tensor_size": DEFAULT_MIN_OFFLOADED_TENSOR_SIZE,
-    "activation_offload_fraction": 1.0,
-    "delta_offload_bytes_across_pp_ranks": 0,
-}
-"""Defaults of `TransformerConfig` in both generations."""
-
 
 class Calls:
-    """Serves the calls of Megatron's interface. Only the replaced methods hold it."""
+    """Serves the calls of Megatron's interface. `get_offload` returns the integration."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
-        self._get_offload = get_offload
+        self.get_offload = get_offload
         self.is_enabled = True
-        """Whether sites save for us; false between `disable_offload` and `enable_offload`."""
+        """Whether sites may offload; false between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Number of begun microbatches by chunk when offload was disabled."""
-        self._warned: set[str] = set()
-
-    @property
-    def offload(self) -> MegatronOffload:
-        """Integration that serves the calls."""
-        return self._get_offload()
-
-    def begin_microbatch(self, vp_stage: int | None, max_inflight_offloads: int | None, **settings: float | None) -> None:
-        """Begin a forward of the model chunk `vp_stage`; None is the only chunk.
-
-        At most `max_inflight_offloads` groups of each tag may be in flight to the host before compute waits. `settings` are
-        values of Megatron's config, by the name of their field. Our own config takes precedence.
-        """
-        for name, given in settings.items():
-            ours = getattr(self.offload.config, name)
-            if given not in (ours, _MEGATRON_DEFAULTS.get(name)) and name not in self._warned:
-                self._warned.add(name)
-                logger.warning("%s=%s of Megatron's config has no effect: offload is applied with %s.", name, given, ours)
-        self.offload.begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
+        """Microbatches that had begun when offload was disabled, by chunk."""
 
     def disable(self) -> None:
-        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step.
-
-        The warm-up of a layer's graph only counts later offloads: see [Note: Captured layers] in `fgoffload/engine/capture.py`.
-        """
+        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step."""
         if self.is_enabled:
-            self._begun = dict(self.offload.microbatches_begun)
+            self._begun = dict(self.get_offload().microbatches_begun)
         self.is_enabled = False
 
     def enable(self) -> None:
         """Resume offload after the warm-up."""
         if not self.is_enabled:
-            self.offload.microbatches_begun = dict(self._begun)
+            self.get_offload().microbatches_begun = dict(self._begun)
         self.is_enabled = True
-
-    def end(self, region: Region | CapturedRegion | None, *, may_wait: bool) -> None:
-        """End the group of a call site. Does nothing without a group, or while offload is disabled."""
-        if region is not None and self.is_enabled:
-            self.offload.end(region, may_wait=may_wait)
 
     def keep(self, tensor: torch.Tensor | None) -> None:
         """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
         if tensor is not None:
-            self.offload.engine.keep([tensor])
+            self.get_offload().engine.keep([tensor])
 
 
 def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
@@ -99,8 +61,8 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
         self.region = self.saving = None
 
     def enter(self: Any) -> torch.Tensor | None:
-        # Saving does not start earlier: if a checkpoint replaces the site, Megatron makes the object too, and never enters it.
-        # The input is not kept: newer call sites hold this object until the group is offloaded, and would hold the input too.
+        # Not in `initialize`: if a checkpoint replaces the site, Megatron creates the object too, and never enters it.
+        # Newer call sites hold this object until the group is offloaded, so it must not hold the input.
         tensor: torch.Tensor | None = self.tensor
         self.tensor = None
         if self.tag is None or not (calls.is_enabled or is_capturing()) or tensor is None:
@@ -121,15 +83,15 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
 
 
 def make_released_methods(calls: Calls) -> dict[str, Any]:
-    """Return methods of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, with the name of its tag."""
+    """Return the methods of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, by the name of its tag."""
 
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
     ) -> None:
-        calls.begin_microbatch(vp_stage, max_inflight_offloads, min_offloaded_tensor_size=min_offloaded_tensor_size)
+        calls.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def group_commit(tensor: Any, name: str, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
-        calls.offload.end_region(name, may_wait=bool(delay_offload))
+        calls.get_offload().end_region(name, may_wait=bool(delay_offload))
         return tensor
 
     statics: dict[str, Any] = {
@@ -137,13 +99,13 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
         "group_commit": group_commit,
         "mark_not_offloadable": lambda tensor: calls.keep(tensor),
         "forward_record": lambda event: None,  # no module calls it
-        "reset": lambda: calls.offload.finish_open_step(),
+        "reset": lambda: calls.get_offload().finish_open_step(),
     }
-    return _make_methods(statics, make_context_methods(calls, lambda name: calls.offload.open_region(name)))
+    return _make_methods(statics, make_context_methods(calls, lambda name: calls.get_offload().open_region(name)))
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
-    """Return methods of 0.19 and of the development branch (0.20), in which the context object also ends its group."""
+    """Return the methods of 0.19 and of the development branch (0.20), in which the context object also ends its group."""
 
     def init_chunk_handler(
         pp_rank: int,
@@ -154,23 +116,17 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         activation_offload_fraction: float,
         max_inflight_offloads: int | None = None,
     ) -> None:
-        calls.begin_microbatch(
-            vp_stage,
-            max_inflight_offloads,
-            min_offloaded_tensor_size=min_offloaded_tensor_size,
-            delta_offload_bytes_across_pp_ranks=delta_offload_bytes_across_pp_ranks,
-            activation_offload_fraction=activation_offload_fraction,
-        )
+        calls.get_offload().begin_microbatch(vp_stage or 0, most_in_flight=max_inflight_offloads)
 
     def group_offload(self: Any, tensor: Any, forced_released_tensors: Any = None, delay_offload: Any = None) -> Any:
         region, self.region = self.region, None
-        calls.end(region, may_wait=bool(delay_offload))
+        if region is not None and calls.is_enabled:
+            calls.get_offload().end(region, may_wait=bool(delay_offload))
         return tensor
 
     def reset(process_group: Any = None) -> None:
-        # Megatron's engine prints a table over these ranks, which exclude the pipeline. All ranks have to agree on which tags
-        # had no effect, since a stage without experts has none of their sites.
-        calls.offload.finish_open_step()
+        # The group excludes other pipeline stages. All ranks check together which tags had no effect.
+        calls.get_offload().finish_open_step()
 
     statics: dict[str, Any] = {
         "init_chunk_handler": init_chunk_handler,
@@ -178,16 +134,15 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         "reset": reset,
         "disable_offload": lambda: calls.disable(),
         "enable_offload": lambda: calls.enable(),
-        "enter_replay": lambda: setattr(calls.offload.graphs, "is_replaying", True),
-        "exit_replay": lambda: setattr(calls.offload.graphs, "is_replaying", False),
-        "flush_delayed_groups": lambda: calls.offload.flush_delayed(),
+        "enter_replay": lambda: setattr(calls.get_offload().graphs, "is_replaying", True),
+        "exit_replay": lambda: setattr(calls.get_offload().graphs, "is_replaying", False),
+        "flush_delayed_groups": lambda: calls.get_offload().flush_delayed(),
         "forward_record": lambda: None,
         "backward_record": lambda tensor: tensor,
         "cuda_graph_stream": lambda: torch.cuda.current_stream(),
         "cuda_graph_event": lambda: None,
     }
-    # The object that opened a region ends it, so the region need not be found by name.
-    context = make_context_methods(calls, lambda name: calls.offload.find_region(name))
+    context = make_context_methods(calls, lambda name: calls.get_offload().find_region(name))
     return _make_methods(statics, context | {"group_offload": group_offload})
 
 

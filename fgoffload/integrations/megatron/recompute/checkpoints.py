@@ -1,19 +1,15 @@
-"""Offloads the inputs of Megatron's checkpoints without output, keeps their outputs, and reruns planned ones in one graph.
+"""Offloads the inputs of Megatron's checkpoints without output, and recomputes planned ones in the graph of forward.
 
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
-refills them in backward. If a plan asks for the recompute, `reruns.py` does it, and results are bitwise identical to training
-without recompute. If Megatron's own flags ask for it, Megatron does it, and results are bitwise identical to the same flags
-without offload. In FP8, Megatron always does it, since its checkpoint restores the scaling.
+refills them in backward. For a plan, `reruns.py` does this, and results are bitwise identical to training without recompute.
+For Megatron's own flags, and always in FP8, Megatron does it, since its checkpoint restores the scaling.
 
 [Note: Inputs of a checkpoint without output]
-The checkpoint saves detached copies of its inputs. Such a copy requires a gradient and no node computed it, so it is a leaf.
-For a saved leaf, torch keeps the node that accumulates its gradient, whatever hooks return for the tensor. The node holds the
-leaf, and the leaf holds its storage. So an offloaded input would stay on the GPU until backward reached it. For a saved tensor
-that is not detached, torch keeps the node that computed it, which the graph holds anyway. So we save the inputs undetached.
-
-Results are bitwise identical. Backward gets the same bytes with the same `requires_grad`, and Megatron detaches them before
-the recompute. In-place changes are still detected, since a detached copy shares its original's version counter. An input that
-is itself a leaf, such as one received by a pipeline stage, is held by its creator.
+The checkpoint saves detached copies of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
+its gradient, whatever hooks return for the tensor. The node references the leaf, and so its storage. So an offloaded input
+would stay on the GPU until backward reached it. For a tensor that is not detached, torch keeps the node that computed it, which
+the graph references anyway. So we save the inputs undetached. Megatron detaches them before the recompute, and detached copies
+share the version counter, so results are identical and in-place changes are detected.
 
 Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
 `CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) saves the inputs since
@@ -38,7 +34,7 @@ FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction
 
 
 def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
-    """Offload inputs of checkpoints without output, and keep their outputs on the GPU."""
+    """Wrap checkpoints without output, to offload their inputs and keep their outputs on the GPU."""
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_checkpoint, get_offload, RandomUse()))
     wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", functools.partial(_discard, get_offload))
     wrap_symbol(patches, FUNCTION, "forward", save_inputs)
@@ -54,11 +50,12 @@ def _checkpoint(
     offload = get_offload()
     if offload.actions.recomputes and not is_inert() and not _needs_megatron(checkpoint):
         found = offload.open_reruns.find_made()
-        rerun = Rerun(run_function, args, name=_name(run_function), random_use=random_use, found=found)
+        name = getattr(run_function, "__name__", type(run_function).__name__)
+        rerun = Rerun(run_function, args, name=name, random_use=random_use, found=found)
         with rerun:
             outputs = run_function(*args)
         emptied = rerun.note_outputs(outputs)
-        offload.open_reruns.open(rerun)
+        offload.open_reruns.add(rerun)
         setattr(checkpoint, _RERUN, rerun)
     else:
         outputs = original(checkpoint, run_function, *args)
@@ -66,7 +63,7 @@ def _checkpoint(
         inputs = args if getattr(checkpoint, "retain_input_tensors", False) else ()
         kept = {get_key(one) for one in inputs if isinstance(one, torch.Tensor)}
         emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-    # Called before anything can save them, since their storages are emptied after their last use in forward.
+    # Before anything can save them, since their storages are emptied after their last use in forward.
     offload.keep_recomputed(emptied)
     return outputs
 
@@ -76,14 +73,14 @@ def _discard(get_offload: GetOffload, original: Any, checkpoint: Any, hook_tenso
     if rerun is None:
         original(checkpoint, hook_tensor)
         return
-    get_offload().open_reruns.close(rerun)
+    get_offload().open_reruns.discard(rerun)
     rerun.empty_outputs()
     if hook_tensor.requires_grad:
         hook_tensor.register_hook(lambda gradient: rerun.run())  # type: ignore[no-untyped-call]
 
 
 def _needs_megatron(checkpoint: Any) -> bool:
-    """Return whether a checkpoint is recomputed together with others, or FP8 is on, or a CUDA graph is being captured."""
+    """Return whether a checkpoint belongs to a group of them, or FP8 is on, or a CUDA graph is being captured."""
     if getattr(checkpoint, "ckpt_manager", None) is not None:
         return True
     if checkpoint.fp8 and load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.is_fp8_enabled():
@@ -92,20 +89,15 @@ def _needs_megatron(checkpoint: Any) -> bool:
     return bool(graphs.is_graph_warmup() or graphs.is_graph_capturing())
 
 
-def _name(function: Any) -> str:
-    return type(function).__name__ if isinstance(function, torch.nn.Module) else getattr(function, "__name__", repr(function))
-
-
 def save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
-    """Run a forward of the checkpoints' autograd function, and save its inputs instead of detached copies.
+    """Run the forward of the checkpoint's autograd function, and save its inputs instead of detached copies.
 
     See [Note: Inputs of a checkpoint without output].
     """
     outputs = original(ctx, run_function, checkpoint, *args)
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    saved = ctx.to_save or ()  # may be replaced until forward is over, when torch reads it
-    # Matches by position: all tensors in order, in some versions with None in between. A version that saves other tensors is
-    # not changed. That costs memory, which `StepStats` counts as still referenced elsewhere.
+    saved = ctx.to_save or ()  # torch reads it after forward
+    # Some versions save None in between. If a version saves other tensors, they are left as they are, which costs memory.
     if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
         remaining = iter(inputs)
         ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))

@@ -1,24 +1,19 @@
-"""Detaches outputs of recomputed functions: users do not save an output, and get the recomputed tensor in backward.
+"""Keeps users of a recomputed output from saving it, and gives them the recomputed tensor in backward.
 
     forward     recomputed function  ->  output  ->  user, inside these hooks: saves a stand-in instead
     backward    recomputed function  ->  bitwise identical tensor, which the stand-in views
 
-So nothing references the output after its last use, and backward copies nothing into it.
-
 [Note: Outputs that are still referenced]
 Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
-or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` fills it with a copy. Engine regions that begin
-inside the hooks are inert, so the hooks surround only single linears, a router's product, and attention.
-
-[Note: Changes in place]
-A hook may change an output in place before its use. A recompute would not repeat the change, so such an output is saved.
+or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` fills it with a copy. Engine regions that begin inside
+the hooks do nothing, so the hooks surround only single linears, a router's product, and attention.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,7 +26,7 @@ from fgoffload.errors import InternalError, StateError
 
 
 class StandIn:
-    """Stand-in in the graph for a tensor that `run` recomputes. It sets `tensor`, for as long as the graph needs it."""
+    """Replaces a saved tensor in the graph. `run` recomputes that tensor and sets `tensor`."""
 
     __slots__ = ("__weakref__", "_run", "tensor")
 
@@ -40,7 +35,7 @@ class StandIn:
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the recomputed tensor, for the graph. Recomputes it now if backward has not done so yet."""
+        """Return the recomputed tensor. Recomputes it now if backward has not done so yet."""
         if self._run is not None:
             self._run()
             self._run = None
@@ -50,10 +45,10 @@ class StandIn:
 
 
 class Output:
-    """Storage of an output of a recomputed function, without its graph.
+    """Output of a recomputed function, without its graph.
 
-    `run` recomputes the function. It must not be held, since the graph holds it. With `is_emptied`, the storage is emptied
-    after its last use in forward. Otherwise this object does not hold it.
+    `run` recomputes the function. With `is_emptied`, the storage is emptied after its last use in forward. Otherwise this
+    object does not hold it.
     """
 
     __slots__ = ("_dtype", "_emptied", "_is_used", "_nbytes", "_run", "_stand_ins", "_tensor", "_version")
@@ -67,13 +62,12 @@ class Output:
         self._is_used = True
         """Whether forward still uses it."""
         self._emptied: StorageRef | None = None
-        """Reference to the emptied storage; None if it is not emptied."""
         self._stand_ins: list[tuple[weakref.ref[StandIn], torch.Size, tuple[int, ...], int]] = []
         """Stand-ins for views of the storage, with size, stride and offset."""
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
         """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
-        # See [Note: Changes in place].
+        # A recompute would not repeat a change in place, such as that of a user's hook, so a changed output is saved.
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         run = self._run() if is_same and self._is_used else None
         if run is None:
@@ -83,7 +77,7 @@ class Output:
         return stand_in
 
     def empty(self) -> None:
-        """Free the output's memory, which forward no longer needs. An output that was changed in place since is kept."""
+        """Free the output's memory, which forward no longer needs, unless the output was changed in place."""
         tensor, self._tensor, self._is_used = self._tensor, None, False
         if tensor is not None and get_version(tensor) == self._version:
             self._emptied = StorageRef(tensor)
@@ -93,17 +87,16 @@ class Output:
         """Check that the recompute returned an output of the same size and type."""
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
-            raise StateError(
-                f"{place} returned {again.dtype} over {nbytes} bytes where forward returned {self._dtype} over {self._nbytes}. "
-                "It must repeat its forward exactly. Keep it in the plan instead."
+            raise make_difference_error(
+                place, f"returned {again.dtype} of {nbytes} bytes", f"returned {self._dtype} of {self._nbytes} bytes"
             )
 
-    def give_back(self, again: torch.Tensor) -> None:
+    def restore(self, again: torch.Tensor) -> None:
         """Pass the recomputed output to the graph, and copy it into the emptied storage if something still references that."""
         made = again.detach()
         storage = None if self._emptied is None else self._emptied.find_storage()
         if storage is not None:
-            if not storage.nbytes():  # else it was filled with another output that views the same storage
+            if not storage.nbytes():  # otherwise another output that views the same storage has filled it
                 storage.resize_(self._nbytes)
                 storage.copy_(again.untyped_storage())
             made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
@@ -113,9 +106,9 @@ class Output:
 
 
 class DetachedOutputs:
-    """Context manager around users of recomputed tensors. All other saves inside go to the enclosing hooks.
+    """Context manager in which users of recomputed outputs do not save them. Passes other saves to the enclosing hooks.
 
-    `made` has the recomputed tensors, by the key of their storage. Errors name `place` if there are no enclosing hooks.
+    `made` has the outputs by the key of their storage. Errors name `place` if there are no enclosing hooks.
     """
 
     __slots__ = ("_made", "_pack", "_place", "_unpack")
@@ -128,60 +121,52 @@ class DetachedOutputs:
         self._unpack: Callable[[Any], torch.Tensor] | None = None if hooks is None else hooks[1]
 
     def __enter__(self) -> None:
-        """Start saving stand-ins for the recomputed tensors."""
         push_hooks(self.pack, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop saving stand-ins, also after an exception."""
         pop_hooks()
         self._made = {}  # the graph holds this object for its `unpack`
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that is saved for `tensor`."""
         # Most are weights of experts and their empty biases, saved while the device waits for the host. So their storage is
-        # not looked up. Without enclosing hooks, they are saved with their version, to detect in-place changes later.
+        # not looked up.
         pack = self._pack
-        if type(tensor) is torch.nn.Parameter:
-            if pack is None and tensor.is_leaf:
-                return tensor, tensor._version  # noqa: SLF001 - the only name
-        elif tensor.numel() and type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if type(tensor) is torch.Tensor and tensor.numel() and tensor.layout is torch.strided:
             made = self._made.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as `get_key`
             stand_in = None if made is None else made.pack(tensor)
             if stand_in is not None:
                 _count(pack)
                 return stand_in
-        elif pack is None and tensor.is_leaf and is_without_bytes(tensor):
-            return tensor, tensor._version  # noqa: SLF001 - the only name
+        elif pack is None and tensor.is_leaf and (type(tensor) is torch.nn.Parameter or is_without_bytes(tensor)):
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
         return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that `packed` stands for."""
-        if self._unpack is None:
-            if type(packed) is not tuple:
-                return take(packed)
-            tensor, version = packed
-            if tensor._version == version:  # noqa: SLF001 - the only name
-                return cast("torch.Tensor", tensor)
-            return KeptHandle(tensor, version, None, self._place).take()  # raises an error that names the cause
-        return packed.take() if isinstance(packed, StandIn) else self._unpack(packed)
+        return take(packed) if self._unpack is None or isinstance(packed, StandIn) else self._unpack(packed)
 
 
 def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -> Callable[[], torch.Tensor]:
-    """Save an input of a recomputed function as autograd would, or as a stand-in if it is in `made`. Return how to take it."""
+    """Save an input of a recomputed function as autograd would, or as a stand-in if it is in `made`.
+
+    Returns a function that returns the input, detached.
+    """
     known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
     stand_in = None if known is None else known.pack(tensor)
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     pack, unpack = (functools.partial(keep_tensor, place=place), take) if hooks is None else hooks
     requires_grad = tensor.requires_grad
-    if stand_in is not None:
+    if stand_in is None:
+        packed = pack(tensor)
+    else:
         _count(pack)
-    packed = pack(tensor) if stand_in is None else stand_in
-    unpack = unpack if stand_in is None else take
+        packed, unpack = stand_in, take
     return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 def _count(pack: Any) -> None:
-    """Count one save in the enclosing region, so that it is not treated as empty although it offloads nothing."""
+    """Count a save in the enclosing region, so that the region is not treated as empty."""
     if isinstance(pack, Saving) and pack.group is not None:
         pack.group.passed_tensors += 1
 
@@ -189,3 +174,10 @@ def _count(pack: Any) -> None:
 def take(packed: Packed | StandIn) -> torch.Tensor:
     """Return the tensor of a handle or stand-in."""
     return packed.take()
+
+
+def make_difference_error(place: Place, again: str, before: str) -> StateError:
+    """Return an error that says what a recompute did again and what forward did before, if they differ."""
+    return StateError(
+        f"{place} {again}, but forward {before}. It must repeat its forward exactly. Use 'keep' for it in the plan instead."
+    )

@@ -1,7 +1,7 @@
 """Adds sites for `layer_input`: the tensors that a whole-layer checkpoint keeps, whether Megatron's or a plan's.
 
-The input of a pipeline stage's first layer comes from the previous stage, and Megatron's schedule holds it until backward. So
-offloading it frees nothing. It is counted as still referenced elsewhere, and stays on the GPU from the next step on.
+Megatron's schedule references the input of a pipeline stage's first layer until backward, so offloading it frees nothing. It is
+counted as still referenced elsewhere, and stays on the GPU from the next step on.
 """
 
 import contextlib
@@ -28,13 +28,12 @@ _PLACE = Place(None, "a checkpoint of a part of a layer")
 
 
 class LayerInputs:
-    """Opens regions around layer checkpoints only, although Megatron uses the same function for other checkpoints."""
+    """Opens regions around the checkpoints of layers, and not around others that call the same function of Megatron."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
-        """Wrap the checkpoints, and the methods that call them for layers."""
         self.get_offload = get_offload
         self._depth = 0
-        # Since 0.18 this is one function, which transformer blocks and hybrid blocks import by name.
+        # Since 0.18, transformer blocks and hybrid blocks import one function by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
         if is_function:
             wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._run_block)
@@ -70,11 +69,10 @@ class LayerInputs:
             return original(*args, **kwargs)
         offload = self.get_offload()
         if self._depth == 0:
-            # This checkpoint is around a part of a layer. It saves its input after its forward, and that input may be the
-            # output of a recomputed norm.
+            # A checkpoint of a part of a layer saves its input, which may be the output of a recomputed norm.
             made = offload.open_reruns.find_made()
             with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
                 return original(*args, **kwargs)
         offload.enter_layer(offload.layer + 1)
-        # Inside, grad mode is off and nothing is saved. The checkpoint saves its arguments after its forward.
+        # The layer runs without grad mode and saves nothing. Then the checkpoint saves its arguments.
         return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(*args, **kwargs))

@@ -1,10 +1,8 @@
-"""Recomputes the planned parts of each layer in backward.
+"""Recomputes the planned units of each layer in backward.
 
-If a Megatron module has an attribute for recompute, it is set in the planned layers. Megatron's flags set it in all layers.
-If the module then uses a checkpoint without output, `reruns.py` replaces that (see `checkpoints.py`). A whole layer uses
-Megatron's checkpoint, which restores the states of all its random generators, or in FP8 Transformer Engine's, which also
-restores the scaling. First linears, with the code before and after them, are partial recomputes of their modules' forward.
-`permutations.py` recomputes token permutations.
+If a Megatron module has an attribute for recompute, it is set in the planned layers. If the module then uses a checkpoint
+without output, `checkpoints.py` replaces that. A whole layer uses Megatron's checkpoint, or in FP8 Transformer Engine's, which
+also restores the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` token permutations.
 """
 
 import contextlib
@@ -24,7 +22,7 @@ from fgoffload.integrations.megatron.patching.methods import set_attribute, wrap
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute import partial_recompute, permutations
 from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs
-from fgoffload.integrations.megatron.recompute.layer_inputs import LayerInputs
+from fgoffload.integrations.megatron.recompute.layer_inputs import BLOCK_MODULE, RECOMPUTE_MODULE, LayerInputs
 
 
 class _Switch(NamedTuple):
@@ -34,14 +32,14 @@ class _Switch(NamedTuple):
     """Module with the attribute."""
     attribute: str
     prepare_fp8: Callable[[], object] | None = None
-    """Function that makes quantized modules save their original input, since a quantized copy would outlive the recompute."""
+    """Makes quantized modules save their original input, since a quantized copy would stay on the GPU."""
 
 
 def find_units(layer: Any) -> tuple[str, ...]:
     """Return the units of a Megatron layer that can be recomputed, by the names of `RECOMPUTE_UNITS`."""
     switches = _find_switches(layer)
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
-        # The other units need linears that save their original input, which Transformer Engine rejects with delayed scaling.
+        # Transformer Engine's linears cannot save their original input with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
     permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
     return ("layer", *switches, *partial_recompute.find_partial_recomputes(layer), *permutation)
@@ -70,9 +68,9 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
 
 
 def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
-    """Detach the outputs of Megatron's checkpoints without output from their users, until `patches` are removed.
+    """Keep the users of outputs of Megatron's checkpoints without output from saving them, until `patches` are removed.
 
-    These must be applied before any other wrapper of the layer, so that the hooks are inside regions.
+    Must be called before any other wrapper of the layer is added, so that the hooks are inside regions.
     """
     for unit in units:
         for module, name in _list_users(layer, unit):
@@ -105,7 +103,6 @@ _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linea
 
 
 def _use_outputs(get_offload: GetOffload, place: Place, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a method that uses outputs of a recompute."""
     made = get_offload().open_reruns.find_made()
     with DetachedOutputs(made, place) if made else contextlib.nullcontext():
         return original(*args, **kwargs)
@@ -121,7 +118,7 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        # Some attention modules are not Megatron's `Attention`. They need preparation only in FP8.
+        # Attention modules that are not Megatron's `Attention` lack the method, which is needed only in FP8.
         prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
         if prepare_attention is not None or not is_quantized(layer.config):
             add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
@@ -131,8 +128,8 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
     if not isinstance(layer.pre_mlp_layernorm, identity):
         add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
     if experts is None:
-        # The checkpointed MLP returns its bias, a parameter, and autograd treats the checkpoint as the function that computed
-        # it. The recompute in backward then calls itself until memory runs out. Seen with megatron-core 0.16.1.
+        # The checkpointed MLP returns its bias, and autograd takes the checkpoint for the function that computed it. The
+        # recompute in backward then calls itself until memory runs out. Seen with megatron-core 0.16.1.
         if not layer.config.add_bias_linear:
             add("mlp", layer, "recompute_mlp")
         return switches
@@ -155,10 +152,9 @@ def _save_original(linear: Any) -> None:
 
 
 def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward, and recompute nothing if the layer's input needs no gradient, as after frozen layers.
+    """Run a forward, without recompute if the layer's input needs no gradient, as after frozen layers.
 
-    Megatron's checkpoints are reentrant: they reach the parameters through their input. If the input needs no gradient, the
-    parameters silently get none.
+    Megatron's checkpoints are reentrant: if their input needs no gradient, the parameters silently get none.
     """
     if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
         return original(layer, *args, **kwargs)
@@ -170,17 +166,16 @@ def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any)
 
 
 def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward of a layer that saves only its input."""
-    given = partial_recompute.Arguments.of(args, kwargs)
-    tensors = {key: value for key, value in given.values.items() if isinstance(value, torch.Tensor)}
-    # Reentrant checkpoints reach the parameters through their input: if it needs no gradient, they would get none.
+    given = partial_recompute.collect_arguments(args, kwargs)
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    # See `_run_once_without_grad`.
     if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
         return original(layer, *args, **kwargs)
     # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
-    kept, keys = given.replace(dict.fromkeys(tensors)), tuple(tensors)
+    kept, keys = given | dict.fromkeys(tensors), tuple(tensors)
 
     def run(*tensors: torch.Tensor) -> Any:
-        return kept.replace(dict(zip(keys, tensors, strict=True))).call(original, layer)
+        return partial_recompute.call_with(original, layer, kept | dict(zip(keys, tensors, strict=True)))
 
     with inputs.layers_from(get_number(layer)):
         return _checkpoint(layer, run, list(tensors.values()))
@@ -190,9 +185,8 @@ def _checkpoint(layer: Any, run: Callable[..., Any], tensors: list[torch.Tensor]
     parallel = load_module("megatron.core.tensor_parallel")
     if not is_quantized(layer.config):
         return parallel.checkpoint(run, False, *tensors)  # noqa: FBT003 - Megatron's signature
-    # Module that imports it by name: the block's until 0.17, a separate module since then.
-    block = load_module("megatron.core.transformer.transformer_block")
-    user = load_module("megatron.core.recompute") if hasattr(block, "checkpointed_forward") else block
+    block = load_module(BLOCK_MODULE)
+    user = load_module(RECOMPUTE_MODULE) if hasattr(block, "checkpointed_forward") else block  # since 0.18
     return user.te_checkpoint(
         run,
         False,  # noqa: FBT003 - Megatron's signature

@@ -6,17 +6,15 @@
 The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
 recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
 
-[Note: Other uses of the first part]
-The tensors that the first part passes to the submodule are emptied and recomputed. Any other result that the rest of forward
-uses would stay on the GPU, and no plan would count it. So a unit exists only if the module's forward is Megatron's own and
-uses no other result. That excludes an output gate, which is computed together with query and key, and biases of the experts'
-second linear, which are multiplied by probabilities that the first part has reshaped.
+Any other result of the first part that the rest of forward uses would stay on the GPU, and no plan would count it. So a unit
+exists only if the module's forward is Megatron's own and uses no other result. That excludes an output gate and biases of the
+experts' second linear.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -41,19 +39,18 @@ class PartialRecompute:
     until: str
     """Attribute name of the submodule whose call ends the part."""
     until_tag: str | None = None
-    """Tag of that submodule if Megatron opens its site before the call, where grad mode is off."""
+    """Tag of that submodule if Megatron opens its site before the call, where our hooks make regions do nothing."""
 
     @property
     def submodule(self) -> Any:
-        """Submodule whose call ends the part."""
+        """Return the submodule whose call ends the part."""
         return getattr(self.module, self.until)
 
 
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
     """Return the first parts of a Megatron layer that can be recomputed, by unit."""
     if is_quantized(layer.config):
-        # A recompute would quantize a second time, and advance the scaling used in forward.
-        return {}
+        return {}  # a recompute would quantize again, and so advance the scaling
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
     parts = []
@@ -67,7 +64,7 @@ def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
 
 
 def _runs_forward_of(module: Any, path: str) -> bool:
-    """Return whether `module` runs the forward of a class in `megatron.core.transformer`, which calls its submodules."""
+    """Return whether `module` runs the forward of the class `path` in `megatron.core.transformer`."""
     module_name, _, class_name = path.partition(":")
     base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
     return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
@@ -82,43 +79,30 @@ def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute)
     wrap_method(patches, part.submodule, "forward", runs.run_submodule)
 
 
-class Arguments:
-    """Arguments of a method call, by position from 0 or by name. The first `count` are positional."""
+Arguments = dict[int | str, Any]
+"""Arguments of a method call, by position from 0 or by name."""
 
-    def __init__(self, values: Mapping[Any, Any], *, count: int) -> None:
-        self.values: dict[Any, Any] = dict(values)
-        self._count = count
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Arguments":
-        """Return the arguments of a call."""
-        return cls(dict[Any, Any](enumerate(args)) | kwargs, count=len(args))
+def collect_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return all arguments of a call."""
+    return dict(enumerate(args)) | kwargs
 
-    def replace(self, values: Mapping[Any, Any]) -> "Arguments":
-        """Return a copy with the arguments in `values` replaced by key."""
-        return Arguments({**self.values, **values}, count=self._count)
 
-    def call(self, method: Callable[..., Any], owner: Any) -> Any:
-        """Call `method` of `owner` with these arguments, and return its result."""
-        named = dict(self.values)
-        return method(owner, *[named.pop(place) for place in range(self._count)], **named)
+def call_with(method: Callable[..., Any], owner: Any, arguments: Arguments) -> Any:
+    """Call `method` of `owner` with `arguments`, and return its result."""
+    positional = [value for key, value in arguments.items() if isinstance(key, int)]
+    return method(owner, *positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
 
-    def find_inputs(self) -> dict[Any, torch.Tensor]:
-        """Return the tensors that need a gradient."""
-        return {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and one.requires_grad}
 
-    def find_made(self, given: "Arguments") -> dict[Any, torch.Tensor]:
-        """Return the tensors that were computed from `given`: those that may have a gradient and are not in `given`.
-
-        Parameters were not computed, and must not be emptied.
-        """
-        known = {id(one) for one in given.values.values()}
-        tensors = {key: one for key, one in self.values.items() if isinstance(one, torch.Tensor) and id(one) not in known}
-        return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
+def _find_made(given: Arguments, reached: Arguments) -> dict[int | str, torch.Tensor]:
+    """Return the tensors in `reached` that were computed from `given`: floating-point ones, but no parameters."""
+    known = {id(one) for one in given.values()}
+    tensors = {key: one for key, one in reached.items() if isinstance(one, torch.Tensor) and id(one) not in known}
+    return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
 
 
 class _Reached(BaseException):
-    """Raised when a recompute reaches the submodule, to end it. Not an `Exception`, so that no handler catches it."""
+    """Ends a recompute that has reached the submodule. Not an `Exception`, so that no handler catches it."""
 
     def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
@@ -126,31 +110,30 @@ class _Reached(BaseException):
 
 
 class _Runs:
-    """Forwards of one module. At most one of them is in its first part, since such modules do not nest."""
+    """State of one module's forward in its first part. Such modules do not nest, so only one forward can be there."""
 
     def __init__(self, part: PartialRecompute, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
         self._random_use = RandomUse()
         self._take_over: Callable[[Any, Any, Arguments], Any] | None = None
-        """Replacement for the next forward of the submodule. Gets that forward, the submodule and its arguments."""
+        """Replaces the next forward of the submodule. Gets that forward, the submodule and its arguments."""
 
     def run_module(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = Arguments.of(args, kwargs)
-        inputs = given.find_inputs()
-        # If no input needs a gradient, as after frozen layers, nothing is recomputed.
+        given = collect_arguments(args, kwargs)
+        inputs = {key: one for key, one in given.items() if isinstance(one, torch.Tensor) and one.requires_grad}
+        # After frozen layers, no input needs a gradient, and nothing is recomputed.
         if is_inert() or not inputs:
             return original(module, *args, **kwargs)
-        # These live as long as the graph, and must not hold the input, which may be offloaded.
-        kept, keys = given.replace(dict.fromkeys(inputs)), tuple(inputs)
+        # `run_again` lives as long as the graph, and must not hold the input, which may be offloaded.
+        kept, keys = given | dict.fromkeys(inputs), tuple(inputs)
 
         def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self._run_again(original, module, kept.replace(dict(zip(keys, tensors, strict=True))))
+            return self._run_again(original, module, kept | dict(zip(keys, tensors, strict=True)))
 
         offload, tensors = self._get_offload(), tuple(inputs.values())
         name = f"{self._part.unit} of {type(module).__name__}"
-        # A norm before the module may be recomputed too.
-        found = offload.open_reruns.find_made()
+        found = offload.open_reruns.find_made()  # a norm before the module may be recomputed too
         begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
         rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
         with contextlib.ExitStack() as dropping:
@@ -167,7 +150,7 @@ class _Runs:
         take_over, self._take_over = self._take_over, None
         if take_over is None:
             return original(submodule, *args, **kwargs)
-        return take_over(original, submodule, Arguments.of(args, kwargs))
+        return take_over(original, submodule, collect_arguments(args, kwargs))
 
     def _end(
         self,
@@ -179,41 +162,38 @@ class _Runs:
         submodule: Any,
         reached: Arguments,
     ) -> Any:
-        """End the first part, which was `given` these arguments, and run the submodule on those that it has `reached` with.
+        """End the first part, which got the arguments `given`, and run the submodule with the arguments `reached`.
 
-        `dropping` drops saved tensors until it is closed. The submodule may be that of a copy of the part's module.
+        `dropping` drops saved tensors until it is closed. The submodule may belong to a copy of the part's module.
         """
-        made = reached.find_made(given)
+        made = _find_made(given, reached)
         outputs = self._separate(made.values())
         dropping.close()
         offload.keep_recomputed(rerun.note_outputs(outputs))
-        arguments = reached.replace(dict(zip(made, outputs, strict=True)))
+        arguments = reached | dict(zip(made, outputs, strict=True))
 
         def use() -> Any:
             with rerun.detached_outputs():
-                return arguments.call(original, submodule)
+                return call_with(original, submodule, arguments)
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
-        # Runs after all hooks of the submodule's output, and before the backward of the node that computed it. The norm before
-        # a dense MLP may be recomputed too, by a hook of the MLP's output, which is the output of `linear_fc2`. That hook is
-        # added later, and must restore the input of the MLP's first part before that part is recomputed.
+        # Runs after all hooks of the submodule's output, which may include the recompute of the norm before a dense MLP. That
+        # hook is added later, and must restore the input of the first part before this recompute.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result
 
     def _run_again(self, original: Any, module: Any, given: Arguments) -> tuple[torch.Tensor, ...]:
-        """Return the results of the first part for the arguments `given`."""
-
         def stop(_: Any, submodule: Any, reached: Arguments) -> NoReturn:
-            raise _Reached(self._separate(reached.find_made(given).values()))
+            raise _Reached(self._separate(_find_made(given, reached).values()))
 
         self._take_over = stop
         try:
             with _closed_ranges(), Patches() as patches:
                 # Wrapped again, since the modules' own forward may be restored before the last backward.
                 wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
-                given.call(original, module)
+                call_with(original, module, given)
             self._check_reached()
         except _Reached as reached:
             return reached.made
@@ -222,7 +202,6 @@ class _Runs:
         raise AssertionError  # `stop` has raised
 
     def _check_reached(self) -> None:
-        """Reject a forward that has not called the submodule, since its result has no gradient."""
         if self._take_over is not None:
             raise StateError(
                 f"The plan recomputes {self._part.unit!r}, but a forward of {type(self._part.module).__name__} did not call "
@@ -230,10 +209,10 @@ class _Runs:
             )
 
     def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return `made`, with copies in place of views that the submodule would copy itself.
+        """Return `made`, with copies in place of views that the submodule would copy itself, and save.
 
-        The submodule would save its own copies, which cannot be emptied. Transformer Engine's attention copies query, key and
-        value if they are not parts of one storage in a known order. Source: `get_qkv_layout`, Transformer Engine 2.20.
+        Transformer Engine's attention copies query, key and value if they are not parts of one storage in a known order.
+        Source: `get_qkv_layout`, Transformer Engine 2.20.
         """
         tensors = tuple(made)
         copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
@@ -245,7 +224,7 @@ class _Runs:
 
 @contextlib.contextmanager
 def _closed_ranges() -> Iterator[None]:
-    """Close the profiler ranges that Megatron opens inside and does not close on an early exit."""
+    """Close the profiler ranges that Megatron opens inside and leaves open after an exception."""
     utils = load_module("megatron.core.utils")
     open_ranges = getattr(utils, "_nvtx_range_messages", [])
     before = len(open_ranges)

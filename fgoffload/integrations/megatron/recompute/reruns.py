@@ -4,20 +4,16 @@
     backward    the function is recomputed; dropped tensors and outputs are restored; then the graph of forward runs
 
 [Note: One graph]
-Megatron's checkpoint without output runs the function without a graph, builds one in the recompute, and runs a nested backward
-through it. Here, backward uses the graph of forward, and only its saved tensors come from the recompute. So gradients are
-summed in the same order as without recompute, and results are bitwise identical for any function. The host builds no second
-graph and runs no nested backward. In exchange, each saved tensor costs the host three calls, so a function that saves dozens
-costs more. Both keep only the function's inputs, unless a custom function inside keeps tensors without `save_for_backward`.
-
-Non-reentrant `torch.utils.checkpoint` does this for tensors that a function saves. Here, the function's outputs, which other
-functions save, are dropped too, and its inputs may be offloaded. As in Megatron's checkpoints, autocast is not restored.
+Megatron's checkpoint without output builds a second graph in the recompute, and runs a nested backward through it. Here,
+backward uses the graph of forward, and only its saved tensors come from the recompute. So gradients are summed in the same
+order as without recompute, and results are bitwise identical for any function. In exchange, each saved tensor costs the host
+three calls. As in Megatron's checkpoints, autocast is not restored.
 
 [Note: Outputs]
 The storage of an output is emptied after its last use in forward. A user inside the hooks of `detached_outputs.py` has not
-saved the output, and gets the recomputed tensor. Then nothing references the storage in backward, and nothing is copied. If
-something still does, the storage is filled with a copy, which all users share. An output that was changed in place before its
-last use is not emptied, since the recompute would not repeat the change.
+saved the output, and gets the recomputed tensor. If something else still references the storage in backward, the storage is
+filled with a copy, which all users share. An output that was changed in place before its last use is not emptied, since the
+recompute would not repeat the change.
 
 [Note: Ownership]
 The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs, its
@@ -25,16 +21,15 @@ detached outputs until they are emptied, and weak references to the stand-ins. W
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
-restored. Norms, activations and linears draw none. Reading and setting three states costs the host as much as the rest of a
-rerun in forward. So the states before and after a function are compared in its first run. If they are equal, the function is
-assumed never to draw. A function that first draws in a later run would draw different numbers in backward.
+restored. That costs the host as much as the rest of a rerun in forward. So the states before and after a function are compared
+in its first run. If they are equal, the function is assumed never to draw.
 """
 
 import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,28 +41,19 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.torch_internals import pop_hooks, push_hooks
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.patching.imports import load_module
-from fgoffload.integrations.megatron.recompute.detached_outputs import DetachedOutputs, Output, StandIn, save_input, take
+from fgoffload.integrations.megatron.recompute.detached_outputs import (
+    DetachedOutputs,
+    Output,
+    StandIn,
+    make_difference_error,
+    save_input,
+    take,
+)
 
+_RANDOM = "megatron.core.tensor_parallel.random"
 
-class RandomUse:
-    """Record of which functions draw random numbers, from their first run. `default` is for functions that have not run."""
-
-    def __init__(self, *, default: bool | None = None) -> None:
-        self._default = default
-        self._draws: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-    def draws(self, function: Any) -> bool | None:
-        """Return whether `function` draws random numbers; None if it has not run yet."""
-        return self._draws.get(_find_anchor(function), self._default)
-
-    def note(self, function: Any, *, draws: bool) -> None:
-        """Record whether `function` drew random numbers in its first run."""
-        self._draws[_find_anchor(function)] = draws
-
-
-def _find_anchor(function: Any) -> Any:
-    """Return an object that all calls share: the module itself, or the code of a function that is created for each call."""
-    return function if isinstance(function, torch.nn.Module) else getattr(function, "__code__", function)
+RandomUse = weakref.WeakKeyDictionary[Any, bool]
+"""Whether functions draw random numbers, from their first run. See [Note: Random states]."""
 
 
 class Rerun:
@@ -79,8 +65,8 @@ class Rerun:
         function: Function of tensors. The same inputs and random states must give the same results.
         args: Arguments of the function.
         name: Name of the recomputed unit, for errors.
-        random_use: Record of which functions draw random numbers. With None, the random states are always saved.
-        found: Outputs of other recomputes in use. An input that is one of them is not saved.
+        random_use: Whether functions draw random numbers. None if this one draws none.
+        found: Outputs of other recomputes that forward still uses. An input that is one of them is not saved.
     """
 
     def __init__(
@@ -89,41 +75,41 @@ class Rerun:
         args: Sequence[Any],
         *,
         name: str,
-        random_use: RandomUse | None = None,
-        found: Mapping[int, Output] = MappingProxyType({}),
+        random_use: RandomUse | None,
+        found: Mapping[int, Output],
     ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
-        draws = None if random_use is None else random_use.draws(function)
-        self._note_draws = None if random_use is None or draws is not None else functools.partial(random_use.note, function)
-        """Function that records whether forward drew random numbers; None if that is known."""
-        self._states = None if draws is False else _get_states()
-        """Random states before forward; None if it draws no random numbers."""
+        self._note_draws: Callable[[bool], None] | None = None
+        """Records whether forward drew random numbers; None if that is known."""
+        self._states: tuple[Any, ...] | None = None
+        """Random states before forward; None if the function draws no random numbers."""
+        anchor = getattr(function, "__code__", function)  # a function may be created anew for each run
+        if random_use is not None and random_use.get(anchor, True):
+            self._states = _get_states()
+            if anchor not in random_use:
+                self._note_draws = functools.partial(random_use.__setitem__, anchor)
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [
             save_input(arg, place, found) if isinstance(arg, torch.Tensor) else (lambda value=arg: value) for arg in args
         ]
         self._dropped: list[tuple[weakref.ref[StandIn], torch.Size, torch.dtype] | None] = []
-        """Tensors that the function saved, in order; None for leaves, which are kept, since their owner holds them anyway."""
+        """Tensors that the function saved, in order; None for leaves, which are not dropped, since their owner holds them."""
         self._outputs: list[Output | None] = []
         """Outputs of the function, in order; None for outputs that backward does not need from here."""
         self.made: Mapping[int, Output] = {}
         """Outputs that forward still uses, by the key of their storage."""
 
-    # Forward.
-
     def __enter__(self) -> "Rerun":
-        """Start dropping tensors that autograd saves."""
         push_hooks(self._drop, take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop dropping tensors, also after an exception."""
         pop_hooks()
         note_draws, self._note_draws = self._note_draws, None
         if note_draws is not None and error is None:
             draws = not _are_equal(self._states, _get_states())
-            note_draws(draws=draws)
+            note_draws(draws)
             if not draws:
                 self._states = None
 
@@ -151,18 +137,14 @@ class Rerun:
         return DetachedOutputs(self.made, self._place)
 
     def empty_outputs(self) -> None:
-        """Free the memory of the outputs, which forward no longer needs. See [Note: Outputs].
-
-        As in Megatron's checkpoints, storages that other functions saved are emptied, and refilled before they are needed.
-        """
+        """Free the memory of the outputs, which forward no longer needs. See [Note: Outputs]."""
         self.made = {}
         for output in self._outputs:
             if output is not None:
                 output.empty()
 
     def _drop(self, tensor: torch.Tensor) -> StandIn | KeptHandle:
-        # Linears of many experts save dozens of weights and empty biases while the device waits for the host. So these are
-        # handled first, without the checks below.
+        # Linears of many experts save dozens of weights and empty biases while the device waits for the host.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
             return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
@@ -173,10 +155,8 @@ class Rerun:
         self._dropped.append((weakref.ref(packed), tensor.shape, tensor.dtype))
         return packed
 
-    # Backward.
-
     def run(self) -> None:
-        """Recompute the function, but only once. Fill emptied outputs, and pass dropped tensors to the graph.
+        """Recompute the function on the first call. Fill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
             StateError: The recompute differs from forward, or an input or saved tensor was changed in place since.
@@ -185,23 +165,22 @@ class Rerun:
         if function is None:
             return
         outputs, found = self._run(function)
-        for output, again in zip(self._outputs, outputs, strict=True):
-            if output is not None:
-                output.check(again, self._place)
-        for output, again in zip(self._outputs, outputs, strict=True):
-            if output is not None:
-                output.give_back(again)
+        pairs = [(output, again) for output, again in zip(self._outputs, outputs, strict=True) if output is not None]
+        for output, again in pairs:
+            output.check(again, self._place)
+        for output, again in pairs:
+            output.restore(again)
         for dropped, tensor in zip(self._dropped, found, strict=True):
             packed = None if dropped is None else dropped[0]()
             if packed is not None:
-                packed.tensor = tensor  # the graph keeps it as long as needed
-        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive as long as
-        # the graph, and it must not hold the inputs.
+                packed.tensor = tensor
+        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive, and it must
+        # not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
 
     def _run(self, function: Callable[..., Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
-        """Recompute `function`, and return its outputs and saved tensors, as many of each as in forward."""
+        """Recompute `function`, and return its outputs and its saved tensors, with None for leaves."""
         inputs = [take_input() for take_input in self._inputs]
         found: list[torch.Tensor | None] = []
         versions: list[int] = []
@@ -209,65 +188,40 @@ class Rerun:
         def find(tensor: torch.Tensor) -> None:
             dropped = self._dropped[len(found)] if len(found) < len(self._dropped) else None
             if dropped is not None and (tensor.shape, tensor.dtype) != dropped[1:]:
-                raise StateError(
-                    f"{self._place} saved a tensor of shape {list(tensor.shape)} and type {tensor.dtype}, but forward saved "
-                    f"shape {list(dropped[1])} and type {dropped[2]}. It must repeat its forward exactly. Keep it in the "
-                    "plan instead."
+                again, before = (
+                    f"shape {list(tensor.shape)} and type {tensor.dtype}",
+                    f"shape {list(dropped[1])} and {dropped[2]}",
                 )
+                raise make_difference_error(self._place, f"saved a tensor of {again}", f"saved {before}")
             found.append(None if dropped is None else tensor.detach())
             versions.append(get_version(tensor))
 
         with _as_in_forward(self._states), torch.enable_grad():
-            push_hooks(find, _refuse)
+            push_hooks(find, take)
             try:
                 outputs = as_tuple(function(*inputs))
             finally:
                 pop_hooks()
         if len(found) != len(self._dropped) or len(outputs) != len(self._outputs):
-            raise StateError(
-                f"{self._place} saved {len(found)} tensors and returned {len(outputs)}, but forward saved "
-                f"{len(self._dropped)} and returned {len(self._outputs)}. It must repeat its forward exactly. Keep it in "
-                "the plan instead."
-            )
+            again = f"saved {len(found)} tensors and returned {len(outputs)}"
+            before = f"saved {len(self._dropped)} and returned {len(self._outputs)}"
+            raise make_difference_error(self._place, again, before)
         for saved, version in zip(found, versions, strict=True):
-            # As autograd would check it. The function may change other tensors, the same way in both runs.
+            # As autograd would check it. The function may change tensors that it did not save.
             if saved is not None and get_version(saved) != version:
                 raise StateError(
                     f"A tensor of shape {list(saved.shape)} that {self._place} saved was changed in place afterwards. Change a "
-                    "clone of it, or keep the unit in the plan."
+                    "clone of it, or use 'keep' for the unit in the plan."
                 )
         return outputs, found
 
 
-class OpenReruns:
-    """Registry of recomputes whose outputs are in use. Holds only weak references.
-
-    In one layer, these are its norm, and nested in that the recomputes of its attention or its experts.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[weakref.ref[Rerun]] = []
-
-    def open(self, rerun: Rerun) -> None:
-        """Register `rerun` when forward begins to use its output."""
-        # A forward that raised has not closed its entries.
-        self._found = [reference for reference in self._found if reference() is not None]
-        self._found.append(weakref.ref(rerun))
-
-    def close(self, rerun: Rerun) -> None:
-        """Remove `rerun` once forward no longer uses its output."""
-        self._found = [reference for reference in self._found if reference() is not rerun]
+class OpenReruns(weakref.WeakSet[Rerun]):
+    """Recomputes whose outputs forward still uses, such as a layer's norm and its attention."""
 
     def find_made(self) -> Mapping[int, Output]:
-        """Return the tensors in use by the key of their storage, or none if our hooks would interfere with other hooks."""
-        if not self._found or is_inert():
-            return {}
-        found = [rerun.made for rerun in (reference() for reference in self._found) if rerun is not None]
-        return found[0] if len(found) == 1 else {key: one for made in found for key, one in made.items()}
-
-
-def _refuse(_: None) -> torch.Tensor:
-    raise StateError("Backward reached the graph of a recompute, which must never run. Please report it.")
+        """Return the outputs in use by the key of their storage, or none where saved-tensor hooks must do nothing."""
+        return {} if is_inert() else {key: one for rerun in self for key, one in rerun.made.items()}
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
@@ -276,25 +230,25 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 
 def _get_states() -> tuple[Any, ...]:
-    """Return the random states of host and device, and of Megatron's tracker by name."""
-    states: tuple[Any, ...] = _get_random()._get_all_rng_states()  # noqa: SLF001 - the only name
+    """Return the random states of the CPU, the GPU, and Megatron's tracker."""
+    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - the only name
     return states
 
 
 @contextlib.contextmanager
 def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw from `states` inside the context, without affecting draws outside. With None, do nothing."""
+    """Draw from `states` inside the context, if any, without affecting draws outside."""
     if states is None:
         yield
         return
-    random = _get_random()
+    random = load_module(_RANDOM)
     with random._fork_rng():  # noqa: SLF001 - the only name
         random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
         yield
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether no number was drawn between two random states. States without values (CUDA graphs) are never equal."""
+    """Return whether two random states are equal. States of CUDA graphs have no values, and are never equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -302,7 +256,3 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return all(map(_are_equal, one, other))
     return False
-
-
-def _get_random() -> Any:
-    return load_module("megatron.core.tensor_parallel.random")
