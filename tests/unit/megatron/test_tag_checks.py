@@ -19,7 +19,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
     ("tag", "values", "says"),
     [
         ("core_attn", FULL, "'core_attn' and --recompute-method uniform exclude each other"),
-        ("mlp_norm", {**FULL, **EXPERTS}, "Give layer_input in its place"),
+        ("mlp_norm", {**FULL, **EXPERTS}, "Give layer_input instead"),
         ("layer_input", {}, "Give --recompute-granularity full"),
         ("layer_input", {"recompute_granularity": "selective"}, "Give --recompute-granularity full"),
         ("expert_fc1", {"num_layers": 2}, "Give --num-experts"),

@@ -6,11 +6,11 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The reader takes the flags after the Python script in the last command that starts one. Without such a command, it takes the
-flags in arrays, and in strings that begin with a flag. It supports assignments, arrays, `+=`, `export`, quotes, variables with
-defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source`
-and loops, is skipped. One log line lists it, with the branches that depend on a variable that the file does not assign. Such a
-variable is left as written, and is empty in a condition.
+The flags are those after the Python script in the last command that starts one. Without such a command, they come from arrays
+and from strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
+arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as `source` and
+loops, is skipped, and one warning lists it. It also lists branches that depend on a variable that the file does not assign.
+Such a variable is left as written, and is empty in a condition.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Words that begin a block, with the words that end it."""
+"""Words that begin a block, and the words that end it."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _QUIET = frozenset(
     {"set", "shopt", "echo", "tee", "printf", "exit", "cd", "mkdir", "shift", "return", "fi", "done", "then", "else", "}"}
 )
-"""Commands that change no flag. They are skipped silently."""
+"""Commands that change no flag. They are skipped without a warning."""
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
@@ -43,8 +43,8 @@ _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _STARTS = re.compile(r"\.py$|^(source|\.)$")
-_BEHIND = re.compile(r"\d?>|[|&;]")
-"""Beginning of a word after the flags of a command in a string, such as `2>&1`."""
+_AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
+"""Start of a word that ends the flags of a command in a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 
@@ -58,13 +58,12 @@ def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) 
 
     Args:
         path: The file.
-        variables: Values of `$NAME` that the file does not assign; None leaves other names unknown. Bash would look them up in
-            the environment, so `os.environ` reads the file as bash would.
+        variables: Values of names that the file does not assign; with `os.environ` the file is read as bash reads it.
 
     Raises:
         ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
     """
-    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
+    text = read_text_file(path, name=f"argument file {path}", fix="Use a bash file with Megatron flags in arrays.")
     script = read_script(text, source=str(path), variables=variables)
     if script.skipped:
         logger.warning("%s is read, not run; skipped: %s.", path, ", ".join(script.skipped))
@@ -80,11 +79,10 @@ class Script:
     skipped: tuple[str, ...]
     """Commands that may change flags and were not run, each with its line."""
     variables: Variables
-    """Variables at the end of the script."""
     launched_gpus: int | None
     """Number of processes that its last command with a Python script starts, or None if unknown."""
     is_launch: bool
-    """Whether it has such a command."""
+    """Whether a command starts a Python script."""
 
     def find_num_gpus(self, source: str) -> int | None:
         """Return the number of GPUs of the launch line, otherwise the value of NUM_GPUS, or None.
@@ -93,10 +91,10 @@ class Script:
             ConfigError: NUM_GPUS is not a number.
         """
         word = self.variables.find("NUM_GPUS")
-        if self.launched_gpus is not None or not word or "$" in word:  # the script does not assign the latter's variable
+        if self.launched_gpus is not None or not word or "$" in word:  # NUM_GPUS=$N without N
             return self.launched_gpus
         if not word.isdecimal():
-            raise ConfigError(f"{source}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
+            raise ConfigError(f"{source}: NUM_GPUS={word} is not a whole number. Use for example NUM_GPUS=1024.")
         return int(word)
 
 
@@ -115,22 +113,21 @@ class _Reader:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self._source = source
         self._launched: list[str] | None = None
-        """Flags of the last command that starts a Python script."""
+        """Flags in the last command that starts a Python script."""
         self.launch: list[str] | None = None
-        """Words of that command before the script."""
+        """Words before the script in that command."""
         self.variables = Variables(source, variables)
         self.skipped: list[str] = []
 
     def collect_flags(self) -> tuple[str, ...]:
         for text in [] if self._launched else self.variables.list_texts():  # sbatch and srun take a command as a string
-            self._read_launch_text(text.split())
+            self._read_launch(text.split())
         flags = self._launched or [word for words in self.variables.list_unused() for word in words]
         if not flags:
-            raise ConfigError(f"{self._source} has no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
+            raise ConfigError(f"{self._source} has no array of flags. Write for example MODEL_ARGS=( --num-layers 4 ).")
         return tuple(flags)
 
     def read(self, items: Sequence[Word]) -> None:
-        """Read the commands in `items`."""
         for command in self._split_commands(items):
             first = command[0]
             if first.plain == "if":
@@ -153,14 +150,13 @@ class _Reader:
         elif self._assign(first):
             if rest:  # NAME=value before a command
                 self._read_command(rest)
-        elif first.plain not in _QUIET and not self._read_launch(words):
+        elif first.plain in _QUIET:
+            pass
+        elif not self._read_launch([text for word in words for text in self.variables.expand(word)]):
             self._skip(first, self.variables.expand_whole(first))
 
-    def _read_launch(self, words: list[Word]) -> bool:
+    def _read_launch(self, texts: Sequence[str]) -> bool:
         """Store the flags after a Python script, and return whether there is one."""
-        return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
-
-    def _read_launch_text(self, texts: Sequence[str]) -> bool:
         # The command of `bash -c` is one word.
         words = zip(("", *texts), texts, strict=False)
         texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
@@ -168,7 +164,7 @@ class _Reader:
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
         self.launch = texts[:script]
-        flags = itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :])
+        flags = itertools.takewhile(lambda text: not _AFTER_FLAGS.match(text), texts[script + 1 :])
         self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # as `eval` and `bash -c` do
         return True
 
@@ -200,11 +196,9 @@ class _Reader:
             self._skip_block(skipped, reason)
 
     def _test(self, condition: Sequence[Word], *, unknown: str | None = "") -> bool | None:
-        """Return whether a condition holds, or None if only running it could tell.
+        """Return whether a condition holds, or None if that is unknown.
 
-        Args:
-            condition: Its words.
-            unknown: Text of a variable that the script does not assign; None if it is not to be guessed.
+        `unknown` is the text of a variable that the script does not assign; None makes such a condition unknown.
         """
         result: bool | None = True
         decisive = False
@@ -264,7 +258,7 @@ class _Reader:
             yield command
 
     def _skip_block(self, command: Sequence[Word], name: str) -> None:
-        """Report a block as skipped if it assigns a variable, or reads or starts a script."""
+        """Report a block as skipped if it assigns a variable, or sources or starts a script."""
         if any(_find_assignment(item) or _STARTS.search(item.plain) for item in command):
             self._skip(command[0], name)
 
@@ -273,7 +267,7 @@ class _Reader:
 
 
 def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
-    """Yield the words of a command without redirections such as `2>&1` and `> log`."""
+    """Yield words, without redirections such as `2>&1` and `> log`."""
     last = Word((), 0)
     for before, item, behind in zip((last, *command), command, (*command[1:], last), strict=False):
         is_target = before.operator.startswith(("<", ">", "&"))
@@ -301,7 +295,7 @@ def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], S
 
 
 def _is_within_list(command: Sequence[Word], item: Word) -> bool:
-    """Return whether `[ condition ] && command` goes on after `item`."""
+    """Return whether `[ condition ] && command` continues after the operator `item`."""
     begins = bool(command) and command[0].plain in _BRACKETS
     return begins and (item.operator in ("&&", "||") or bool(command[-1].operator))
 
@@ -318,7 +312,7 @@ def _split_list(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Seque
 
 
 def _begins_command(before: Sequence[Word]) -> bool:
-    """Return whether a word after `before` is the first of a command."""
+    """Return whether the next word after `before` begins a command."""
     return not before or bool(before[-1].operator) or before[-1].plain in _OPENERS
 
 

@@ -1,7 +1,6 @@
-"""Rejects tags that cannot offload anything with Megatron's flags, in the commands before Megatron starts.
+"""Rejects tags that cannot offload anything with Megatron's flags, before Megatron starts.
 
-Callers of `apply` may have several models, where one has sites that another lacks. For them, tags without a site are found
-after the first step.
+Callers of `apply` may have several models with different sites, so there tags without a site are reported after the first step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,14 +20,14 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields of models whose layers are defined by something other than these flags."""
+"""Fields of models whose layers other flags or files define."""
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Reject tags that save nothing that could be offloaded.
 
     Args:
-        offload: Settings of offload.
+        offload: Offload settings.
         values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
@@ -44,7 +43,7 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+    """Reject tags whose saved tensors Megatron's selective recompute drops.
 
     Raises:
         ConfigError: A tag and a recompute module exclude each other.
@@ -54,7 +53,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Reject tags of tensors that routed experts save, if Megatron stashes these itself.
+    """Reject tags of routed experts if Megatron stashes their saved tensors itself.
 
     Raises:
         ConfigError: Names the tag and the reason.
@@ -69,19 +68,19 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
 
 def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
     if offload.offload_plan is not None:
-        return  # the plan defines what is recomputed
+        return  # the plan decides what to recompute
     is_full = values.get("recompute_granularity") == "full"
     is_uniform = is_full and values.get("recompute_method") == "uniform"
     for name in offload.offload_modules:
         if name == "layer_input" and not is_full:
             yield (
-                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full with "
-                "it, or leave it out."
+                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full, or "
+                "leave the tag out."
             )
         elif name != "layer_input" and is_uniform and name in offload.tags:
             yield (
                 f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
-                "a whole and only saves its input. Give layer_input in its place, or --recompute-method block."
+                "a whole and only saves its input. Give layer_input instead, or --recompute-method block."
             )
 
 

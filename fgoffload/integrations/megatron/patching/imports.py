@@ -1,4 +1,4 @@
-"""Imports and runs Megatron-Core without the warnings that its user cannot act on."""
+"""Imports Megatron-Core, and hides warnings that users cannot act on."""
 
 import contextlib
 import importlib
@@ -13,11 +13,10 @@ from typing import Any
 from fgoffload.errors import IntegrationError
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
-"""Environment variable. If it is 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions.
-Megatron-LM requires it for its own flag. Its effects: docs/reference/environment.md."""
+"""Environment variable that Megatron's own engine needs. See docs/reference/environment.md."""
 
 _EXPECTED_WARNINGS = (
-    # Raised at import if these optional packages are missing. Our layers need none of them.
+    # At import, about optional packages.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "absl.logging is not installed",
@@ -33,18 +32,18 @@ _EXPECTED_WARNINGS = (
     # From torch, about names of Megatron's collectives.
     "`torch.distributed.",
 )
-"""First words of warnings in megatron-core 0.16.1 to 0.19 that no flag causes and none could prevent."""
+"""Start of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
 
 _EXPECTED_LOGS = {
-    # When Megatron is imported on a machine with a CUDA toolkit and without a GPU.
+    # At import on a machine with a CUDA toolkit and no GPU.
     "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # Since 0.19, about the model that training scripts and we build.
+    # Since 0.19, about the model class of training scripts.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""First words of similar log lines, by logger."""
+"""Start of similar log lines, by logger."""
 
-_ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
-"""Warnings for Megatron's developers (torch.jit.script, moved modules), raised while its files are read."""
+_DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
+"""Warnings for Megatron's developers at import, such as about torch.jit.script and moved modules."""
 
 
 @contextlib.contextmanager
@@ -71,7 +70,11 @@ def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
 
 
 def require_torch() -> None:
-    """Import torch, or raise an IntegrationError that tells how to install it."""
+    """Import torch.
+
+    Raises:
+        IntegrationError: torch cannot be imported. Says how to install it.
+    """
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
@@ -87,9 +90,9 @@ def load_module(name: str) -> Any:
         IntegrationError: The module cannot be found.
     """
     if (loaded := sys.modules.get(name)) is not None:
-        return loaded  # called in every forward of a layer, and changing warning filters is slow
+        return loaded  # every forward of a layer calls this, and changing warning filters is slow
     with ignore_expected_warnings():
-        for category in _ABOUT_ITS_OWN_CODE:
+        for category in _DEVELOPER_WARNINGS:
             warnings.simplefilter("ignore", category)
         try:
             module: ModuleType = importlib.import_module(name)
