@@ -180,7 +180,7 @@ def test_impossible_typed_flags_are_refused(typed, message):
             DENSE,
             [
                 "file.sh: not modelled (predicted times are too short): --no-jit-fuser.",
-                "file.sh: unknown flags, which a plan ignores: --unheard-of, --recompute-granularty (--recompute-granularity?).",
+                "file.sh: unknown flags, which a plan ignores: --unheard-of, --recompute-granularty (--recompute",
             ],
         ),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),

@@ -179,7 +179,7 @@ class _LayerBuilder:
             _add_extra_bytes(segment, packed_bytes)
             for segment in _build_segments(self._recorder, self._runs, self._find_wait())
         )
-        if self._facts.has_experts_in_turn:
+        if self._facts.has_sequential_experts:
             segments = tuple(map(self._add_other_experts, segments))
         units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers, measure_gather_s)
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
