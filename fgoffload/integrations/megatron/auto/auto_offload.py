@@ -173,20 +173,20 @@ class AutoOffload(StepMeasurement):
 
     def _exchange(self) -> OffloadError | None:
         """Gather the measurements of all processes. Return the error if one failed. Collective."""
-        own: ProcessMeasurement | str
-        failure: OffloadError | None = None
+        own: ProcessMeasurement | OffloadError
         try:
             own = self._take_own()
+        except OffloadError as error:
+            own = error
         except Exception as error:  # noqa: BLE001 - other processes wait for an answer
-            own = f"{type(error).__name__}: {error}"
-            failure = (
-                error if isinstance(error, OffloadError) else OffloadError(f"the measurement failed on this process: {own}")
-            )
-            failure.__cause__ = None if failure is error else error
-        found = gather(own)
+            own = OffloadError(f"the measurement failed on this process: {type(error).__name__}: {error}")
+            own.__cause__ = error
+        found = gather(own if isinstance(own, ProcessMeasurement) else str(own))
         failed = next((one for one in found if isinstance(one, str)), None)
+        if isinstance(own, OffloadError):
+            return own
         if failed is not None or self.call is None:
-            return failure or OffloadError(f"the measurement failed on another rank: {failed}")
+            return OffloadError(f"the measurement failed on another rank: {failed}")
         measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,

@@ -19,7 +19,6 @@ are neither timed nor measured. The first plan is kept if the warm step would ex
 plan or it is the same, and if the second plan takes more memory than both the budget and the first plan.
 """
 
-import bisect
 import collections
 import dataclasses
 from collections.abc import Mapping
@@ -170,20 +169,18 @@ class MeasuredStep:
         leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
         ordered = [_order_layers(model) for model in models]
 
-        def choose(count: int) -> Layers:
-            return frozenset(layer for layers in ordered for layer in layers[:count])
-
-        def count_missing(count: int) -> int:
-            staying = choose(count)
-            actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in staying}
-            return simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
-
-        if (missing_bytes := count_missing(0)) > 0:
-            raise PlanError(
-                f"Even with everything offloaded, a step without recompute exceeds the budget by {format_bytes(missing_bytes)}."
-            )
-        counts = range(1, max(map(len, ordered)) + 1)
-        return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))
+        staying: Layers = frozenset()
+        for count in range(max(map(len, ordered)) + 1):
+            chosen = frozenset(layer for layers in ordered for layer in layers[:count])
+            actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in chosen}
+            missing_bytes = simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
+            if missing_bytes > 0 and not chosen:
+                missing = format_bytes(missing_bytes)
+                raise PlanError(f"Even with everything offloaded, a step without recompute exceeds the budget by {missing}.")
+            if missing_bytes > 0:
+                break
+            staying = chosen
+        return staying
 
     def _make_models(self, microbatches: int) -> tuple[RankModel, ...]:
         # The slowest link, since any slow process delays the step.

@@ -32,6 +32,9 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
     """
+    elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
+    if elements < 0:
+        raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Pass a number of elements, for example 1048576.")
     sizes = {
         f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}", needs_unit=True)
         for name in ("window", "prefetch")
@@ -40,7 +43,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     return Assumptions(
         state=make_parameter_state(values, has_optimizer=has_optimizer),
         policy=TransferPolicy(**sizes),
-        min_offloaded_numel=_find_min_offloaded_numel(values),
+        min_offloaded_numel=elements,
         execution=Execution(
             has_fused_dropout_add=values.get("bias_dropout_fusion", True),
             has_fused_gradient_accumulation=values.get("gradient_accumulation_fusion", True),
@@ -119,10 +122,3 @@ def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]
     return DTYPE_BYTES[dtype]
-
-
-def _find_min_offloaded_numel(values: Mapping[str, Any]) -> int:
-    elements = int(values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE))
-    if elements < 0:
-        raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Pass a number of elements, for example 1048576.")
-    return elements

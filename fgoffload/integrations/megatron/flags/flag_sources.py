@@ -22,7 +22,6 @@ class FlagSources:
     """Source of each given flag, by all spellings of the flag."""
 
     def __str__(self) -> str:
-        """Return all sources."""
         return " and ".join(self.places)
 
     def refuse(self, message: str) -> ConfigError:

@@ -94,14 +94,10 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
         own_flags: Flags that other code reads from the same source, for suggestions after typing errors.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
-    for spellings in _NUMBERS.split():
-        parser.add_argument(*map(to_flag, spellings.split(",")), type=whole_number)
-    for spellings in _SWITCHES.split():
-        parser.add_argument(*map(to_flag, spellings.split(",")), action=argparse.BooleanOptionalAction)
-    for name in _REALS.split():
-        parser.add_argument(to_flag(name), type=number)
-    for name in _TEXTS.split():
-        parser.add_argument(to_flag(name))
+    tables = ((_NUMBERS, {"type": whole_number}), (_SWITCHES, {"action": argparse.BooleanOptionalAction}))
+    for table, options in (*tables, (_REALS, {"type": number}), (_TEXTS, {})):
+        for spellings in table.split():
+            parser.add_argument(*map(to_flag, spellings.split(",")), **options)
     for name, options in _OTHERS.items():
         parser.add_argument(to_flag(name), **options)
     add_graph_flags(parser)

@@ -81,7 +81,7 @@ def read_model_file(
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
     """
     script = read_script_file(path)
-    num_gpus = script.find_num_gpus(str(path))
+    num_gpus = script.find_num_gpus()
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
     count = found[1].world_size
     if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):

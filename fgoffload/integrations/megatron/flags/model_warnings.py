@@ -19,9 +19,6 @@ _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 
 _LARGE_VOCAB_SIZE = 131072
 """Vocabulary size for tokenizers that a plan does not open. Most recent models have 128 to 202 thousand tokens."""
 
-_MOST_SHOWN = 20
-"""Maximum number of unknown flags that a warning names."""
-
 _SCORE_SAVING_BACKENDS = ("unfused", "local")
 """Attention backends that save the scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
 
@@ -88,7 +85,5 @@ def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
             unknown.append(flag if nearest is None else f"{flag} ({nearest}?)")
     for effect, found in effects.items():
         logger.warning("%s: not modelled (%s): %s.", source, effect, " ".join(found))
-    if len(unknown) > _MOST_SHOWN:
-        unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
     if unknown:
         logger.warning("%s: unknown flags, which a plan ignores: %s.", source, ", ".join(unknown))

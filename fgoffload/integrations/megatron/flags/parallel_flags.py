@@ -111,10 +111,8 @@ def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], nu
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
         given = f"--num-gpus {num_gpus} is" if is_flag else f"the {num_gpus} GPUs of the file are"
         fix = f"--num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes"
-        if (
-            "expert_tensor_parallel_size" not in values
-            and num_gpus % math.lcm(model, experts // sizes["tensor_parallel_size"]) == 0
-        ):
+        unsharded = math.lcm(model, experts // sizes["tensor_parallel_size"])
+        if "expert_tensor_parallel_size" not in values and num_gpus % unsharded == 0:
             tensor = f"--tensor-model-parallel-size {sizes['tensor_parallel_size']}"
             fix = f"--expert-tensor-parallel-size 1 (--etp), which otherwise equals {tensor}, or {fix}"
         raise ConfigError(f"{given} not a multiple of {fewest}, which {needs}. Give {fix}.")

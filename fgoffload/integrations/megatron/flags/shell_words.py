@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from fgoffload.errors import ConfigError
 
-_LARGEST_EXPANSION = 16 * 1024 * 1024
-"""Maximum characters of all expansions in a script. Lines such as `X="$X$X"` grow exponentially."""
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 """Blanks, continuations and comments between words."""
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
@@ -183,16 +181,9 @@ class Variables:
         self._arrays: dict[str, list[str]] = {}
         self._used: set[str] = set()
         """Variables that other words expand."""
-        self._size = 0
-        self._line = 0
 
     def assign(self, name: str, word: Word, *, appends: bool) -> None:
-        """Assign the text after the `=` of `word` to `name`.
-
-        Raises:
-            ConfigError: The expansions have too many characters.
-        """
-        self._line = word.line
+        """Assign the text after the `=` of `word` to `name`."""
         if word.pieces and word.pieces[-1].kind == "array":
             words = [text for one in word.pieces[-1].inner if isinstance(one, Word) for text in self.expand(one)]
             if appends and name in self._arrays:
@@ -207,12 +198,6 @@ class Variables:
             self._scalars[name] = (self._scalars.get(name, "") if appends else "") + self.expand_whole(word)
             self._assigned.add(name)
             self._used.discard(name)
-
-    def unset(self, name: str) -> None:
-        """Forget `name`."""
-        self._scalars.pop(name, None)
-        self._assigned.discard(name)
-        self._arrays.pop(name, None)
 
     def find(self, name: str) -> str | None:
         """Return the text of `name`, or None if it is not assigned."""
@@ -273,7 +258,7 @@ class Variables:
         if match["array"]:
             if name in self._arrays or unknown is not None:
                 self._used.add(name)
-            return self._count(self._arrays.get(name, []))
+            return self._arrays.get(name, [])
         value = self._arrays[name][0] if self._arrays.get(name) else self._scalars.get(name)
         has_value = bool(value) if operation.startswith(":") or operation == "+" else value is not None
         if operation and has_value == operation.endswith("+"):
@@ -282,17 +267,8 @@ class Variables:
             return []
         if value is not None:
             self._used.add(name)
-            return self._count([value])
+            return [value]
         return [as_written if unknown is None else unknown]
-
-    def _count(self, texts: list[str]) -> list[str]:
-        self._size += sum(map(len, texts)) + len(texts)
-        if self._size > _LARGEST_EXPANSION:
-            raise ConfigError(
-                f"{self._source}, line {self._line}: variables expand to more than {_LARGEST_EXPANSION} characters. Write "
-                "their values out."
-            )
-        return texts
 
 
 def _scan_text(text: str, source: str) -> Word:

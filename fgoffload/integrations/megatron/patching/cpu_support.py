@@ -4,20 +4,19 @@
         ...  # build and train a GPTModel of the local layer spec
 
 Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
-CPU, with Gloo between processes. CUDA's random state is the CPU's, so recompute restores the state that dropout draws from. A
-stub for a missing package raises if a missing feature is used.
+CPU, with Gloo between processes. CUDA's random state is the CPU's, so recompute restores the state that dropout draws from.
 """
 
 import contextlib
 import copy
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
@@ -143,11 +142,9 @@ def _support_local_layers(support: Patches) -> None:
     support.define(router, "te_general_gemm", None)
     # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
     require_symbol(_RANDOM, "CheckpointWithoutOutput")
-    support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
-    support.define(
-        _RANDOM, "activation_recompute_forward", lambda *, activation_recompute, recompute_phase: contextlib.nullcontext()
-    )
-    support.define(_RANDOM, "fp8_autocast", _autocast_without_fp8)
+    support.define(_RANDOM, "FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False))
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        support.define(_RANDOM, name, lambda **options: contextlib.nullcontext())
     # Latent attention in 0.16.1 mistakes importable placeholders for Transformer Engine's classes.
     support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
 
@@ -179,21 +176,3 @@ class _InlineStream:
 
     def record_event(self, event: Any = None) -> "_InlineStream":
         return self
-
-
-class _NoFp8:
-    """Reports that FP8 is off."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def get_fp8_recipe() -> Any:
-        raise IntegrationError("An FP8 recipe needs Transformer Engine, which is not installed. Install it, or leave FP8 out.")
-
-
-def _autocast_without_fp8(*, enabled: bool, fp8_recipe: Any = None) -> contextlib.AbstractContextManager[None]:
-    if enabled:
-        raise IntegrationError("FP8 needs Transformer Engine, which is not installed. Install it, or leave FP8 out.")
-    return contextlib.nullcontext()

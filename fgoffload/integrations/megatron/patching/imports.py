@@ -49,24 +49,17 @@ _DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
     """Suppress the warnings that Megatron-Core raises regardless of its use."""
+
+    def accept(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(tuple(_EXPECTED_LOGS.values()))
+
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for start in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=re.escape(start))
-        for name, start in _EXPECTED_LOGS.items():
-            undo.enter_context(_without_lines(logging.getLogger(name), start))
+        for logger in map(logging.getLogger, _EXPECTED_LOGS):
+            logger.addFilter(accept)
+            undo.callback(logger.removeFilter, accept)
         yield
-
-
-@contextlib.contextmanager
-def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
-    def accept(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(start)
-
-    logger.addFilter(accept)
-    try:
-        yield
-    finally:
-        logger.removeFilter(accept)
 
 
 def require_torch() -> None:

@@ -35,7 +35,7 @@ class WatchedUnit:
     """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. If not, its input is
     kept and its saves are dropped, as in `tensor_parallel.checkpoint`."""
     sums_shared_input: bool
-    """Whether other modules use its input, and recompute sums the gradients separately. See [Note: Units that keep every bit]."""
+    """Whether others use its input, and recompute sums the gradients separately. See [Note: Units that keep every bit]."""
 
 
 LAYER_INPUT = "layer input"

@@ -6,7 +6,6 @@ recomputes nothing. Its results are bitwise identical.
 
 import contextlib
 import enum
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.profile.device_memory import count_parameter_bytes, find_device_memory
 from fgoffload.integrations.megatron.profile.measured_layers import build_chunk
-from fgoffload.integrations.megatron.profile.measured_recomputes import measure_gather_s
 from fgoffload.integrations.megatron.profile.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.recompute import layer_recompute
@@ -69,7 +67,6 @@ class StepMeasurement:
         """Patches for the recomputed units of the plan in use."""
         self._observers = observers
         self._device = device
-        self._measure_gather_s = functools.cache(functools.partial(measure_gather_s, device))
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
@@ -170,7 +167,7 @@ class StepMeasurement:
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work outside the model. Its time is not recorded."""
+        """Return a context for work outside the model, whose time is not recorded."""
         return self._recorder.apart() if self._recorder is not None and self.is_recording else contextlib.nullcontext()
 
     # Results.
@@ -212,7 +209,7 @@ class StepMeasurement:
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
         facts = {number: [self._facts[key] for key in sorted(self._facts) if key[0] == number] for number, _ in self._facts}
-        return tuple(build_chunk(recorder, number, facts[number], self._measure_gather_s) for number in sorted(facts))
+        return tuple(build_chunk(recorder, number, facts[number]) for number in sorted(facts))
 
     def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
         state = load_module("megatron.core.parallel_state")
