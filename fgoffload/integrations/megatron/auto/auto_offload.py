@@ -55,8 +55,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 KEPT_PART = 0.8
-"""Part of the budget that the first measured step may fill before its layers are offloaded. The rest is for unknown memory: the
-loss, gradients of activations, temporary tensors of the largest layer."""
+"""Part of the budget that the first measured step may fill before it offloads layers. The rest is for temporary memory."""
 
 MOST_CHECKS = 3
 """Consecutive plans whose first step is checked. See [Note: A plan that exceeds its prediction]."""

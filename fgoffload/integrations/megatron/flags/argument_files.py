@@ -88,13 +88,10 @@ class Script:
             self._read_launch(command.split())
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
+        self.is_launch = self._launch is not None
+        """Whether a command starts a Python script."""
         if not self.flags:
             raise ConfigError(f"{source} has no array of flags. Write for example MODEL_ARGS=( --num-layers 4 ).")
-
-    @property
-    def is_launch(self) -> bool:
-        """Whether a command starts a Python script."""
-        return self._launch is not None
 
     def find_num_gpus(self) -> int | None:
         """Return the number of GPUs of the launch line, otherwise the value of NUM_GPUS, or None.
@@ -162,9 +159,9 @@ class Script:
         is_open = True
         for condition, body in branches:
             holds = self._test(condition) if is_open else False
-            if is_open and self._test(condition, unknown=None) is None:
-                words = (self._variables.expand_whole(one) for one in condition)
-                reason = reason or f"if {next((word for word in words if '$' in word), '')}".strip()
+            unknown = next((text for text in map(self._variables.expand_whole, condition) if "$" in text), "")
+            if is_open and (unknown or holds is None):
+                reason = reason or f"if {unknown}".strip()
             is_open = is_open and holds is False
             if holds:
                 self._read(body)
@@ -173,11 +170,8 @@ class Script:
         if reason:
             self._skip(skipped, reason)
 
-    def _test(self, condition: Sequence[Word], *, unknown: str | None = "") -> bool | None:
-        """Return whether a condition holds, or None if that is unknown.
-
-        `unknown` is the text of a variable that the script does not assign; None makes such a condition unknown.
-        """
+    def _test(self, condition: Sequence[Word]) -> bool | None:
+        """Return whether a condition holds, or None if it cannot be evaluated. Unknown variables are empty."""
         result: bool | None = True
         decisive = False
         for is_operator, group in itertools.groupby(condition, lambda one: bool(one.operator)):
@@ -186,16 +180,14 @@ class Script:
                 joins = [word.operator for word in words if word.operator in ("&&", "||")]
                 decisive = joins[-1] == "||" if joins else decisive
                 continue
-            both = (result, self._test_one(words, unknown))
+            both = (result, self._test_one(words))
             result = decisive if decisive in both else (None if None in both else not decisive)
         return result
 
-    def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
+    def _test_one(self, words: list[Word]) -> bool | None:
         if words[-1].plain != _BRACKETS.get(words[0].plain, ""):
             return None
-        texts = [self._variables.expand_whole(word, unknown=unknown) for word in words[1:-1]]
-        if unknown is None and any("$" in text for text in texts):
-            return None
+        texts = [self._variables.expand_whole(word, unknown="") for word in words[1:-1]]
         negated = bool(texts) and texts[0] == "!"
         match texts[negated:]:
             case ["-n" | "-z" as test, *rest] if len(rest) < 2:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import operator
 import re
 import types
 import typing
@@ -19,6 +20,14 @@ from fgoffload.errors import ConfigError
 
 _LONGEST_PATTERN = 10_000
 """Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 _NEAREST_CUTOFF = 0.75
 """Minimum similarity of a suggestion, from 0 to 1 by `difflib`. Below 0.75, suggestions mislead."""
@@ -48,40 +57,39 @@ def number(text: str) -> float:
 def layer_pattern(text: str) -> int | list[int]:
     """Return `text` as a number or a list: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
 
-    Lists are computed only from literals, `+` and `*`. No code in `text` is run.
+    Runs no code in `text`. See `compute`.
     """
     try:
-        pattern: int | list[int] = _compute(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
+        pattern: int | list[int] = compute(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a whole number nor a list of them. Use one, for example 2 or [0]*1+[1]*3."
         ) from None
     return pattern
 
 
-def _compute(node: ast.expr) -> Any:
+def compute(node: ast.expr) -> Any:
+    """Return the value of an expression with integers and lists of integers. Runs no code.
+
+    Raises:
+        ValueError: The expression has something else, or a list is empty or too long.
+        TypeError: An operator does not fit its operands.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -compute(node.operand)
     if isinstance(node, ast.List):
-        elements = [_compute(element) for element in node.elts]
+        elements = [compute(element) for element in node.elts]
         if all(isinstance(element, int) for element in elements):
             return elements
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _compute(node.left), _compute(node.right)
-        if isinstance(node.op, ast.Add) and type(left) is type(right):
-            if isinstance(left, list):
-                _check_length(len(left) + len(right))
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(right, int):
-            if isinstance(left, list):
-                _check_length(len(left) * right)
-            return left * right
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        operation, operands = _OPERATIONS[type(node.op)], (compute(node.left), compute(node.right))
+        sizes = [len(one) if isinstance(one, list) else one for one in operands]
+        if any(isinstance(one, list) for one in operands) and not 0 < operation(*sizes) <= _LONGEST_PATTERN:
+            raise ValueError("an empty list, or one too long for a model")
+        return operation(*operands)
     raise ValueError("not a number or a list of them")
-
-
-def _check_length(length: int) -> None:
-    if not 0 < length <= _LONGEST_PATTERN:
-        raise ValueError("an empty list, or one too long for a model")
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
@@ -104,15 +112,13 @@ def size_pair(text: str) -> tuple[int, int]:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits."""
+    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits.
+
+    `source` is the file or command line, for errors. `known_elsewhere` are flags that other code reads from it, for suggestions
+    after typing errors.
+    """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
-        """Make a parser without flags.
-
-        Args:
-            source: File or command line with the flags, for errors.
-            known_elsewhere: Flags that other code reads from the same source, for suggestions after typing errors.
-        """
         # Absent flags set no attribute, so a config class keeps its default. Abbreviations would hide typing errors.
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.source = source

@@ -38,12 +38,7 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return `fields` with graph fields converted for the installed version's config.
-
-    Args:
-        fields: Fields of Megatron's config, with the names of 0.19.
-        known: Fields of the installed version's config.
-    """
+    """Return `fields`, named as in 0.19, with graph fields converted for a config with the fields `known`."""
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
         changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning

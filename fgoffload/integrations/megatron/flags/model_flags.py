@@ -89,15 +89,18 @@ _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefet
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser of the flags that a plan depends on. Absent flags set no value.
 
-    Args:
-        source: Source of the flags, for errors.
-        own_flags: Flags that other code reads from the same source, for suggestions after typing errors.
+    `source` is the file or command line, for errors. `own_flags` are flags that other code reads from it, for suggestions.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
-    tables = ((_NUMBERS, {"type": whole_number}), (_SWITCHES, {"action": argparse.BooleanOptionalAction}))
-    for table, options in (*tables, (_REALS, {"type": number}), (_TEXTS, {})):
+    shared: dict[str, dict[str, Any]] = {
+        _NUMBERS: {"type": whole_number},
+        _SWITCHES: {"action": argparse.BooleanOptionalAction},
+        _REALS: {"type": number},
+        _TEXTS: {},
+    }
+    for table, keywords in shared.items():
         for spellings in table.split():
-            parser.add_argument(*map(to_flag, spellings.split(",")), **options)
+            parser.add_argument(*map(to_flag, spellings.split(",")), **keywords)
     for name, options in _OTHERS.items():
         parser.add_argument(to_flag(name), **options)
     add_graph_flags(parser)

@@ -63,8 +63,7 @@ _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention in both Megatron-LM and megatron-core 0.16.1. Their defaults of `kv_lora_rank` differ, so it is
-required."""
+"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1, which disagree on `kv_lora_rank`."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """Default of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer sets it."""

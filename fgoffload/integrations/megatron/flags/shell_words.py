@@ -6,12 +6,12 @@ variables are left as written.
 
 import ast
 import bisect
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import compute
 
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 """Blanks, continuations and comments between words."""
@@ -278,29 +278,10 @@ def _scan_text(text: str, source: str) -> Word:
     return word
 
 
-_OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
     """Return the result of integer arithmetic, or the text as written if it cannot be computed."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
-        return str(_evaluate(ast.parse(named.strip().replace("/", "//"), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         return f"$(({text}))"
-
-
-def _evaluate(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError(ast.dump(node))

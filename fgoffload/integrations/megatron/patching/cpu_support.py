@@ -107,10 +107,7 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 @contextlib.contextmanager
 def _fork_if_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Switch to another random state if processes hold parts of one layer.
-
-    They draw different numbers for their parts, and the same numbers for replicated tensors. Otherwise there is one state.
-    """
+    """Switch to another random state if processes hold parts of one layer, which must draw different numbers."""
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),

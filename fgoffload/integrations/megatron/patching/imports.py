@@ -90,11 +90,8 @@ def load_module(name: str) -> Any:
         try:
             module: ModuleType = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise IntegrationError(f"{name} cannot be imported: {error}. {_name_fix(error)}") from error
+            fix = "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
+            if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
+                fix = f"Megatron-Core needs {error.name}: pip install {error.name}."
+            raise IntegrationError(f"{name} cannot be imported: {error}. {fix}") from error
     return module
-
-
-def _name_fix(error: ModuleNotFoundError) -> str:
-    if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
-        return f"Megatron-Core needs {error.name}: pip install {error.name}."
-    return "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."

@@ -181,10 +181,7 @@ class _LayerBuilder:
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Add the bytes of other sequential experts to a segment.
-
-        Backward of the last expert's first linear runs while the other experts still hold the tensors saved after theirs.
-        """
+        """Add the bytes that other sequential experts still hold in backward of the last expert's first linear."""
         if segment.name != "expert_fc1":
             return segment
         later = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))

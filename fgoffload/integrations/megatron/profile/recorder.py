@@ -1,16 +1,14 @@
 """Records a measured step: the times of segments of forward and backward, and every saved storage.
 
-A measured step offloads nothing. The recorder's hooks replace the engine's around each model, layer and site. A segment is a
-site's region, or the code between two regions. Forward is in one segment at a time, and the saved tensors that backward unpacks
-show its segment. A timed event on the compute stream separates two segments, so the host never waits, and results are bitwise
-identical.
+The recorder's hooks replace the engine's around each model, layer and site. A segment is a site's region, or the code between
+two regions. The saved tensors that backward unpacks show its segment. A timed event on the compute stream separates two
+segments, so the host never waits, and results are bitwise identical.
 
-Hooks slow the host down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So in
-the first microbatches the device is stalled before each segment of forward while the host gets ahead, and the times are the
-device's.
+Hooks slow the host down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So the
+first microbatches stall the device before each segment of forward while the host gets ahead.
 
-A measured layer without room in the budget is still offloaded. Its segments pause while the engine submits a group or returns a
-tensor. Compute may wait for copies there, and a plan counts such waits separately.
+A measured layer without room in the budget is offloaded. Its segments pause while the engine submits a group or returns a
+tensor, where compute may wait for copies. A plan counts such waits separately.
 """
 
 import contextlib
