@@ -252,7 +252,6 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _follow(self, planned: PlannedStep) -> None:
-        """Apply a plan from now on."""
         self.planned = planned
         self._seconds = self._taken_bytes = None
         self._checked = {}
@@ -358,7 +357,6 @@ class AutoOffload(StepMeasurement):
             logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
-        """Return the plan for `call` from the last measurement."""
         if self._measured is None:
             raise PlanError("No step was measured.")
         # A second plan computes its own free bytes. See [Note: Memory that a plan leaves free].

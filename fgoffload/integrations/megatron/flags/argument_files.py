@@ -34,7 +34,6 @@ _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
-"""Operators that end a command."""
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
@@ -279,7 +278,6 @@ def _split_list(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Seque
 
 
 def _begins_command(before: Sequence[Word]) -> bool:
-    """Return whether the next word after `before` begins a command."""
     return not before or bool(before[-1].operator) or before[-1].plain in _OPENERS
 
 

@@ -139,7 +139,6 @@ def _named_by_flags() -> Iterator[None]:
 
 
 def _find_balancing(values: Mapping[str, Any]) -> _Balancing:
-    """Return the first balancing loss with a coefficient."""
     kinds: list[str] = values.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficients: list[float] = values["moe_aux_loss_coeff"]
     kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")

@@ -21,9 +21,6 @@ DECIDED_BY_PLAN = frozenset(_TABLE["without effect"]["offload and recompute, whi
 
 _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["not modelled"].items() for flag in flags}
 
-_LORA = "--lora"
-"""Prefix of low-rank adapter flags in other scripts. Megatron-LM has none."""
-
 
 def has_no_effect(flag: str) -> bool:
     """Return whether `flag` changes no plan."""
@@ -33,7 +30,7 @@ def has_no_effect(flag: str) -> bool:
 def find_effect(flag: str) -> str | None:
     """Return the error of a prediction without the unmodelled `flag`, or None for any other flag."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
-    return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith(_LORA) else known
+    return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 
 
 def trains_adapters(words: Iterable[str]) -> bool:

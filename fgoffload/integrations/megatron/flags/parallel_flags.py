@@ -105,7 +105,6 @@ def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], nu
         return fewest // model
     check_count("--num-gpus" if is_flag else "the file's number of GPUs", num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
-        # Without experts, `experts` is a divisor of the model's ranks.
         needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"

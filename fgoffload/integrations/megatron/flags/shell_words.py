@@ -14,7 +14,6 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import compute
 
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
-"""Blanks, continuations and comments between words."""
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
 """End of a word outside of quotes."""

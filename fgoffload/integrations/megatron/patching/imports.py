@@ -7,7 +7,6 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from fgoffload.errors import IntegrationError
@@ -16,7 +15,6 @@ CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
 """Environment variable that Megatron's own engine needs. See docs/reference/environment.md."""
 
 _EXPECTED_WARNINGS = (
-    # At import, about optional packages.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "absl.logging is not installed",
@@ -29,7 +27,6 @@ _EXPECTED_WARNINGS = (
     "MLP requires ffn_hidden_size",
     # Since 0.19, if a config is made before its ranks.
     "Could not determine rank from torch.distributed",
-    # From torch, about names of Megatron's collectives.
     "`torch.distributed.",
 )
 """Start of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
@@ -88,10 +85,9 @@ def load_module(name: str) -> Any:
         for category in _DEVELOPER_WARNINGS:
             warnings.simplefilter("ignore", category)
         try:
-            module: ModuleType = importlib.import_module(name)
+            return importlib.import_module(name)
         except ModuleNotFoundError as error:
             fix = "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
             if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
                 fix = f"Megatron-Core needs {error.name}: pip install {error.name}."
             raise IntegrationError(f"{name} cannot be imported: {error}. {fix}") from error
-    return module

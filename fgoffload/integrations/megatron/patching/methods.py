@@ -29,8 +29,7 @@ def _wrap(original: Any, around: Callable[..., Any]) -> Any:
 def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
     """Call `around` instead of the method `name` of one object, with the method as a function, the object and the arguments.
 
-    A copy of the object gets a method bound to the copy, so it uses the copy's parameters. A method that `patches` have wrapped
-    is not wrapped again.
+    In a copy of the object, the method is bound to the copy. A method is wrapped only once by the same `patches`.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:

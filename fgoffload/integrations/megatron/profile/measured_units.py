@@ -93,7 +93,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
-    """Return whether recompute of `unit` keeps a step bitwise identical. See [Note: Units that keep every bit]."""
+    """Return whether recompute of `unit` is bitwise identical. See [Note: Units that keep every bit]."""
     return not unit.sums_shared_input or record.input_edges == 1
 
 

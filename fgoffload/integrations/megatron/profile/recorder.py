@@ -266,8 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Bytes are read only in the first microbatch, whose times do not count if there are others, since reading the counters
-        # takes longer than launching a small kernel.
+        # Only in the first microbatch, whose times do not count if there are others, since reading the counters is slow.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES

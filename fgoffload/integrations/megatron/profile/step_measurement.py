@@ -1,7 +1,6 @@
 """Measures a training step of Megatron-Core's schedules, for one rank of a profile.
 
-The integration gets a measurement before the model's first forward, so that all tags have sites. A recorded step offloads and
-recomputes nothing. Its results are bitwise identical.
+A recorded step offloads and recomputes nothing. Its results are bitwise identical.
 """
 
 import contextlib
@@ -200,7 +199,6 @@ class StepMeasurement:
         return profile
 
     def _get_rank(self) -> int:
-        """Return the pipeline rank of this process."""
         return int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
 
     def _count_bytes(self) -> int:

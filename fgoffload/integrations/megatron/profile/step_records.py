@@ -26,9 +26,8 @@ class SegmentRecord:
     born_bytes: int = 0
     """Bytes of storages that are first saved here, until backward has left the segment."""
     forward_extra_bytes: int = 0
-    """Peak device bytes of forward beyond static and saved bytes; 0 if not measured."""
     backward_extra_bytes: int = 0
-    """The same for backward."""
+    """Peak device bytes of each pass beyond static and saved bytes; 0 if not measured."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,7 +101,6 @@ class Run:
     open_modules: frozenset[str] = frozenset()
     """Units of the modules that forward is in."""
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
-    """Storages of `name_storage`, by key."""
 
     def name_storage(self, tensor: torch.Tensor) -> int:
         """Return the storage key of `tensor`, which is unique while the run exists.
