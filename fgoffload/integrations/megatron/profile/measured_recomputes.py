@@ -101,9 +101,9 @@ class UnitBuilder:
 
     def _build_permutation(self, segments: Sequence[Segment]) -> UnitModel | None:
         names = [segment.name for segment in segments]
-        tokens, permuted = (self.run.input_keys.get(tag) for tag in ("router", "expert_fc1"))
+        tokens, permuted = (self.run.input_keys.get(tag, -1) for tag in ("router", "expert_fc1"))
         # The recompute starts from the tensor that the router saves. An fp32 router saves its own copy instead.
-        if not {"router", "expert_fc1"} <= set(names) or tokens not in self.names or permuted not in self.names:
+        if tokens not in self.names or permuted not in self.names or not {"router", "expert_fc1"} <= set(names):
             return None
         token_bytes, permuted_bytes = (self.run.saved[key].size_bytes for key in (tokens, permuted))
         segment = segments[names.index("expert_fc1") - 1]
