@@ -107,7 +107,7 @@ class AutoOffload(StepMeasurement):
         """First plan of a trial, once its steps are timed."""
         self._checked: Mapping[int, int] = {}
         """Peak of the first step under the plan in use, by pipeline rank; empty if it was not checked."""
-        self._is_leaving = False
+        self._is_offloaded = False
         """Whether the measured layer in forward is offloaded."""
         self.request()
 
@@ -150,15 +150,15 @@ class AutoOffload(StepMeasurement):
         """Return a context that records a layer, and offloads it without room. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
-        self._is_leaving = recorder is not None and not (may_stay and self._has_room(recorder))
-        if recorder is None or not self._is_leaving:
+        self._is_offloaded = recorder is not None and not (may_stay and self._has_room(recorder))
+        if recorder is None or not self._is_offloaded:
             return super().find_layer(lane, chunk, number, hidden)
         watch = self._engine.watch(lane)
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region that records a site, around the engine's region if the layer is offloaded."""
-        if self._recorder is None or not self._is_leaving:
+        if self._recorder is None or not self._is_offloaded:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
 

@@ -166,13 +166,13 @@ class MeasuredStep:
         # The measured step runs without a plan.
         models = [dataclasses.replace(model, turn=Turn.CALL_BACK) for model in self._make_models(call.microbatches)]
         planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
-        leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
+        offloads = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
         ordered = [_order_layers(model) for model in models]
 
         staying: Layers = frozenset()
         for count in range(max(map(len, ordered)) + 1):
             chosen = frozenset(layer for layers in ordered for layer in layers[:count])
-            actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in chosen}
+            actions = {site: action for site, action in offloads.items() if (site.chunk, site.layer) not in chosen}
             missing_bytes = simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
             if missing_bytes > 0 and not chosen:
                 missing = format_bytes(missing_bytes)

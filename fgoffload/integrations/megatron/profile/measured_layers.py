@@ -52,7 +52,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
         if own:
             model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
-            if all(run.is_leaving for run in _list_timed(own)):
+            if all(run.is_offloaded for run in _list_timed(own)):
                 offloaded.add(one.number)
     layers = [_borrow(layer, layers, offloaded) if layer.number in offloaded else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
@@ -124,7 +124,7 @@ def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch warms up and reads device bytes.
     timed = [run for run in runs if run.microbatch > first] or runs
-    timed = [run for run in timed if not run.is_leaving] or timed
+    timed = [run for run in timed if not run.is_offloaded] or timed
     # Later microbatches may be launch-bound.
     return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
 

@@ -165,7 +165,7 @@ class StepRecorder:
         """Record the forward of a layer with the input `hidden`. `inner` is the engine's context if the layer is offloaded."""
         run = self._add_run(chunk, number=number)
         if inner is not None:
-            run.is_leaving, run.is_sampled = True, False
+            run.is_offloaded, run.is_sampled = True, False
         run.input_key, run.input_bytes = run.name_storage(hidden), hidden.untyped_storage().nbytes()
         outer, self.current_layer = self.current_layer, run
         self._switch(run.get_segment("start"), is_backward=False)
@@ -205,7 +205,7 @@ class StepRecorder:
             if record is None:
                 size_bytes = tensor.untyped_storage().nbytes()
                 record = run.saved[storage.key] = SavedRecord(storage, size_bytes, tensor.element_size(), run.open_modules)
-                if storage.key not in self._known and not run.is_leaving:
+                if storage.key not in self._known and not run.is_offloaded:
                     self._known.add(storage.key)
                     self.live_bytes += size_bytes
                     segment.born_bytes += size_bytes

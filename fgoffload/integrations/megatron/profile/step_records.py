@@ -83,7 +83,7 @@ class Run:
     """Number of the layer in the whole model, from 0; -1 outside of layers."""
     is_sampled: bool
     """Whether device bytes are read when its segments begin and end."""
-    is_leaving: bool = False
+    is_offloaded: bool = False
     """Whether the engine offloads the recorded layer, so that its times include waits for copies."""
     input_key: int | None = None
     """Storage key of the layer's input."""
