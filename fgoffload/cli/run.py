@@ -165,21 +165,21 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
                 show_line(f"warning: {remark}")
         if own.offload is None:
             return _run_trainers(request, own, is_first=is_first)
-        from fgoffload.integrations.megatron.launch import apply_to_script
+        from fgoffload.integrations.megatron.launch import apply_to_script, describe_megatron
 
         with collect_info("fgoffload.integrations.megatron") as said:
-            script = apply_to_script(own.offload, own.script_words)
+            offload = apply_to_script(own.offload, own.script_words)
         if is_first:
-            show_line(" ".join((*said, script.describe())))
+            show_line(" ".join((*said, describe_megatron())))
         try:
-            exit_code = run_script(request.script, script.words)
-            if is_first and exit_code == 0 and not script.offload.list_sites():
+            exit_code = run_script(request.script, own.script_words)
+            if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
                     f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Give a "
                     "script that trains one, or leave our flags out."
                 )
         finally:
-            _remove(script.offload)
+            _remove(offload)
         return exit_code
 
 

@@ -81,7 +81,7 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
         return warn(name, f"this process is not allowed to run on node {node}, the GPU's NUMA node", fix)
     if machine.cpus - near:
         found = f"this process may run on {len(machine.cpus)} CPUs, but the GPU's node {node} has only {len(near)} CPUs"
-        return warn(name, found, f"{fix}, or use a launcher that binds CPUs (Megatron-LM does with its own offload flag)")
+        return warn(name, found, f"{fix}, or torchrun's --numa-binding node")
     return ok(name, f"this process runs on node {node}, the GPU's NUMA node")
 
 

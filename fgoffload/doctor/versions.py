@@ -84,7 +84,7 @@ def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     if environment.get(variable) in (None, "1"):
         yield ok(name, found)
     else:
-        fix = f"unset {variable}; `fgoffload run` sets it when needed"
+        fix = f"unset {variable}; `fgoffload run` does not need it"
         yield warn(name, f"{found}: Megatron-LM refuses its own offload flags", fix)
     name, variable = "CUDA's queues", "CUDA_DEVICE_MAX_CONNECTIONS"
     found = _describe(environment, variable)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fgoffload.cuda_graphs import TRANSFORMER_ENGINE
 from fgoffload.errors import PlanError
 from fgoffload.integrations.megatron.adapter.model_config import read_facts
-from fgoffload.integrations.megatron.flags.graph_flags import TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.graphs.graph_checks import list_dropless_faults
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fgoffload.config import OffloadConfig
+from fgoffload.cuda_graphs import NO_GRAPHS
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import FlagSources
-from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS, NO_GRAPHS
+from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS
 from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 
 BYTE_VALUES = 256

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from fgoffload.cuda_graphs import FULL_ITERATION, LOCAL, TRANSFORMER_ENGINE
 from fgoffload.engine.torch_internals import clear_cublas_workspaces
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.collectives import gather
-from fgoffload.integrations.megatron.flags.graph_flags import FULL_ITERATION, LOCAL, TRANSFORMER_ENGINE
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 from fgoffload.trainer.training_arguments import TrainingArguments
 

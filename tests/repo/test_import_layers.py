@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "planner": (*BELOW_ENGINE, "output_files", "text_files", "watched", "cuda_graphs", "planner"),
     "integrations": (*ABOVE_ENGINE, "text_files", "watched", "cuda_graphs"),
     "doctor": ("errors", "units", "engine", "doctor"),
-    "trainer": (*ABOVE_ENGINE, "trainer"),
+    "trainer": (*ABOVE_ENGINE, "cuda_graphs", "trainer"),
     "benchmark": (*ABOVE_ENGINE, "output_files", "doctor", "trainer", "benchmark"),
     "cli": (*ABOVE_ENGINE, "cuda_graphs", "output_files", "text_files", "doctor", "trainer", "benchmark", "cli", "__init__"),
     "__init__": (*BELOW_ENGINE, "integrations"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fgoffload.errors import ConfigError
-from fgoffload.integrations.megatron.flags.argument_files import read_argument_file, read_script
+from fgoffload.integrations.megatron.flags.argument_files import Script, read_argument_file
 
 SCRIPT = """\
 #!/bin/bash
@@ -37,15 +37,15 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("#\n#\nA=(--x\n", r"line 3: the array that begins here has no end. Close it with \)"),
-        ("A=(--x 'open)", "line 1: a quote that is not closed"),
+        ("#\n#\nA=(--x\n", r"line 3: the array that begins here has no end. Close it"),
+        ("A=(--x 'open)", "line 1: a quote is not closed"),
         ("A=(--x)\nif true; then\n", "line 2: the block that begins here has no end. Close it with fi"),
-        ("A=1", r"has no array of flags. Write them as in: MODEL_ARGS=\( --num-layers 4 \)"),
+        ("A=1", r"has no array of flags. Write for example MODEL_ARGS=\( --num-layers 4 \)\."),
     ],
 )
 def test_what_has_no_end_is_refused_with_its_line(script: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_script(script, source="f.sh")
+        Script(script, source="f.sh")
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_na
     ],
 )
 def test_the_command_that_starts_python_sets_the_number_of_gpus(script, gpus):
-    read = read_script(script, source="f.sh")
-    assert (read.flags, read.find_num_gpus("f.sh")) == (("--bf16",), gpus)
+    read = Script(script, source="f.sh")
+    assert (read.flags, read.find_num_gpus()) == (("--bf16",), gpus)

@@ -52,8 +52,8 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
     ("flags", "message"),
     [
         ("--num-layer 4", r"x\.sh: --num-layer is an unknown flag. Did you mean --num-layers\?"),
-        ("stray", "'stray' stands where a flag should"),
-        ("--num-layers four", r"x\.sh: --num-layers 'four' is not a whole number. Give one, as in 4"),
+        ("stray", "'stray' is not a flag"),
+        ("--num-layers four", r"x\.sh: --num-layers 'four' is not a whole number. Use one, for example 4"),
         ("--num-layers 0", "--num-layers 0 is below 1. Give 1 or more"),
         ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm. Give one of them."),
         ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size 3 is not a multiple of .* = 2. Give 2"),

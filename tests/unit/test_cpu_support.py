@@ -9,6 +9,7 @@ import torch
 from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
+from fgoffload.integrations.megatron.patching.patches import Patches
 
 pytestmark = pytest.mark.skipif(not needs_cpu_support(), reason="a GPU needs no CPU support")
 ABSENT = object()
@@ -32,9 +33,17 @@ def read_symbols(names: tuple[str, ...]) -> dict[str, object]:
     return symbols
 
 
-def test_remove_restores_every_symbol() -> None:
-    with apply_cpu_support() as support:
-        names = tuple(support.names)
+def test_remove_restores_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, define = [], Patches.define
+
+    def record(patches: Patches, owner: str, name: str, value: object) -> None:
+        names.append(f"{owner.replace(':', '.')}.{name}")
+        define(patches, owner, name, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Patches, "define", record)
+        support = apply_cpu_support()
+    with support:
         during = read_symbols(names)
     before = read_symbols(names)
     with apply_cpu_support():

@@ -1,5 +1,3 @@
-import argparse
-
 import pytest
 import torch
 
@@ -23,22 +21,19 @@ def test_the_engine_is_made_for_the_gpu_of_the_rank(monkeypatch, local_rank, vis
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(script, "apply", lambda config: calls.append("applied") or apply(config))
-    apply_to_script(CONFIG, (), {"LOCAL_RANK": local_rank}).offload.remove()
+    apply_to_script(CONFIG, (), {"LOCAL_RANK": local_rank}).remove()
     assert calls == [*chosen, "applied"]
 
 
 def test_without_a_gpu_none_is_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a driver may see one that cannot be used
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("there is none"))
-    apply_to_script(CONFIG, (), {"LOCAL_RANK": "0"}).offload.remove()
+    apply_to_script(CONFIG, (), {"LOCAL_RANK": "0"}).remove()
 
 
 def test_an_error_on_the_way_leaves_nothing_applied(monkeypatch):
-    class Parser:
-        def find_values(self, words):
-            return argparse.Namespace(recompute_granularity="selective", recompute_modules=["core_attn"])
-
-    monkeypatch.setattr(script, "find_megatron_parser", Parser)
+    values = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    monkeypatch.setattr(script, "read_megatron_flags", lambda words: values)
     with pytest.raises(ConfigError, match="exclude each other"):
         apply_to_script(CONFIG, (), {})
     assert not is_replaced()

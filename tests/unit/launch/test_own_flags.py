@@ -46,7 +46,10 @@ def test_a_fraction_that_keeps_all_is_said():
     ("words", "message"),
     [
         ([*ON, "--offload-window", "1PB"], "the command line: --offload-window '1PB' is not a size"),
-        ([*ON, "--offload-prefetch"], "the command line: --offload-prefetch expected one argument. Give it after the flag"),
+        (
+            [*ON, "--offload-prefetch"],
+            "the command line: --offload-prefetch expected one argument. Write --offload-prefetch VALUE",
+        ),
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),
         (["--fine-grained-activation-offloading"], "--offload-modules is empty"),

@@ -113,7 +113,7 @@ REFUSED = {
     "--multi-latent-attention": "--kv-lora-rank is missing, and --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
-    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "num-groups 2: 3 groups cannot be chosen",
+    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is not from 1 to --moe-router-num-groups 2",
     "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is none of",
     "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of that activation",
     "--tp 2 --mtp-num-layers 1": "without --sequence-parallel is not supported with multi-token prediction.",
@@ -146,7 +146,7 @@ def test_impossible_flags_are_refused(flags):
 @pytest.mark.parametrize(
     ("left_out", "added", "message"),
     [
-        *((flag, "", f"file.sh: {flag} is missing. Give it, as in {flag} ") for flag in LEAST.split()[::2]),
+        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in LEAST.split()[::2]),
         ("--ffn-hidden-size", "", "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different"),
         ("--ffn-hidden-size", "--no-swiglu --num-experts 4", "--moe-ffn-hidden-size is missing"),
     ],
@@ -162,7 +162,7 @@ def test_a_missing_flag_is_asked_for(left_out, added, message):
         ("--seq-lenght 256", r"the command line: --seq-lenght is an unknown flag.* Did you mean --seq-length\?"),
         ("--save-intervl=3", r"the command line: --save-intervl is an unknown flag.* Did you mean --save-interval\?"),
         ("--jsn 3", r"the command line: --jsn is an unknown flag.* Did you mean --json\?"),
-        ("256", "the command line: '256' stands where a flag should"),
+        ("256", "the command line: '256' is not a flag"),
         ("--seq-length", "the command line: --seq-length expected one argument"),
         ("--seq-length 129 --cp 2", "file.sh and the command line: --seq-length 129"),
     ],
@@ -179,19 +179,19 @@ def test_impossible_typed_flags_are_refused(typed, message):
             "--lr 1e-3 --unheard-of 3 --no-jit-fuser --no-masked-softmax-fusion --save /there --recompute-granularty full",
             DENSE,
             [
-                "file.sh: not modelled, so that times err low: --no-jit-fuser.",
-                "file.sh: a plan does not know --unheard-of, --recompute-granularty (--recompute-granularity?) and",
+                "file.sh: not modelled (predicted times are too short): --no-jit-fuser.",
+                "file.sh: unknown flags, which a plan ignores: --unheard-of, --recompute-granularty (--recompute",
             ],
         ),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),
-        ("--lora-rank 16", DENSE, ["adapters are left out: memory errs low by them, and times err high: --lora-rank."]),
-        ("--tokenizer-type Llama2Tokenizer", DENSE.replace("--vocab-size", "--seed"), ["a plan assumes 32000 tokens, as in"]),
+        ("--lora-rank 16", DENSE, ["no adapters, so predicted memory is too low and times are too long): --lora-rank."]),
+        ("--tokenizer-type Llama2Tokenizer", DENSE.replace("--vocab-size", "--seed"), ["a plan assumes 32000 tokens, as for"]),
         ("--moe-token-dispatcher-type flex --tp 2", MIXTURE, ["--sequence-parallel is assumed", "deepep: its buffers are not"]),
         ("--attention-backend unfused", MIXTURE, ["--attention-backend unfused saves the attention scores"]),
         ("--transformer-impl local", MIXTURE, ["saves other tensors than Transformer Engine's layers"]),
-        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm a plan still assumes"]),
+        ("--no-moe-grouped-gemm", MIXTURE, ["without --moe-grouped-gemm, a plan still assumes"]),
         ("", MIXTURE.replace("--moe-token-dispatcher-type alltoall", ""), ["a plan assumes alltoall; Megatron's default, all"]),
-        ("--pp 2", DENSE, ["without --global-batch-size a step is 1 microbatch, as in Megatron"]),
+        ("--pp 2", DENSE, ["without --global-batch-size, a step has 1 microbatch, as in Megatron"]),
         ("--moe-token-dispatcher-type flex --no-moe-grouped-gemm", DENSE, []),  # no experts
         ("--attention-backend fused --transformer-impl transformer_engine --pp 2 --global-batch-size 16", MIXTURE, []),
     ],
@@ -211,7 +211,7 @@ def test_a_file_sets_the_number_of_gpus(tmp_path):
     path.write_text(f"MODEL_ARGS=( {DENSE} --pp 2 )\n")
     assert read_model_file(path)[1].world_size == 2  # as many as the model needs
     path.write_text(f"NUM_GPUS=many\nMODEL_ARGS=( {DENSE} )\n")
-    with pytest.raises(ConfigError, match=r"mine.sh: NUM_GPUS=many is not a whole number. Give one, as in NUM_GPUS=1024."):
+    with pytest.raises(ConfigError, match=r"mine.sh: NUM_GPUS=many is not a whole number. Use for example NUM_GPUS=1024."):
         read_model_file(path)
 
 

@@ -53,7 +53,7 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
         (
             "--tp 2",
             {"experts": None, "ffn_hidden_size": 512},
-            ["config.json: --sequence-parallel is assumed, as is usual; give --no-sequence-parallel to switch it off."],
+            ["config.json: --sequence-parallel is assumed, as is usual; --no-sequence-parallel disables it."],
         ),
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],

@@ -19,15 +19,15 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
     ("tag", "values", "says"),
     [
         ("core_attn", FULL, "'core_attn' and --recompute-method uniform exclude each other"),
-        ("mlp_norm", {**FULL, **EXPERTS}, "Give layer_input in its place"),
+        ("mlp_norm", {**FULL, **EXPERTS}, "Give layer_input instead"),
         ("layer_input", {}, "Give --recompute-granularity full"),
         ("layer_input", {"recompute_granularity": "selective"}, "Give --recompute-granularity full"),
         ("expert_fc1", {"num_layers": 2}, "Give --num-experts"),
         ("router", {}, "Give --num-experts"),
         ("shared_expert", {}, "Give --num-experts"),
         ("shared_expert", EXPERTS, "Give --moe-shared-expert-intermediate-size"),
-        ("mlp_fc1", EXPERTS, "all layers of this model have experts"),
-        ("mlp_act", {**EXPERTS, "moe_layer_freq": [1, 1]}, "all layers of this model have experts"),
+        ("mlp_fc1", EXPERTS, "needs dense layers, and this model has none. Leave it out"),
+        ("mlp_act", {**EXPERTS, "moe_layer_freq": [1, 1]}, "needs dense layers, and this model has none. Leave it out"),
         ("core_attn", {"recompute_granularity": "selective"}, "'core_attn' and --recompute-modules 'core_attn'"),
         ("expert_fc2", {**EXPERTS, "moe_paged_stash": True}, "the stash moves the experts' saved tensors to its own pages"),
         # A checkpoint says what the model is, and not what runs again.

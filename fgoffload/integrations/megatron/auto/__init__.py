@@ -1,1 +1,1 @@
-"""`--offload-modules auto`: a plan for a memory budget, made while a training runs."""
+"""`--offload-modules auto`: makes a plan for a memory budget during a training run."""

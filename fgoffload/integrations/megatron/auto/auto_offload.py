@@ -1,34 +1,32 @@
 """`--offload-modules auto`: measures the first step, and applies a plan for the memory budget from the second step on.
 
 [Note: When a plan is made]
-A step is measured with all activations on the GPU. When the next schedule begins, the optimizer has allocated all its memory
-and no activation is left. The device memory in use is then static: no plan can change it. All processes exchange their
-measurements. The first one plans, and sends the plan or the error to the others, so that all apply the same plan or raise the
-same error. A plan holds for one number and size of microbatches. All processes call a schedule with the same numbers, so each
-knows on its own when a step exceeds the plan. For more microbatches, a new plan is made at once. Larger microbatches are
-measured first.
+One step is measured with all activations on the GPU. When the next schedule begins, the optimizer has allocated its memory and
+no activation is left, so the memory in use is static. All processes exchange their measurements. The first process plans and
+sends the plan or the error to the others, so that all apply the same plan or raise the same error. A plan holds for one number
+and size of microbatches, which are the same on all processes. A step with more microbatches is planned at once. Larger
+microbatches are measured first.
 
 [Note: A step that does not fit]
 A model that needs a budget may not fit with all activations on the GPU. So a layer stays on the GPU only while the budget has
-room for it, with a reserve for memory that is not known yet. All tags of other layers are offloaded during the measurement, as
-far as host memory allows. Their bytes are the same, but their times include waits for copies. These times count only if the
-layer was offloaded in every timed microbatch, and so was every other layer of its kind in its model chunk. If that does not fit
-either, the first step fails as it would with every tag selected. A step that is measured again ([Note: Two plans] in
-`measured_plans`) must not fail, since a plan that fits is in use. So a simulation finds how many layers may stay on the GPU. If
-the step does not fit even with every layer offloaded, it is not measured.
+room for it, with a reserve for unknown memory. All tags of other layers are offloaded during the measurement, as far as host
+memory allows. Their bytes are the same, but their times include waits for copies, and count only if no other layer of the kind
+in the model chunk stayed. If even that does not fit, the first step fails as it would with every tag selected. A later
+measurement ([Note: Two plans] in `measured_plans`) must not fail, since a plan that fits is in use. So a simulation finds how
+many layers may stay on the GPU, and without such a number the step is not measured.
 
 [Note: A plan that exceeds its prediction]
-Temporary memory of operators was measured in one step, with other layers on the GPU than in later steps. So the first step
-under a plan is checked. If the allocator counted more than the budget on any rank, the next plan leaves the excess over the
-prediction free. After `MOST_CHECKS` such plans the last one is kept, with a warning.
+Temporary memory of operators is measured while other layers are on the GPU than under the plan. So the first step under a plan
+is checked. If it exceeded the budget on any rank, the next plan leaves the excess over the prediction free. After `MOST_CHECKS`
+such plans the last one is kept, with a warning.
 """
 
 import dataclasses
 import logging
+import statistics
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -39,11 +37,11 @@ from fgoffload.integrations.collectives import ask_first, gather
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.integrations.megatron.auto.measured_plans import (
+    TIMED_STEPS,
     Layers,
     MeasuredStep,
     PlannedStep,
     ProcessMeasurement,
-    StepTimes,
     TriedStep,
 )
 from fgoffload.integrations.megatron.profile.device_memory import check_static
@@ -57,21 +55,10 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 KEPT_PART = 0.8
-"""Part of the budget that a step may fill before its layers are offloaded, if no step was measured before. The rest is for
-memory that is not known yet: the loss, gradients of activations, temporary tensors of the largest layer."""
+"""Part of the budget that the first measured step may fill before it offloads layers. The rest is for temporary memory."""
 
 MOST_CHECKS = 3
 """Consecutive plans whose first step is checked. See [Note: A plan that exceeds its prediction]."""
-
-
-class _Taken(NamedTuple):
-    """Device memory of one process in the first step under a plan."""
-
-    rank: int
-    """Pipeline rank of the process."""
-    peak_bytes: int
-    beyond_bytes: int
-    """Peak device bytes beyond the prediction for the rank."""
 
 
 class AutoOffload(StepMeasurement):
@@ -79,7 +66,7 @@ class AutoOffload(StepMeasurement):
 
     Args:
         config: Settings, with the budget.
-        engine: Engine that offloads what does not fit while a step is measured.
+        engine: Engine that offloads layers without room while a step is measured.
         use_plan: Makes the integration offload by a plan.
     """
 
@@ -90,42 +77,42 @@ class AutoOffload(StepMeasurement):
         self._policy = config.transfer_policy
         self._engine = engine
         self._has_own_host = engine.device.type != "cpu"
-        """Whether host and device are distinct, so that steps can be launch-bound."""
         self.planned: PlannedStep | None = None
-        """Plan in use; None before the first plan, and while a step is measured for another."""
+        """Plan in use; None before the first plan and while a step is measured."""
         self._measured: MeasuredStep | None = None
-        """Last measured step that a plan was made from."""
         self._link: LinkProfile | None = None
         self._kept_bytes = 0
         """Bytes of parameters and gradients, if device bytes cannot be counted."""
         self._staying: Layers | None = None
-        """Layers that may stay on the GPU in a measured step; None if unknown, which keeps as many as fit."""
+        """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0
         """Seconds after the last pass of the last measured step, on this process."""
         self._steps = 0
         """Number of steps that have begun."""
         self._current: ScheduleCall | None = None
-        """Schedule call of the running step, or of the last one."""
+        """Schedule call of the running or last step."""
         self._ended_call: ScheduleCall | None = None
-        """Schedule call of the last step; None until it has ended, and if it raised."""
+        """Schedule call of the last step; None until the step has ended without an error."""
         self._taken_bytes: int | None = None
-        """Peak device bytes of the first step under the plan in use; None once checked, and if it will not be."""
+        """Peak device bytes of the first step under the plan in use, until they are checked."""
         self._left_checks = 0
         """Number of plans whose first step will still be checked."""
         self._beyond_bytes = 0
-        """Maximum number of bytes by which a step exceeded the prediction in use. All later plans leave them free."""
-        self._times: StepTimes | None = None
-        """Times of steps under the plan in use; None if no other plan is to be compared with it."""
+        """Maximum bytes by which a step exceeded its prediction. Later plans leave them free."""
+        self._seconds: list[float] | None = None
+        """Seconds of full steps under the plan in use; None if no other plan will be compared with it."""
+        self._begun_s = 0.0
+        """Start of the running step by `perf_counter`."""
         self._rival: TriedStep | None = None
-        """First plan of a trial, set once its steps are timed, while a step is measured again or a second plan is tried."""
+        """First plan of a trial, once its steps are timed."""
         self._checked: Mapping[int, int] = {}
         """Peak of the first step under the plan in use, by pipeline rank; empty if it was not checked."""
-        self._is_leaving = False
-        """Whether the layer in forward is offloaded while it is measured."""
+        self._is_offloaded = False
+        """Whether the measured layer in forward is offloaded."""
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Plan when a schedule begins after a measured step; plan again if this step or the last one exceeded the plan.
+        """Plan after a measured step, and again if this step or the last one exceeded the plan.
 
         Raises:
             PlanError: No plan fits the budget. All processes raise it.
@@ -160,45 +147,45 @@ class AutoOffload(StepMeasurement):
             self._taken_bytes = self._memory.count_peak()
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context that records a layer, and offloads it if there is no room. See [Note: A step that does not fit]."""
+        """Return a context that records a layer, and offloads it without room. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
-        self._is_leaving = recorder is not None and not (may_stay and self._has_room(recorder))
-        if recorder is None or not self._is_leaving:
+        self._is_offloaded = recorder is not None and not (may_stay and self._has_room(recorder))
+        if recorder is None or not self._is_offloaded:
             return super().find_layer(lane, chunk, number, hidden)
         watch = self._engine.watch(lane)
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
         """Return a region that records a site, around the engine's region if the layer is offloaded."""
-        if self._recorder is None or not self._is_leaving:
+        if self._recorder is None or not self._is_offloaded:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
 
     def _has_room(self, recorder: StepRecorder) -> bool:
         now_bytes = self._kept_bytes + recorder.live_bytes if self._memory is None else self._memory.count_allocated()
-        # If a simulation chose the layers that stay, the budget only limits the damage of a wrong choice.
+        # After a simulation chose the layers, this check only limits the damage of a wrong choice.
         part = KEPT_PART if self._staying is None else 1.0
         return now_bytes + recorder.largest_layer_bytes <= part * self._budget_bytes
 
     # Planning.
 
     def _exchange(self) -> OffloadError | None:
-        """Gather what all processes measured in the last step. Return the error if one failed. All processes do the same."""
-        own: ProcessMeasurement | str
-        failure: OffloadError | None = None
+        """Gather the measurements of all processes. Return the error if one failed. Collective."""
+        own: ProcessMeasurement | OffloadError
         try:
             own = self._take_own()
-        except Exception as error:  # noqa: BLE001 - other processes wait for an answer after any error
-            own = f"{type(error).__name__}: {error}"
-            failure = (
-                error if isinstance(error, OffloadError) else OffloadError(f"the measurement failed on this process: {own}")
-            )
-            failure.__cause__ = None if failure is error else error
-        found = gather(own)
+        except OffloadError as error:
+            own = error
+        except Exception as error:  # noqa: BLE001 - other processes wait for an answer
+            own = OffloadError(f"the measurement failed on this process: {type(error).__name__}: {error}")
+            own.__cause__ = error
+        found = gather(own if isinstance(own, ProcessMeasurement) else str(own))
         failed = next((one for one in found if isinstance(one, str)), None)
+        if isinstance(own, OffloadError):
+            return own
         if failed is not None or self.call is None:
-            return failure or OffloadError(f"the measurement failed on another rank: {failed}")
+            return OffloadError(f"the measurement failed on another rank: {failed}")
         measured = MeasuredStep(
             processes=tuple(one for one in found if not isinstance(one, str)),
             call=self.call,
@@ -211,18 +198,18 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _take_own(self) -> ProcessMeasurement:
-        rank = self.take_profile()  # first, since it ends the time after the step's last pass
+        rank = self.take_profile()  # first, since it measures until now
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
         if self._rival is not None:
-            # An evaluation or checkpoint after the step does not count: the median of the steps that it is compared with has
-            # none either. Plans do not change the time after the last pass.
+            # Excludes an evaluation or checkpoint after the step, as the median of the compared steps does. Plans do not change
+            # the time after the last pass.
             rank = dataclasses.replace(rank, step_end_s=min(rank.step_end_s, self._step_end_s))
         self._step_end_s = rank.step_end_s
         return ProcessMeasurement(rank=rank, link=self._link, host_budget_bytes=self._engine.arena.budget_bytes)
 
     def _plan(self, call: ScheduleCall) -> None:
-        """Plan for `call`, or have its step measured if its microbatches are larger than the measured ones."""
+        """Plan for `call`, or measure its step if its microbatches are larger than the measured ones."""
         self.forget()
         self._rival = None
         measured = self._measured
@@ -236,14 +223,14 @@ class AutoOffload(StepMeasurement):
             raise failure
 
     def _measure(self, staying: Layers | None) -> None:
-        """Measure the step that begins now. The layers `staying` stay on the GPU; None keeps as many as there is room for."""
+        """Measure the step that begins now with `staying` on the GPU; None keeps as many layers as there is room for."""
         self._staying = staying
         self.apply(NOTHING)
-        self.planned = self._times = self._taken_bytes = None
+        self.planned = self._seconds = self._taken_bytes = None
         self.request()
 
     def _try_to_plan(self, call: ScheduleCall) -> OffloadError | None:
-        """Apply the fastest plan for `call`. If there is none, change nothing and return why. All processes do the same."""
+        """Apply the fastest plan for `call`. Without one, change nothing and return the reason. Collective."""
 
         def solve() -> PlannedStep | PlanError:
             try:
@@ -260,35 +247,36 @@ class AutoOffload(StepMeasurement):
         self._follow(planned)
         self._beyond_bytes = planned.free_bytes
         if self._has_own_host:
-            self._times = StepTimes(perf_counter())
+            self._seconds, self._begun_s = [], perf_counter()
         logger.info("%s", planned.describe(self._budget_bytes))
         return None
 
     def _follow(self, planned: PlannedStep) -> None:
-        """Apply a plan from now on."""
         self.planned = planned
-        self._times = self._taken_bytes = None
+        self._seconds = self._taken_bytes = None
         self._checked = {}
         self.apply(planned.plan)
         if self._memory is not None:
-            self._memory.take_peak()  # so that the next peak is this plan's
+            self._memory.take_peak()  # the next peak is this plan's
 
     def _look_at(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """Time and check the step that ended before `call`, for which a plan is in use."""
-        if self._times is not None:
-            self._times.note_end(perf_counter(), is_full=self._ended_call == planned.call)
+        if self._seconds is not None:
+            begun_s, self._begun_s = self._begun_s, perf_counter()
+            if self._ended_call == planned.call:
+                self._seconds.append(self._begun_s - begun_s)
         if self._taken_bytes is not None:
             self._check(planned, self._taken_bytes)
-        elif self._times is not None:
-            self._compare(planned, self._times.median_s, call)
+        elif self._seconds is not None and len(self._seconds) > TIMED_STEPS:
+            self._compare(planned, statistics.median(self._seconds[1:]), call)  # the allocator adapts in the first
 
-    def _compare(self, planned: PlannedStep, step_s: float | None, call: ScheduleCall) -> None:
+    def _compare(self, planned: PlannedStep, step_s: float, call: ScheduleCall) -> None:
         """Measure again once the first plan is timed. Choose the faster plan once both are timed."""
-        if step_s is None or (self._left_checks and self._memory is not None):
+        if self._left_checks and self._memory is not None:
             return
         if self._rival is None and call != planned.call:
-            return  # a step with fewer microbatches is not the planned one; the next may be
-        # All processes have timed the same steps, and a step takes as long as on the slowest process.
+            return  # measures only a full step
+        # All processes have timed the same steps. The slowest process determines the step time.
         tried = Tried(peak_bytes=max(self._checked.values(), default=0), step_s=max(gather(step_s)))
         if self._rival is None:
             self._measure_again(TriedStep(planned=planned, tried=tried, peaks=self._checked))
@@ -299,35 +287,35 @@ class AutoOffload(StepMeasurement):
         stays = "second" if is_better else "first"
         logger.info("%s: keeping the %s", describe_tried(rival.tried, tried, made=made), stays)
         if is_better:
-            self._times = self._rival = None
+            self._seconds = self._rival = None
         else:
             self._return(rival)
 
     def _measure_again(self, first: TriedStep) -> None:
-        """Measure the step that begins, now that all is warm. Keep the first plan if that would exceed the budget."""
+        """Measure the step that begins, now warm. Keep the first plan if the step would exceed the budget."""
         measured, free_bytes = self._measured, self._beyond_bytes
-        self._times = None
+        self._seconds = None
         if measured is None:
             return
         call = first.planned.call
         try:
             staying = ask_first(lambda: measured.find_staying(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes))
         except OffloadError as error:
-            logger.warning("keeping the plan %s: no step after warm-up was measured. %s", first.planned.origin, error)
+            logger.warning("keeping the plan %s: no step was measured after warm-up. %s", first.planned.origin, error)
             return
         self._rival = first
         self._measure(staying)
 
     def _plan_again(self, first: TriedStep) -> None:
-        """Plan from the step that was measured warm, and try that plan. Return to the first plan if there is none."""
+        """Plan from the warm measurement, and try that plan. Return to the first plan without one."""
         former = self._measured
-        # The exchange also tells the other processes if the step did not end on one of them.
         failure = self._exchange() or self._try_to_plan(first.planned.call)
         if failure is not None:
-            # The bytes that steps took beyond the prediction belong to the measurement of the first plan, so both are restored.
             self._measured = former
-            words = "keeping the plan %s: step %d was measured after warm-up, but no plan was found. %s"
-            logger.warning(words, first.planned.origin, self._steps - 1, failure)
+            logger.warning(
+                "keeping the plan %s: step %d was measured after warm-up, but no plan was found. %s",
+                *(first.planned.origin, self._steps - 1, failure),
+            )
             self._return(first)
         elif self.planned is not None and self.planned.plan.actions == first.planned.plan.actions:
             logger.info("the plan %s is the same: keeping the first", self.planned.origin)
@@ -336,21 +324,20 @@ class AutoOffload(StepMeasurement):
             self._left_checks = 1
 
     def _return(self, first: TriedStep) -> None:
-        """Return to the first plan of a trial, for good."""
+        """Return to the first plan of a trial, and end the trial."""
         self.forget()
         self._left_checks, self._rival = 0, None
         self._follow(first.planned)
 
     def _check(self, planned: PlannedStep, taken_bytes: int) -> None:
-        """Plan again if the first step under a plan exceeded the budget on any process. All processes know all peaks."""
+        """Plan again if the first step under a plan exceeded the budget on any process. Collective."""
         self._taken_bytes = None
         self._left_checks -= 1
-        beyond_bytes = taken_bytes - planned.peaks[self._get_rank()]
-        taken = gather(_Taken(rank=self._get_rank(), peak_bytes=taken_bytes, beyond_bytes=beyond_bytes))
-        peak_bytes = max(one.peak_bytes for one in taken)
-        self._checked = {rank: max(one.peak_bytes for one in taken if one.rank == rank) for rank in planned.peaks}
-        # Counts within the budget too, since the next plan may use all of it.
-        self._beyond_bytes = max(self._beyond_bytes, *(one.beyond_bytes for one in taken))
+        found = gather((self._get_rank(), taken_bytes))
+        peak_bytes = max(one_bytes for _, one_bytes in found)
+        self._checked = {rank: max(one_bytes for one, one_bytes in found if one == rank) for rank in planned.peaks}
+        # Counts below the budget too, since the next plan may use all of it.
+        self._beyond_bytes = max(self._beyond_bytes, *(self._checked[rank] - planned.peaks[rank] for rank in planned.peaks))
         if self._rival is not None and peak_bytes > max(self._budget_bytes, self._rival.tried.peak_bytes):
             logger.info("a step under the plan %s took %s: keeping the first", planned.origin, format_bytes(peak_bytes))
             self._return(self._rival)
@@ -370,9 +357,8 @@ class AutoOffload(StepMeasurement):
             logger.warning("%s, but no other plan was found: keeping it. %s", above, failure)
 
     def _solve(self, call: ScheduleCall) -> PlannedStep:
-        """Return the plan for `call` from the last measurement."""
         if self._measured is None:
             raise PlanError("No step was measured.")
-        # A plan from a trial's measurement finds its own free bytes. See [Note: Memory that a plan leaves free].
+        # A second plan computes its own free bytes. See [Note: Memory that a plan leaves free].
         free_bytes = self._beyond_bytes if self._rival is None else 0
         return self._measured.plan(call, budget_bytes=self._budget_bytes, free_bytes=free_bytes, known=self._rival)

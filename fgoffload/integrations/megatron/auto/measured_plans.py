@@ -1,39 +1,33 @@
-"""Makes plans during training, from a step that all processes measured, and times the steps under each of two plans.
+"""Makes plans during training, from a step that all processes measured.
 
 [Note: Memory that a plan leaves free]
-The next plan leaves free the bytes that steps took beyond their prediction. A prediction belongs to one measurement. The
-prediction from the first step may be far too high, because host memory was still being pinned and offloads were slow. So we
-keep the peaks of steps under a plan, not their difference from an older prediction. The newer measurement predicts the same
-plan again, and its plans leave the difference free.
+The next plan leaves free the bytes by which steps exceeded their prediction. A prediction belongs to one measurement, and the
+one from the first step may be far too high: host memory was still being pinned, and offloads were slow. So the peaks of steps
+are kept, not their difference from an older prediction. The newer measurement predicts the same plan again, and its plans leave
+the difference free.
 
 [Note: Two plans]
-The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned during offload. Its
-times include all that. The plan from them applies from the second step on, and a few of its steps are timed. Then one more step
-is measured in the same way, now warm. A second plan is made from it, with the overhead during copies that the timed steps
-showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). A few steps under it are timed too, and
-the faster plan is kept. Every step is a real training step: results are bitwise identical. A step lasts until the next
-one begins, including everything that the script does in between. The median ignores one step that an evaluation or checkpoint
-follows. The first step under a plan is not timed, since the allocator adapts in it.
+The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned. Its times include all that.
+The plan from them applies from the second step on, and a few of its steps are timed. Then one more step is measured, now warm.
+A second plan is made from it, with the overhead during copies that the timed steps showed ([Note: Cost of copies on a
+launch-bound host] in `planner/host_overhead.py`). It is timed too, and the faster plan is kept. All steps are training steps
+with bitwise identical results. A step lasts until the next one begins, including the script's work in between. The first step
+under a plan is not timed, since the allocator adapts, and the median ignores one step with an evaluation or checkpoint.
 
-[Note: What ends a trial]
-A step with more or larger microbatches than planned ends a trial. A repeated measurement that was not used is then dropped, and
-a new trial starts with a plan for that step. Smaller steps are neither timed nor measured; they run under the plan in use. The
-first plan is kept if the repeated step would exceed the budget, fails or has no profile, if it leads to no plan or to the
-same one, and if the second plan takes more memory than both the budget and the first plan.
+A step with more or larger microbatches than planned ends a trial, and a new one starts with a plan for that step. Smaller steps
+are neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails, if there is no second
+plan or it is the same, and if the second plan takes more memory than both the budget and the first plan.
 """
 
-import bisect
 import collections
 import dataclasses
-import statistics
 from collections.abc import Mapping
 
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.integrations.megatron.adapter.measurement import ScheduleCall
 from fgoffload.plan import Action, OffloadPlan
 from fgoffload.planner.host_overhead import fit_slowdown_to_step, slow_down
-from fgoffload.planner.ranks.layer_model import Segment
-from fgoffload.planner.ranks.rank_model import RankModel, Turn
+from fgoffload.planner.ranks.rank_model import NumberedLayer, RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import MegatronFlags
 from fgoffload.planner.solving.solver import count_planned_bytes, solve_leaving_free
@@ -48,34 +42,12 @@ Layers = frozenset[tuple[int, int]]
 """Layers, by chunk and number."""
 
 TIMED_STEPS = 3
-"""Number of timed steps of each plan, after its first step. A median of three ignores one outlier; more would cost time."""
-
-
-class StepTimes:
-    """Times the steps under the plan in use, on this process. All times are seconds of one monotonic clock."""
-
-    def __init__(self, now_s: float) -> None:
-        self._begun_s = now_s
-        self._seconds: list[float] = []
-        self._steps = 0
-
-    def note_end(self, now_s: float, *, is_full: bool) -> None:
-        """Record that a step has ended and the next one begins. It is timed if it had all the microbatches of the plan."""
-        if is_full:
-            self._steps += 1
-            if self._steps > 1:
-                self._seconds.append(now_s - self._begun_s)
-        self._begun_s = now_s
-
-    @property
-    def median_s(self) -> float | None:
-        """Return the median seconds of a step; None until enough steps were timed."""
-        return statistics.median(self._seconds) if len(self._seconds) >= TIMED_STEPS else None
+"""Timed steps of each plan, after its first step. A median of three ignores one outlier."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMeasurement:
-    """Measurement of one process."""
+    """Profile, link and host memory of one process."""
 
     rank: RankProfile
     link: LinkProfile
@@ -89,24 +61,24 @@ class PlannedStep:
     plan: OffloadPlan
     """Plan for all ranks."""
     call: ScheduleCall
-    """Largest step that the plan is for."""
+    """Maximum step that the plan is for."""
     peaks: Mapping[int, int]
     """Predicted peak device bytes, by pipeline rank."""
     step_s: float
     """Predicted seconds of the step."""
     free_bytes: int
-    """Bytes of the budget that the plan leaves free, since steps took more than predicted."""
+    """Bytes of the budget that the plan leaves free. See [Note: Memory that a plan leaves free]."""
     measured_step: int
-    """Number of the measured training step that the plan is made from, counted from 1."""
+    """Training step that the plan is made from, from 1."""
 
     @property
     def peak_bytes(self) -> int:
-        """Return the highest peak of any rank."""
+        """Maximum peak over the ranks."""
         return max(self.peaks.values())
 
     @property
     def origin(self) -> str:
-        """Return which step the plan is made from, for a log."""
+        """Text for a log: the step that the plan is made from."""
         return "of the first step" if self.measured_step == 1 else f"of step {self.measured_step}"
 
     def describe(self, budget_bytes: int) -> str:
@@ -121,7 +93,7 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedStep:
-    """A plan that was in use, and the time and peaks of steps under it."""
+    """A plan, and the time and peaks of steps under it."""
 
     planned: PlannedStep
     tried: Tried
@@ -135,16 +107,15 @@ class MeasuredStep:
 
     processes: tuple[ProcessMeasurement, ...]
     call: ScheduleCall
-    """Schedule call of the step."""
     number: int
-    """Number of the training step, counted from 1."""
+    """Number of the training step, from 1."""
     device_type: str
     policy: TransferPolicy
 
     def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
-        """Return this step with the larger temporary bytes of each segment, of this step and of an older one.
+        """Return this step with the maximum temporary bytes of each segment in this step and an older one.
 
-        The temporary bytes of an offloaded layer are unknown. With little room, it may have stayed only in the older step.
+        Temporary bytes of an offloaded layer are unknown. It may have stayed on the GPU only in the older step.
         """
         processes = [
             dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
@@ -159,8 +130,8 @@ class MeasuredStep:
             call: Step to plan for.
             budget_bytes: Device bytes of each rank.
             free_bytes: Bytes of the budget that are left free in any case.
-            known: Time and peaks of steps under an older plan for `call`. They determine the overhead of the host and any
-                further bytes to leave free. See [Note: Memory that a plan leaves free].
+            known: Older plan for `call`, which shows the overhead of the host and further bytes to leave free. See [Note:
+                Memory that a plan leaves free].
 
         Raises:
             PlanError: No plan fits, or the older plan does not apply to the layers.
@@ -185,9 +156,9 @@ class MeasuredStep:
         )
 
     def find_staying(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int) -> Layers:
-        """Return the most layers that may stay on the GPU of each rank when a step is measured again. The rest are offloaded.
+        """Return the maximum set of layers that may stay on the GPU when a step is measured again. The rest are offloaded.
 
-        Times come from layers that stayed, if there are any. So one layer of each kind stays first, then another, and so on.
+        Layers that stay have better times, so the set has one layer of each kind first, then a second of each, and so on.
 
         Raises:
             PlanError: The step exceeds the budget even if all layers are offloaded.
@@ -195,27 +166,24 @@ class MeasuredStep:
         # The measured step runs without a plan.
         models = [dataclasses.replace(model, turn=Turn.CANCEL) for model in self._make_models(call.microbatches)]
         planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
-        leaving = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
+        offloads = MegatronFlags(offload_modules=default_tags().names).make_plan(models).actions
         ordered = [_order_layers(model) for model in models]
 
-        def choose(count: int) -> Layers:
-            return frozenset(layer for layers in ordered for layer in layers[:count])
-
-        def count_missing(count: int) -> int:
-            """Return the missing bytes of the budget if `count` layers of each rank stay on the GPU."""
-            staying = choose(count)
-            actions = {site: action for site, action in leaving.items() if (site.chunk, site.layer) not in staying}
-            return simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
-
-        if (missing_bytes := count_missing(0)) > 0:
-            raise PlanError(
-                f"Even with everything offloaded, a step without recompute exceeds the budget by {format_bytes(missing_bytes)}."
-            )
-        counts = range(1, max(map(len, ordered)) + 1)
-        return choose(bisect.bisect_left(counts, x=True, key=lambda count: count_missing(count) > 0))
+        staying: Layers = frozenset()
+        for count in range(max(map(len, ordered)) + 1):
+            chosen = frozenset(layer for layers in ordered for layer in layers[:count])
+            actions = {site: action for site, action in offloads.items() if (site.chunk, site.layer) not in chosen}
+            missing_bytes = simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
+            if missing_bytes > 0 and not chosen:
+                missing = format_bytes(missing_bytes)
+                raise PlanError(f"Even with everything offloaded, a step without recompute exceeds the budget by {missing}.")
+            if missing_bytes > 0:
+                break
+            staying = chosen
+        return staying
 
     def _make_models(self, microbatches: int) -> tuple[RankModel, ...]:
-        # Takes the slowest link, since any slow process of a pipeline rank delays the step.
+        # The slowest link, since any slow process delays the step.
         link = min((one.link for one in self.processes), key=lambda link: link.copies[-1].d2h_bytes_per_s)
         ranks = merge_processes(one.rank for one in self.processes)
         device = CPU if self.device_type == "cpu" else self.device_type
@@ -230,7 +198,7 @@ class MeasuredStep:
 
 
 def _order_layers(model: RankModel) -> list[tuple[int, int]]:
-    """Return the layers of a rank, by chunk and number: first one of each kind, then another of each, and so on."""
+    """Return the layers of a rank, by chunk and number: one of each kind, then a second of each, and so on."""
     seen: collections.Counter[str] = collections.Counter()
     keys = []
     for chunk, layers in enumerate(one.layers for one in model.chunks):
@@ -241,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own` with the larger temporary bytes of each segment in either profile."""
+    """Return `own` with the maximum temporary bytes of each segment in both profiles."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)
@@ -249,22 +217,20 @@ def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
         for segment in layer.model.segments
     }
 
-    def join(segment: Segment, chunk: int, number: int) -> Segment:
-        other = known.get((chunk, number, segment.name), segment)
-        return dataclasses.replace(
-            segment,
-            forward_extra_bytes=max(segment.forward_extra_bytes, other.forward_extra_bytes),
-            backward_extra_bytes=max(segment.backward_extra_bytes, other.backward_extra_bytes),
-        )
-
-    chunks = []
-    for chunk, one in enumerate(own.chunks):
-        models = [
+    def join(layer: NumberedLayer, chunk: int) -> NumberedLayer:
+        pairs = [(segment, known.get((chunk, layer.number, segment.name), segment)) for segment in layer.model.segments]
+        segments = tuple(
             dataclasses.replace(
-                layer.model, segments=tuple(join(segment, chunk, layer.number) for segment in layer.model.segments)
+                segment,
+                forward_extra_bytes=max(segment.forward_extra_bytes, other.forward_extra_bytes),
+                backward_extra_bytes=max(segment.backward_extra_bytes, other.backward_extra_bytes),
             )
-            for layer in one.layers
-        ]
-        layers = (dataclasses.replace(layer, model=model) for layer, model in zip(one.layers, models, strict=True))
-        chunks.append(dataclasses.replace(one, layers=tuple(layers)))
+            for segment, other in pairs
+        )
+        return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
+
+    chunks = [
+        dataclasses.replace(one, layers=tuple(join(layer, chunk) for layer in one.layers))
+        for chunk, one in enumerate(own.chunks)
+    ]
     return dataclasses.replace(own, chunks=tuple(chunks))

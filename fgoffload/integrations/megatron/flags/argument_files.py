@@ -6,14 +6,13 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The reader takes the flags after the Python script in the last command that starts one. Without such a command, it takes the
-flags in arrays, and in strings that begin with a flag. It supports assignments, arrays, `+=`, `export`, quotes, variables with
-defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such as `source`
-and loops, is skipped. One log line lists it, with the branches that depend on a variable that the file does not assign. Such a
-variable is left as written, and is empty in a condition.
+The flags are those after the Python script in the last command that starts one. Without such a command, they come from arrays
+and from strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
+arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as `source` and
+loops, is skipped, and one warning lists it. It also lists branches that depend on a variable that the file does not assign.
+Such a variable is left as written, and is empty in a condition.
 """
 
-import dataclasses
 import itertools
 import logging
 import operator
@@ -30,21 +29,17 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Words that begin a block, with the words that end it."""
+"""Words that begin a block, and the words that end it."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
-_QUIET = frozenset(
-    {"set", "shopt", "echo", "tee", "printf", "exit", "cd", "mkdir", "shift", "return", "fi", "done", "then", "else", "}"}
-)
-"""Commands that change no flag. They are skipped silently."""
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
-"""Operators that end a command."""
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
-_STARTS = re.compile(r"\.py$|^(source|\.)$")
-_BEHIND = re.compile(r"\d?>|[|&;]")
-"""Beginning of a word after the flags of a command in a string, such as `2>&1`."""
+_CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
+"""Words in commands that may change flags."""
+_AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
+"""Start of a word that ends the flags of a command in a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 
@@ -58,79 +53,60 @@ def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) 
 
     Args:
         path: The file.
-        variables: Values of `$NAME` that the file does not assign; None leaves other names unknown. Bash would look them up in
-            the environment, so `os.environ` reads the file as bash would.
+        variables: Values of names that the file does not assign; with `os.environ` the file is read as bash reads it.
 
     Raises:
         ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
     """
-    text = read_text_file(path, name=f"argument file {path}", fix="Give a bash file with Megatron flags in arrays.")
-    script = read_script(text, source=str(path), variables=variables)
+    text = read_text_file(path, name=f"argument file {path}", fix="Use a bash file with Megatron flags in arrays.")
+    script = Script(text, source=str(path), variables=variables)
     if script.skipped:
         logger.warning("%s is read, not run; skipped: %s.", path, ", ".join(script.skipped))
     return script
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Script:
-    """Flags and variables read from a bash script."""
+    """Reads the flags and variables of the bash script `text`.
 
-    flags: tuple[str, ...]
-    """Megatron's flags, in order."""
-    skipped: tuple[str, ...]
-    """Commands that may change flags and were not run, each with its line."""
-    variables: Variables
-    """Variables at the end of the script."""
-    launched_gpus: int | None
-    """Number of processes that its last command with a Python script starts, or None if unknown."""
-    is_launch: bool
-    """Whether it has such a command."""
+    Raises:
+        ConfigError: A quote, bracket or block is not closed, or there is no flag.
+    """
 
-    def find_num_gpus(self, source: str) -> int | None:
+    def __init__(self, text: str, *, source: str, variables: Mapping[str, str] | None = None) -> None:
+        self._source = source
+        self._header, known = read_header(text)
+        self._launch: list[str] | None = None
+        """Words before the script in the last command that starts a Python script."""
+        self._launched: list[str] = []
+        """Flags after the script in that command."""
+        self._variables = Variables(source, {**known, **(variables or {})})
+        self.skipped: list[str] = []
+        """Commands that may change flags and were not run, each with its line."""
+        self._read(split_script(text, source))
+        for command in [] if self._launched else self._variables.list_texts():  # sbatch and srun take a command as a string
+            self._read_launch(command.split())
+        self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
+        """Megatron's flags, in order."""
+        self.is_launch = self._launch is not None
+        """Whether a command starts a Python script."""
+        if not self.flags:
+            raise ConfigError(f"{source} has no array of flags. Write for example MODEL_ARGS=( --num-layers 4 ).")
+
+    def find_num_gpus(self) -> int | None:
         """Return the number of GPUs of the launch line, otherwise the value of NUM_GPUS, or None.
 
         Raises:
             ConfigError: NUM_GPUS is not a number.
         """
-        word = self.variables.find("NUM_GPUS")
-        if self.launched_gpus is not None or not word or "$" in word:  # the script does not assign the latter's variable
-            return self.launched_gpus
+        launched = count_gpus(self._launch or (), self._header)
+        word = self._variables.find("NUM_GPUS")
+        if launched is not None or not word or "$" in word:  # NUM_GPUS=$N without N
+            return launched
         if not word.isdecimal():
-            raise ConfigError(f"{source}: NUM_GPUS={word} is not a whole number. Give one, as in NUM_GPUS=1024.")
+            raise ConfigError(f"{self._source}: NUM_GPUS={word} is not a whole number. Use for example NUM_GPUS=1024.")
         return int(word)
 
-
-def read_script(text: str, *, source: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return the flags and variables of the bash script `text`. See `read_script_file`."""
-    header, known = read_header(text)
-    reader = _Reader(source, {**known, **(variables or {})})
-    reader.read(split_script(text, source))
-    flags, launch = reader.collect_flags(), reader.launch
-    return Script(flags, tuple(reader.skipped), reader.variables, count_gpus(launch or (), header), launch is not None)
-
-
-class _Reader:
-    """Reads the commands of a script in order."""
-
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        self._source = source
-        self._launched: list[str] | None = None
-        """Flags of the last command that starts a Python script."""
-        self.launch: list[str] | None = None
-        """Words of that command before the script."""
-        self.variables = Variables(source, variables)
-        self.skipped: list[str] = []
-
-    def collect_flags(self) -> tuple[str, ...]:
-        for text in [] if self._launched else self.variables.list_texts():  # sbatch and srun take a command as a string
-            self._read_launch_text(text.split())
-        flags = self._launched or [word for words in self.variables.list_unused() for word in words]
-        if not flags:
-            raise ConfigError(f"{self._source} has no array of flags. Write them as in: MODEL_ARGS=( --num-layers 4 )")
-        return tuple(flags)
-
-    def read(self, items: Sequence[Word]) -> None:
-        """Read the commands in `items`."""
+    def _read(self, items: Sequence[Word]) -> None:
         for command in self._split_commands(items):
             first = command[0]
             if first.plain == "if":
@@ -138,7 +114,7 @@ class _Reader:
             elif first.plain in _BRACKETS:
                 self._read_branches(first, _split_list(command))
             elif not first.operator and (first.plain in _BLOCKS or [one.operator for one in command[1:2]] == ["("]):
-                self._skip_block(command, first.plain)
+                self._skip(command, first.plain)
             elif not first.operator and (words := list(_drop_redirections(command))):
                 self._read_command(words)
 
@@ -147,28 +123,22 @@ class _Reader:
         if first.plain in _DECLARATIONS:
             for word in rest:
                 self._assign(word)
-        elif first.plain == "unset":
-            for word in rest:
-                self.variables.unset(word.plain)
         elif self._assign(first):
             if rest:  # NAME=value before a command
                 self._read_command(rest)
-        elif first.plain not in _QUIET and not self._read_launch(words):
-            self._skip(first, self.variables.expand_whole(first))
+        elif not self._read_launch([text for word in words for text in self._variables.expand(word)]):
+            self._skip(words, self._variables.expand_whole(first))
 
-    def _read_launch(self, words: list[Word]) -> bool:
+    def _read_launch(self, texts: Sequence[str]) -> bool:
         """Store the flags after a Python script, and return whether there is one."""
-        return self._read_launch_text([text for word in words for text in self.variables.expand(word)])
-
-    def _read_launch_text(self, texts: Sequence[str]) -> bool:
         # The command of `bash -c` is one word.
         words = zip(("", *texts), texts, strict=False)
         texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
         script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
         if script is None or not any(text.startswith("--") for text in texts[script:]):
             return False
-        self.launch = texts[:script]
-        flags = itertools.takewhile(lambda text: not _BEHIND.match(text), texts[script + 1 :])
+        self._launch = texts[:script]
+        flags = itertools.takewhile(lambda text: not _AFTER_FLAGS.match(text), texts[script + 1 :])
         self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # as `eval` and `bash -c` do
         return True
 
@@ -178,7 +148,7 @@ class _Reader:
             return False
         rest = word.pieces[0]._replace(text=word.pieces[0].text[match.end() :])
         value = Word((rest, *word.pieces[1:]), word.line)
-        self.variables.assign(match["name"], value, appends=bool(match["append"]))
+        self._variables.assign(match["name"], value, appends=bool(match["append"]))
         return True
 
     def _read_branches(self, first: Word, branches: Iterable[tuple[Sequence[Word], Sequence[Word]]]) -> None:
@@ -188,24 +158,19 @@ class _Reader:
         is_open = True
         for condition, body in branches:
             holds = self._test(condition) if is_open else False
-            if is_open and self._test(condition, unknown=None) is None:
-                words = (self.variables.expand_whole(one) for one in condition)
-                reason = reason or f"if {next((word for word in words if '$' in word), '')}".strip()
+            unknown = next((text for text in map(self._variables.expand_whole, condition) if "$" in text), "")
+            if is_open and (unknown or holds is None):
+                reason = reason or f"if {unknown}".strip()
             is_open = is_open and holds is False
             if holds:
-                self.read(body)
+                self._read(body)
             else:
                 skipped += body
         if reason:
-            self._skip_block(skipped, reason)
+            self._skip(skipped, reason)
 
-    def _test(self, condition: Sequence[Word], *, unknown: str | None = "") -> bool | None:
-        """Return whether a condition holds, or None if only running it could tell.
-
-        Args:
-            condition: Its words.
-            unknown: Text of a variable that the script does not assign; None if it is not to be guessed.
-        """
+    def _test(self, condition: Sequence[Word]) -> bool | None:
+        """Return whether a condition holds, or None if it cannot be evaluated. Unknown variables are empty."""
         result: bool | None = True
         decisive = False
         for is_operator, group in itertools.groupby(condition, lambda one: bool(one.operator)):
@@ -214,16 +179,14 @@ class _Reader:
                 joins = [word.operator for word in words if word.operator in ("&&", "||")]
                 decisive = joins[-1] == "||" if joins else decisive
                 continue
-            both = (result, self._test_one(words, unknown))
+            both = (result, self._test_one(words))
             result = decisive if decisive in both else (None if None in both else not decisive)
         return result
 
-    def _test_one(self, words: list[Word], unknown: str | None) -> bool | None:
+    def _test_one(self, words: list[Word]) -> bool | None:
         if words[-1].plain != _BRACKETS.get(words[0].plain, ""):
             return None
-        texts = [self.variables.expand_whole(word, unknown=unknown) for word in words[1:-1]]
-        if unknown is None and any("$" in text for text in texts):
-            return None
+        texts = [self._variables.expand_whole(word, unknown="") for word in words[1:-1]]
         negated = bool(texts) and texts[0] == "!"
         match texts[negated:]:
             case ["-n" | "-z" as test, *rest] if len(rest) < 2:
@@ -263,17 +226,14 @@ class _Reader:
         if command:
             yield command
 
-    def _skip_block(self, command: Sequence[Word], name: str) -> None:
-        """Report a block as skipped if it assigns a variable, or reads or starts a script."""
-        if any(_find_assignment(item) or _STARTS.search(item.plain) for item in command):
-            self._skip(command[0], name)
-
-    def _skip(self, item: Word, name: str) -> None:
-        self.skipped.append(f"{name[:40]} (line {item.line})")
+    def _skip(self, command: Sequence[Word], name: str) -> None:
+        """Report a skipped command if it may assign a variable, or source or start a script."""
+        if any(_find_assignment(item) or _CHANGES.search(item.plain) for item in command):
+            self.skipped.append(f"{name[:40]} (line {command[0].line})")
 
 
 def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
-    """Yield the words of a command without redirections such as `2>&1` and `> log`."""
+    """Yield words, without redirections such as `2>&1` and `> log`."""
     last = Word((), 0)
     for before, item, behind in zip((last, *command), command, (*command[1:], last), strict=False):
         is_target = before.operator.startswith(("<", ">", "&"))
@@ -301,7 +261,7 @@ def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], S
 
 
 def _is_within_list(command: Sequence[Word], item: Word) -> bool:
-    """Return whether `[ condition ] && command` goes on after `item`."""
+    """Return whether `[ condition ] && command` continues after the operator `item`."""
     begins = bool(command) and command[0].plain in _BRACKETS
     return begins and (item.operator in ("&&", "||") or bool(command[-1].operator))
 
@@ -318,7 +278,6 @@ def _split_list(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Seque
 
 
 def _begins_command(before: Sequence[Word]) -> bool:
-    """Return whether a word after `before` is the first of a command."""
     return not before or bool(before[-1].operator) or before[-1].plain in _OPENERS
 
 

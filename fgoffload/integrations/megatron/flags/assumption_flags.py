@@ -1,4 +1,4 @@
-"""Assumptions of a prediction from Megatron's flags: optimizer state, fused kernels, and offload settings."""
+"""Reads optimizer state, fused kernels and offload settings from Megatron's flags, for predictions."""
 
 import logging
 from collections.abc import Mapping
@@ -16,22 +16,25 @@ from fgoffload.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Bytes of a number, by the type names of Megatron's flags."""
+"""Bytes per number, by the type names of Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Strategies of Megatron-FSDP, each of which shards more over data-parallel ranks than the previous one."""
+"""Strategies of Megatron-FSDP. Each shards more over data-parallel ranks than the previous one."""
 
-_OF_PRECISION_AWARE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
     """Return the assumptions in Megatron's flags, by name with `_` for `-`. Absent flags have no entry.
 
-    `has_optimizer` tells whether steps update the parameters.
+    Without `has_optimizer`, steps update no parameter.
 
     Raises:
         ConfigError: A flag has an invalid value, or flags exclude each other.
     """
+    elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
+    if elements < 0:
+        raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Pass a number of elements, for example 1048576.")
     sizes = {
         f"{name}_bytes": parse_bytes(values[f"offload_{name}"], name=f"--offload-{name}", needs_unit=True)
         for name in ("window", "prefetch")
@@ -40,7 +43,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     return Assumptions(
         state=make_parameter_state(values, has_optimizer=has_optimizer),
         policy=TransferPolicy(**sizes),
-        min_offloaded_numel=_find_min_offloaded_numel(values),
+        min_offloaded_numel=elements,
         execution=Execution(
             has_fused_dropout_add=values.get("bias_dropout_fusion", True),
             has_fused_gradient_accumulation=values.get("gradient_accumulation_fusion", True),
@@ -50,31 +53,31 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes of each parameter in addition to its weight.
+    """Return the bytes of each parameter in addition to its weight: without an optimizer, only the gradient's.
 
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
-
-    Without an optimizer, steps update no parameter and only gradients count.
 
     Raises:
         ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.
     """
     is_aware = values.get("use_precision_aware_optimizer", False)
-    types = {name: values.get(name, "fp32") for name in _OF_PRECISION_AWARE}
+    types = {name: values.get(name, "fp32") for name in _PRECISION_AWARE_TYPES}
     for name, dtype in types.items():
         if dtype != "fp32" and not is_aware:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {dtype} needs --use-precision-aware-optimizer. Add that, or give {flag} fp32.")
+            raise ConfigError(f"{flag} {dtype} needs --use-precision-aware-optimizer. Add it, or pass {flag} fp32.")
     gradient_bytes = _count_gradient_bytes(values, types["main_grads_dtype"])
     shared = _find_shared(values)
     if not has_optimizer:
         return ParameterState(gradient_bytes=gradient_bytes, main_parameter_bytes=0, moment_bytes=0, **shared)
     part = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
     if part:
-        logger.warning("--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so that times err low.")
+        logger.warning(
+            "--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so predicted times are too short."
+        )
     if (name := values.get("optimizer", "adam")) != "adam":
-        logger.warning("--optimizer %s is counted with Adam's states, since its own are unknown.", name)
+        logger.warning("--optimizer %s is counted with Adam's states, since its states are unknown.", name)
     return ParameterState(
         gradient_bytes=gradient_bytes,
         main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),
@@ -85,7 +88,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
 
 
 def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether ranks share weights and gradients, from `--fp8-param-gather`, Megatron-FSDP and FSDP2."""
+    """Return the fields of `ParameterState` about FP8 weights and sharding."""
     strategy = values.get("data_parallel_sharding_strategy", "no_shard") if values.get("use_megatron_fsdp") else "no_shard"
     if values.get("use_torch_fsdp2"):
         strategy = "optim_grads_params"
@@ -114,17 +117,8 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
         return 0  # the optimizer updates the model's own parameters
-    # Transformer Engine keeps the bits that bf16 lacks of fp32. With other fp8 recipes, Megatron-Core keeps all of fp32.
+    # Transformer Engine stores only the 16 bits that bf16 drops from fp32. With other fp8 recipes, it stores all of fp32.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]
     return DTYPE_BYTES[dtype]
-
-
-def _find_min_offloaded_numel(values: Mapping[str, Any]) -> int:
-    elements = values.get("min_offloaded_tensor_size")
-    if elements is None:
-        return DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    if elements < 0:
-        raise ConfigError(f"--min-offloaded-tensor-size {elements} is below 0. Give a number of elements, as in 1048576.")
-    return int(elements)

@@ -3,14 +3,17 @@
 import contextlib
 import dataclasses
 import logging
+import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import name_flags
 from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, Dispatcher, ExpertsShape, RouterShape
 
 logger = logging.getLogger(__name__)
+
+_Balancing = Literal["none", "aux_loss", "seq_aux_loss"]
 
 _ROUTER_FLAGS = {
     "score_function": "moe_router_score_function",
@@ -20,11 +23,11 @@ _ROUTER_FLAGS = {
 _SWITCHED_FIELDS = {"has_fused_permutation": "moe_permute_fusion", "has_shared_overlap": "moe_shared_expert_overlap"}
 _FIELD_FLAGS = {
     **_ROUTER_FLAGS,
+    **_SWITCHED_FIELDS,
     "num_experts": "num_experts",
     "topk": "moe_router_topk",
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
-    "has_shared_overlap": "moe_shared_expert_overlap",
 }
 """Flag of each field of experts and their router, with `_` for `-`."""
 
@@ -44,7 +47,9 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
         return None
     channels = values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
     if channels is None:
-        raise ConfigError("--moe-ffn-hidden-size is missing. Give the channels of an expert, as in --moe-ffn-hidden-size 2048.")
+        raise ConfigError(
+            "--moe-ffn-hidden-size is missing. Pass the channels of an expert, for example --moe-ffn-hidden-size 2048."
+        )
     with _named_by_flags():
         experts = ExpertsShape(
             num_experts=values["num_experts"],
@@ -64,18 +69,20 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
-    changes: dict[str, Any] = {"router": _change_router(experts.router, values), "dispatcher": _find_dispatcher(values)}
-    for field, flag in _SWITCHED_FIELDS.items():
-        if flag in values:
-            changes[field] = values[flag]
+    switched = {field: values[flag] for field, flag in _SWITCHED_FIELDS.items() if flag in values}
     imbalance = 1.0 if values.get("moe_router_force_load_balancing") else experts.imbalance
-    changes["imbalance"] = _limit_imbalance(imbalance, values)
     with _named_by_flags():
-        return dataclasses.replace(experts, **changes)
+        return dataclasses.replace(
+            experts,
+            router=_change_router(experts.router, values),
+            dispatcher=_find_dispatcher(values),
+            imbalance=_limit_imbalance(imbalance, values),
+            **switched,
+        )
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the rows of the fullest rank over the mean, at least 1, if a capacity drops tokens or pads up to it."""
+    """Return the rows of the fullest rank relative to the mean, limited or set by the experts' capacity."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))
@@ -88,19 +95,21 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if chosen is None or groups is None:
         return None
     if not 1 <= chosen <= groups:
-        raise ConfigError(f"--moe-router-num-groups {groups}: {chosen} groups cannot be chosen from them. Give 1 to {groups}.")
+        raise ConfigError(
+            f"--moe-router-group-topk {chosen} is not from 1 to --moe-router-num-groups {groups}. Pass 1 to {groups}."
+        )
     return chosen, groups
 
 
 def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
-    """Return the dispatcher that exchanges tokens. Flex dispatchers are assumed to save as much as the all-to-all one."""
+    """Return the token dispatcher. Flex dispatchers are assumed to save as much as the all-to-all one."""
     kind = values.get("moe_token_dispatcher_type", "alltoall")
     if kind == "allgather":
-        logger.warning("--moe-token-dispatcher-type allgather counts as alltoall, so that memory and times err low.")
+        logger.warning("--moe-token-dispatcher-type allgather counts as alltoall, so predicted memory and times are too low.")
     if kind != "flex":
         return "alltoall"
     backend: Dispatcher = values.get("moe_flex_dispatcher_backend", "deepep")
-    logger.warning("--moe-flex-dispatcher-backend %s: its buffers are not modelled, so that memory errs low.", backend)
+    logger.warning("--moe-flex-dispatcher-backend %s: its buffers are not modelled, so predicted memory is too low.", backend)
     return backend
 
 
@@ -110,28 +119,26 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
         changes["has_pre_softmax"] = False  # has no effect with sigmoid
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
-            "--moe-router-dtype fp64 is not supported: the router's saved bytes are only known for fp32. Give "
+            "--moe-router-dtype fp64 is not supported: the router's saved bytes are only known for fp32. Pass "
             "--moe-router-dtype fp32."
         )
     if "moe_router_dtype" in values:
         changes["dtype_bytes"] = 4
     if "moe_aux_loss_coeff" in values:
         changes["balancing"] = _find_balancing(values)
-    with _named_by_flags():
-        return dataclasses.replace(router, **changes)
+    return dataclasses.replace(router, **changes)
 
 
 @contextlib.contextmanager
 def _named_by_flags() -> Iterator[None]:
-    """Make errors of an experts' shape name flags instead of fields."""
+    """Replace fields by flags in errors of an experts' shape."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(name_flags(str(error), _FIELD_FLAGS)) from error
 
 
-def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "seq_aux_loss"]:
-    """Return the first loss that balances experts and has a coefficient."""
+def _find_balancing(values: Mapping[str, Any]) -> _Balancing:
     kinds: list[str] = values.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficients: list[float] = values["moe_aux_loss_coeff"]
     kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")
@@ -140,11 +147,10 @@ def _find_balancing(values: Mapping[str, Any]) -> Literal["none", "aux_loss", "s
             "--moe-router-load-balancing-type global_aux_loss is counted as aux_loss, since its saved bytes are unknown."
         )
         kind = "aux_loss"
-    known: tuple[Literal["none", "aux_loss", "seq_aux_loss"], ...] = ("none", "aux_loss", "seq_aux_loss")
-    for one in known:
-        if kind == one:
-            return one
-    raise ConfigError(
-        f"--moe-router-load-balancing-type {kind} is not supported: its router's saved bytes are unknown. Give one of: "
-        f"{', '.join(known)}."
-    )
+    known = typing.get_args(_Balancing)
+    if kind not in known:
+        raise ConfigError(
+            f"--moe-router-load-balancing-type {kind} is not supported: its router's saved bytes are unknown. Pass one of: "
+            f"{', '.join(known)}."
+        )
+    return cast(_Balancing, kind)

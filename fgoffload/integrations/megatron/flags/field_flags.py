@@ -1,7 +1,6 @@
-"""Derives command-line flags from dataclass fields, with a parser that raises instead of ending the process.
+"""Derives command-line flags from the fields of Megatron's config classes, with a parser that raises instead of exiting.
 
-The flags of a model are the fields of Megatron's own config classes: names, types, defaults and, if a field has one,
-Megatron-LM's spelling. So a flag that Megatron adds is known here without any change.
+Names, types, defaults and spellings come from the fields, so a flag that Megatron adds works without a change here.
 """
 
 import argparse
@@ -10,33 +9,37 @@ import dataclasses
 import difflib
 import enum
 import math
+import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fgoffload.errors import ConfigError
 
-LONGEST_PATTERN = 10_000
+_LONGEST_PATTERN = 10_000
 """Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
 
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
-NEAREST_CUTOFF = 0.75
-"""Least similarity of a suggestion, from 0 to 1 by `difflib`. `--num-layer` to `--num-layers` is 0.96; below 0.75 misleads."""
-
-_PARSED_AT_ONCE = 200
-"""Words that are parsed together, plus those up to the next flag. Smaller parts check all defaults too often."""
+_NEAREST_CUTOFF = 0.75
+"""Minimum similarity of a suggestion, from 0 to 1 by `difflib`. Below 0.75, suggestions mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""`-1e-3` and `-1MiB` are values out of range and not flags; argparse recognizes only `-1` and `-.5`."""
+"""Matches values such as `-1e-3` and `-1MiB`. argparse recognizes only `-1` and `-.5`, and takes others for flags."""
 
 
 def whole_number(text: str) -> int:
-    """Return `text` as an integer, for argparse: decimal digits, without the `_` and blanks that Python allows."""
-    # Limits the length: Python refuses to read thousands of digits, and no flag needs a hundred.
+    """Return `text` as an integer, for argparse: up to 100 decimal digits, without the `_` and blanks that Python allows."""
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Give one, as in 4.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use one, for example 4.")
     return int(text)
 
 
@@ -47,47 +50,46 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number. Give one, as in 0.1 or 1e-4.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number. Use one, for example 0.1 or 1e-4.")
     return value
 
 
 def layer_pattern(text: str) -> int | list[int]:
     """Return `text` as a number or a list: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
 
-    Lists are computed only from literals, `+` and `*`. No code in `text` is run.
+    Runs no code in `text`. See `compute`.
     """
     try:
-        pattern: int | list[int] = _compute(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
+        pattern: int | list[int] = compute(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number nor a list of them. Write it as in 2 or [0]*1+[1]*3."
+            f"{text!r} is neither a whole number nor a list of them. Use one, for example 2 or [0]*1+[1]*3."
         ) from None
     return pattern
 
 
-def _compute(node: ast.expr) -> Any:
+def compute(node: ast.expr) -> Any:
+    """Return the value of an expression with integers and lists of integers. Runs no code.
+
+    Raises:
+        ValueError: The expression has something else, or a list is empty or too long.
+        TypeError: An operator does not fit its operands.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -compute(node.operand)
     if isinstance(node, ast.List):
-        elements = [_compute(element) for element in node.elts]
+        elements = [compute(element) for element in node.elts]
         if all(isinstance(element, int) for element in elements):
             return elements
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _compute(node.left), _compute(node.right)
-        if isinstance(node.op, ast.Add) and type(left) is type(right):
-            if isinstance(left, list):
-                _check_length(len(left) + len(right))
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(right, int):
-            if isinstance(left, list):
-                _check_length(len(left) * right)
-            return left * right
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        operation, operands = _OPERATIONS[type(node.op)], (compute(node.left), compute(node.right))
+        sizes = [len(one) if isinstance(one, list) else one for one in operands]
+        if any(isinstance(one, list) for one in operands) and not 0 < operation(*sizes) <= _LONGEST_PATTERN:
+            raise ValueError("an empty list, or one too long for a model")
+        return operation(*operands)
     raise ValueError("not a number or a list of them")
-
-
-def _check_length(length: int) -> None:
-    if not 0 < length <= LONGEST_PATTERN:
-        raise ValueError("an empty list, or one too long for a model")
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
@@ -102,53 +104,37 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
 
 def size_pair(text: str) -> tuple[int, int]:
-    """Return `text` as two integers, as in `128,0` or `(128,0)`."""
+    """Return `text`, such as `128,0` or `(128,0)`, as two integers."""
     parts = text.strip("()").split(",")
     if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers. Write them as in 128,0.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers. Use two, for example 128,0.")
     return whole_number(parts[0]), whole_number(parts[1])
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits."""
+    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits.
+
+    `source` is the file or command line, for errors. `known_elsewhere` are flags that other code reads from it, for suggestions
+    after typing errors.
+    """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
-        """Make a parser without flags.
-
-        Args:
-            source: Name of the source of the words, for errors.
-            known_elsewhere: Flags that other code reads from the same source, for suggestions after typing errors.
-        """
         # Absent flags set no attribute, so a config class keeps its default. Abbreviations would hide typing errors.
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.source = source
         self._known_elsewhere = tuple(known_elsewhere)
         self._negative_number_matcher = _VALUE_THAT_BEGINS_WITH_MINUS
 
-    def parse_flags(self, words: Sequence[str], *, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def parse_flags(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the values of the flags in `words`. An absent flag has no entry unless it has a default.
 
         Raises:
             ConfigError: A flag is unknown, lacks its value, or has an invalid value.
         """
-        values, unknown = self.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
+        values, unknown = self.parse_known_args(list(words))
         if unknown:
             self._refuse_unknown(unknown[0])
         return vars(values)
-
-    # argparse's own signature has more forms, for subclasses of Namespace.
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str], namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Return the values of the flags in `args`, and all other words.
-
-        Parses in parts: argparse copies the remaining words at each flag, which takes minutes for 100,000 of them.
-        """
-        values, unknown = namespace or argparse.Namespace(), []
-        for part in _split_at_flags(args):
-            values, left = super().parse_known_args(part, values)
-            unknown += left
-        return values, unknown
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
         """Return the flags in `words`, in all their spellings, with the names of their fields."""
@@ -159,13 +145,13 @@ class FlagParser(argparse.ArgumentParser):
     def find_nearest(self, flag: str) -> str | None:
         """Return the known flag that is most similar to `flag`, or None if none is similar."""
         known = (*self._option_string_actions, *self._known_elsewhere)
-        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=NEAREST_CUTOFF)), None)
+        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=_NEAREST_CUTOFF)), None)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a ConfigError."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            rest = f"{rest}. Give it after the flag, as in {flag.partition('/')[0]} VALUE."
+            rest = f"{rest}. Write {flag.partition('/')[0]} VALUE."
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Leave it out."
@@ -176,23 +162,10 @@ class FlagParser(argparse.ArgumentParser):
     def _refuse_unknown(self, word: str) -> NoReturn:
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
-            raise ConfigError(f"{self.source}: {word!r} stands where a flag should. Flags begin with --.")
+            raise ConfigError(f"{self.source}: {word!r} is not a flag. Flags begin with --.")
         nearest = self.find_nearest(flag)
         hint = "Leave it out." if nearest is None else f"Did you mean {nearest}?"
         raise ConfigError(f"{self.source}: {flag} is an unknown flag. {hint}")
-
-
-def _split_at_flags(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield `words` in parts, at least one, each beginning with a flag. All words from a `--` on are in one part."""
-    begin = 0
-    for index, word in enumerate(words):
-        if word == "--":
-            break
-        # A word with a blank may be a value.
-        if index - begin >= _PARSED_AT_ONCE and word.startswith("--") and " " not in word:
-            yield list(words[begin:index])
-            begin = index
-    yield list(words[begin:])
 
 
 def add_field_flags(
@@ -202,7 +175,7 @@ def add_field_flags(
     leave_out: Collection[str] = (),
     aliases: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Add a flag for each field of `config_class` that can be given on a command line.
+    """Add a flag for each field of `config_class` whose type has a text form.
 
     A boolean field gets `--name` and `--no-name`. A field with Megatron-LM's spelling gets only that spelling.
     """
@@ -227,24 +200,19 @@ def to_flag(field_name: str) -> str:
 
 
 def name_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return `message` with fields replaced by their flags.
-
-    Args:
-        message: Message of an error that names fields of dataclasses, for a user who typed flags.
-        flags: Flag of each field, with `_` for `-`.
-    """
+    """Return `message` with dataclass fields replaced by flags. `flags` has the flag of each field, with `_` for `-`."""
     return re.sub(rf"\b({'|'.join(flags)})\b", lambda match: to_flag(flags[match[0]]), message)
 
 
 class _StoreOneOrMore(argparse.Action):
-    """Stores one value as itself and several as a list, for fields that accept both."""
+    """Stores a single value itself, and several values as a list."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 def _find_options(hint: Any) -> dict[str, Any] | None:
-    """Return options of argparse for a field of type `hint`, or None if it cannot be given on a command line."""
+    """Return options of argparse for a field of type `hint`, or None if the type has no text form."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = [member for member in (typing.get_args(hint) if is_union else (hint,)) if member is not types.NoneType]
     elements = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is list]

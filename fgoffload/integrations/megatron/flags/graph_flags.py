@@ -1,39 +1,27 @@
-"""Megatron's CUDA graph flags, with the names of 0.19 regardless of the installed version.
+"""Adds and reads Megatron's CUDA graph flags, with the names of 0.19 for any installed version.
 
 Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of a whole step was a scope of `local` graphs. Both
-spellings are accepted, and the config of each version gets the fields that it has.
+spellings are accepted, and converted to the fields of the installed version.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fgoffload.cuda_graphs import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS, TRANSFORMER_ENGINE
+from fgoffload.cuda_graphs import FULL_ITERATION, GRAPH_IMPLS, LOCAL, NO_GRAPHS
 from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
-
-__all__ = [
-    "FULL_ITERATION",
-    "GRAPH_FIELDS",
-    "GRAPH_IMPLS",
-    "LOCAL",
-    "NO_GRAPHS",
-    "TRANSFORMER_ENGINE",
-    "add_graph_flags",
-    "read_graph_fields",
-    "to_config_fields",
-]
 
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 
 GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
-"""Fields of Megatron's config that `add_graph_flags` covers, over all versions."""
+"""Config fields of all versions that `add_graph_flags` covers."""
 
 _WHOLE_LAYER = "full"
-_MODULES_OF_LAYERS = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+_LAYER_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
 def add_graph_flags(parser: FlagParser) -> None:
     """Add the flags for `GRAPH_FIELDS` to `parser`."""
-    modules = one_of((*_MODULES_OF_LAYERS, _WHOLE_LAYER, FULL_ITERATION))
+    modules = one_of((*_LAYER_MODULES, _WHOLE_LAYER, FULL_ITERATION))
     parser.add_argument("--cuda-graph-impl", dest=_IMPL, type=one_of(GRAPH_IMPLS))
     parser.add_argument("--cuda-graph-modules", "--cuda-graph-scope", dest=_MODULES, nargs="*", type=modules)
 
@@ -50,12 +38,7 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return `fields` with those of graphs converted for the installed version's config.
-
-    Args:
-        fields: Fields of Megatron's config, with the names of 0.19.
-        known: Fields of the installed version's config.
-    """
+    """Return `fields`, named as in 0.19, with graph fields converted for a config with the fields `known`."""
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
         changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning

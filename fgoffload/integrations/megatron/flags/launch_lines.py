@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 Sizes = dict[str, int | None]
-"""Numbers of `nodes`, of processes of a node, `per_node`, of its `gpus`, and of all processes, `total`. None is unknown."""
+"""Counts: `nodes`, processes `per_node`, `gpus` per node, and `total` processes. None is unknown."""
 
 _HEADER = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _TORCHRUN = re.compile(r"(.*/)?(torchrun|fgoffload)|torch\.distributed\.(run|launch)")
@@ -32,9 +32,7 @@ def read_header(text: str) -> tuple[Sizes, dict[str, str]]:
 def count_gpus(launch: Sequence[str], header: Sizes) -> int | None:
     """Return the number of processes that a script starts, or None if it is unknown.
 
-    Args:
-        launch: Words before the Python script in the command that starts it; none if the script has no such command.
-        header: Sizes from `read_header`, for what the command leaves out.
+    `launch` has the words before the Python script in its command, if any. `header` has the sizes of `read_header`.
     """
     begin = next((place for place, word in enumerate(launch) if _TORCHRUN.fullmatch(word)), None)
     sizes = _read_sizes(launch[begin or 0 :])
@@ -54,7 +52,9 @@ def _read_sizes(words: Sequence[str]) -> Sizes:
         name, equals, value = word.partition("=")
         if name.startswith("-") and (key := keys.get(name.lstrip("-").replace("-", "_"))):
             number = (value if equals else following).rpartition(":")[2]
-            sizes.setdefault(key, int(number) if number.isdecimal() else None)  # later ones may be of `$(srun --nodes=1 ...)`
+            sizes.setdefault(
+                key, int(number) if number.isdecimal() else None
+            )  # a later one may be inside `$(srun --nodes=1 ...)`
     return sizes
 
 

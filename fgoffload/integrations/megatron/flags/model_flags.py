@@ -1,7 +1,7 @@
-"""Lists the flags of Megatron that a plan depends on, and those that it does not.
+"""Parses Megatron's flags that a plan depends on, without Megatron-Core or torch.
 
-Has its own small table, so that planning needs neither Megatron-Core nor torch. Spellings are Megatron-LM's, with the names of
-Megatron-Core's config fields if these differ. `tests/unit/megatron/test_model_shapes.py` compares the table with those fields.
+Spellings are Megatron-LM's, and Megatron-Core's field names if these differ. `tests/unit/megatron/test_model_shapes.py`
+compares the tables with Megatron-Core's config.
 """
 
 import argparse
@@ -37,10 +37,7 @@ decoder-last-pipeline-num-layers,num-layers-in-last-pipeline-stage
 micro-batch-size global-batch-size min-offloaded-tensor-size
 num-gpus
 """
-"""Flags with integer values; commas join the spellings of one flag. The short ones come from us and from other launchers.
-
-Megatron has no `--num-gpus`, since it gets the number of processes from the launcher.
-"""
+"""Flags with integer values; commas join the spellings of one flag. The short spellings and `--num-gpus` are ours."""
 
 _SWITCHES = """
 bf16 fp16 swiglu quick-geglu gated-linear-unit bias-swiglu-fusion,bias-activation-fusion disable-bias-linear add-qkv-bias
@@ -53,7 +50,7 @@ use-distributed-optimizer use-precision-aware-optimizer optimizer-cpu-offload us
 grad-reduce-in-bf16 accumulate-allreduce-grads-in-fp32 gradient-accumulation-fusion bias-dropout-fusion
 fp8-param-gather,fp8-param
 """
-"""Flags that switch a setting on, and off as `--no-...`."""
+"""Boolean flags, each with a `--no-...` form."""
 
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "moe-aux-loss-coeff": {"type": number, "nargs": "+"},
@@ -78,7 +75,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "exp-avg-dtype": {"type": one_of(DTYPE_BYTES)},
     "exp-avg-sq-dtype": {"type": one_of(DTYPE_BYTES)},
 }
-"""Other flags, each with its options for argparse."""
+"""Other flags, with options for argparse."""
 
 _REALS = """
 rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacity-factor optimizer-offload-fraction
@@ -92,18 +89,18 @@ _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefet
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser of the flags that a plan depends on. Absent flags set no value.
 
-    `source` names the source of the flags in errors. `own_flags` are flags that other code reads from the same source, for
-    suggestions after typing errors.
+    `source` is the file or command line, for errors. `own_flags` are flags that other code reads from it, for suggestions.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
-    for spellings in _NUMBERS.split():
-        parser.add_argument(*map(to_flag, spellings.split(",")), type=whole_number)
-    for spellings in _SWITCHES.split():
-        parser.add_argument(*map(to_flag, spellings.split(",")), action=argparse.BooleanOptionalAction)
-    for name in _REALS.split():
-        parser.add_argument(to_flag(name), type=number)
-    for name in _TEXTS.split():
-        parser.add_argument(to_flag(name))
+    shared: dict[str, dict[str, Any]] = {
+        _NUMBERS: {"type": whole_number},
+        _SWITCHES: {"action": argparse.BooleanOptionalAction},
+        _REALS: {"type": number},
+        _TEXTS: {},
+    }
+    for table, keywords in shared.items():
+        for spellings in table.split():
+            parser.add_argument(*map(to_flag, spellings.split(",")), **keywords)
     for name, options in _OTHERS.items():
         parser.add_argument(to_flag(name), **options)
     add_graph_flags(parser)
@@ -111,7 +108,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return `flags` without those with a variable that their script does not set, if `typed` has them too."""
+    """Return `flags` without any flag in `typed` whose value has a variable that the script does not set."""
     given, kept = build_model_parser("").find_given(typed), list(flags)
     for place in reversed(range(len(kept) - 1)):
         if kept[place] in given and "$" in kept[place + 1]:
@@ -120,6 +117,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags among `words`, which the parser did not recognize, that change a plan or are unknown."""
+    """Return the flags in `words`, which the parser did not recognize, without those that change no plan."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

@@ -1,11 +1,9 @@
-"""Reads the model and the ranks of a plan from Megatron's flags.
+"""Reads the model and the ranks of a plan from Megatron's flags, without torch or Megatron-Core.
 
     model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
 
-Needs neither torch nor Megatron-Core. Absent flags have Megatron-LM's defaults, with two exceptions. Without
-`--ffn-hidden-size`, a gated model is rejected, since Megatron-LM and Megatron-Core have different defaults. Optimizer states
-are sharded, as with `--use-distributed-optimizer`, unless `--no-use-distributed-optimizer` is given. All runs behind the
-numbers in arguments/ shard them, and `fgoffload train`, which reads the same files, does not have the flag.
+Absent flags have Megatron-LM's defaults, with two exceptions. A gated model needs `--ffn-hidden-size`, since Megatron-LM and
+Megatron-Core have different defaults. Optimizer states are sharded unless `--no-use-distributed-optimizer` is given.
 """
 
 import dataclasses
@@ -48,7 +46,7 @@ num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_c
 moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
 q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """
-"""Fields of a model, and of its list of layers, that have the name of their flag, with `_` for `-`."""
+"""Fields of a model and its layers with the same name as their flag, with `_` for `-`."""
 
 _SET_BY_CONFIGURATION = """
 num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
@@ -59,17 +57,16 @@ add_qkv_bias untie_embeddings_and_output_weights num_experts moe_layer_freq moe_
 moe_router_group_topk moe_router_num_groups moe_shared_expert_intermediate_size moe_grouped_gemm
 attention_backend transformer_impl fp16
 """
-"""Flags, with `_` for `-`, that a model from another source, such as Hugging Face's files, does not take."""
+"""Flags, with `_` for `-`, that are rejected for a model from another source, such as Hugging Face's files."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention, in Megatron-LM and in megatron-core 0.16.1. Their defaults for the rank of keys and values
-differ, so its flag is required."""
+"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1, which disagree on `kv_lora_rank`."""
 
 _DEFAULT_VOCAB_SIZE = 256
-"""Default of `fgoffload train`, which reads bytes. Megatron-LM gets it from the tokenizer."""
+"""Default of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer sets it."""
 
 
 def read_model_file(
@@ -83,11 +80,11 @@ def read_model_file(
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
     """
     script = read_script_file(path)
-    num_gpus = script.find_num_gpus(str(path))
+    num_gpus = script.find_num_gpus()
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
     count = found[1].world_size
     if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
-        logger.warning("%s gives no number of GPUs: the plan assumes %d, the minimum. Give --num-gpus.", path, count)
+        logger.warning("%s has no number of GPUs: the plan assumes %d, the minimum. Pass --num-gpus.", path, count)
     return found
 
 
@@ -103,7 +100,7 @@ def read_model(
 
     Args:
         flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped, with one warning.
-        source: Source of the flags, for errors and for the name of the model.
+        source: Source of the flags, for errors and the model's name.
         typed: Further flags, from the command line. They take precedence, and an unknown one is an error.
         num_gpus: Number of ranks without `--num-gpus`. None selects the minimum that holds the model and its experts.
         own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
@@ -116,11 +113,11 @@ def read_model(
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
                 "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, "
-                "give the model's config.json from Hugging Face, and parallel sizes as flags."
+                "pass the model's config.json from Hugging Face, and parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
             if name not in values:
-                raise ConfigError(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
+                raise ConfigError(f"{to_flag(name)} is missing. Pass for example {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
         if "num_experts" in values and _assume_sequence_parallel(values):
             logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
@@ -137,15 +134,15 @@ def read_model(
 def read_parallelism(
     flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the ranks from `flags`, and `model` as they train it, for a model that does not come from flags.
+    """Return the ranks from `flags`, and `model` with the changes from `flags`, for a model from another source.
 
-    Nothing says how such a model is trained, so two more assumptions are made, each with one warning: sequence parallelism
-    if ranks share layers, and without `--global-batch-size` enough microbatches to fill the pipeline.
+    Makes two assumptions, each with a warning: sequence parallelism if ranks share layers, and without `--global-batch-size`
+    enough microbatches to fill the pipeline.
 
     Args:
         flags: Flags as typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
-        source: Name of the source of the flags, for errors.
-        model: Model from another source, such as Hugging Face's files. Its vocabulary is padded as in Megatron.
+        source: Source of the flags, for errors.
+        model: Model, for example from Hugging Face's files. Its vocabulary is padded as in Megatron.
         own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
 
     Raises:
@@ -158,13 +155,10 @@ def read_parallelism(
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
         list_chunks(model, parallelism)  # raises if the ranks cannot share the model
     except ConfigError as error:
-        # Other sizes of the model are not flags here.
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
     if takes_sequence_parallel:
-        reason = (
-            "which Megatron needs for experts" if model.experts else "as is usual; give --no-sequence-parallel to switch it off"
-        )
+        reason = "which Megatron needs for experts" if model.experts else "as is usual; --no-sequence-parallel disables it"
         logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
     if "global_batch_size" not in values:
         microbatches = parallelism.microbatches
@@ -180,11 +174,11 @@ def read_parallelism(
 def read_assumptions(
     flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
 ) -> Assumptions:
-    """Return the assumptions in `flags` beyond model and ranks: gradients, optimizer, fused kernels, offload settings.
+    """Return the assumptions in `flags` about gradients, optimizer, fused kernels and offload settings.
 
     Args:
         flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped silently.
-        source: Name of the source of the flags, for errors.
+        source: Source of the flags, for errors.
         typed: Further flags, from the command line. They take precedence.
         has_optimizer: Whether steps update the parameters.
 
@@ -207,7 +201,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     warn_of_left(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     typed_values, left = parser.parse_known_args(list(typed))
-    # A word at the beginning that is not a flag belongs to no flag.
+    # A first word that is not a flag is an error.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises, and names the most similar flag
@@ -222,7 +216,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
 
 
 def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
-    """Switch on sequence parallelism if ranks share layers and no flag sets it, and return whether that was so."""
+    """Enable sequence parallelism if ranks share layers and no flag sets it. Return whether it was changed."""
     if values.get("tensor_model_parallel_size", 1) <= 1 or "sequence_parallel" in values:
         return False
     values["sequence_parallel"] = True
@@ -240,7 +234,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     if values.get("quick_geglu") and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
             "--no-bias-swiglu-fusion with --quick-geglu: the saved bytes of that activation without fusion are unknown. "
-            "Leave --no-bias-swiglu-fusion out, or give --swiglu."
+            "Leave --no-bias-swiglu-fusion out, or pass --swiglu."
         )
     model = ModelShape(
         name=name,
@@ -289,7 +283,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model that the flags set, whatever the source of the model."""
+    """Return the fields that flags set for models from any source."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
@@ -309,7 +303,7 @@ def _make_latent(values: Mapping[str, Any]) -> LatentAttention | None:
         return None
     if "kv_lora_rank" not in values:
         raise ConfigError(
-            "--kv-lora-rank is missing, and --multi-latent-attention needs it. Give it, as in --kv-lora-rank 512."
+            "--kv-lora-rank is missing, and --multi-latent-attention needs it. Pass for example --kv-lora-rank 512."
         )
     sizes = {name: values.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
     return LatentAttention(q_lora_rank=values.get("q_lora_rank"), kv_lora_rank=values["kv_lora_rank"], **sizes)
@@ -321,7 +315,7 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
     if "num_query_groups" in values:
         raise ConfigError(
             f"--num-query-groups {values['num_query_groups']} has no effect without --group-query-attention. "
-            "Add that or leave it out."
+            "Add that flag, or leave --num-query-groups out."
         )
     return int(values["num_attention_heads"])
 
@@ -331,8 +325,8 @@ def _find_kv_channels(values: Mapping[str, Any]) -> int:
     # The model itself rejects a number of heads below 1.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
-            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, which share it. Give one that "
-            "is, or set the channels of a head with --kv-channels."
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, which share it. Use a "
+            "multiple, or set the channels of a head with --kv-channels."
         )
     return int(values.get("kv_channels", hidden_size // max(1, heads)))
 
@@ -344,8 +338,8 @@ def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dens
         return 0
     if is_gated:
         raise ConfigError(
-            "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different defaults for a gated MLP. Give it, "
-            f"as in --ffn-hidden-size {4 * values['hidden_size']}."
+            "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different defaults for a gated MLP. Pass "
+            f"for example --ffn-hidden-size {4 * values['hidden_size']}."
         )
     return 4 * int(values["hidden_size"])
 

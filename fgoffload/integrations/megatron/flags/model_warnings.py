@@ -1,4 +1,4 @@
-"""Warns of flags that are missing or not modelled, before a plan is made for a model that the user may not mean."""
+"""Warns of flags that are missing or not modelled."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,18 +19,12 @@ _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 
 _LARGE_VOCAB_SIZE = 131072
 """Vocabulary size for tokenizers that a plan does not open. Most recent models have 128 to 202 thousand tokens."""
 
-_MOST_SHOWN = 20
-"""Maximum number of unknown flags that a warning names."""
-
-_COVERED_LAYERS = "transformer_engine"
-"""Megatron's default layers, which the formulas describe."""
-
-_KEEPING_SCORES = ("unfused", "local")
-"""Attention backends that store the scores in a tensor. Source: `AttnBackend` of megatron-core 0.16.1."""
+_SCORE_SAVING_BACKENDS = ("unfused", "local")
+"""Attention backends that save the scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
 
 
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
-    """Warn of defaults that users often do not mean, and of flags that no formula covers.
+    """Warn of missing flags with unusual defaults, and of flags that the formulas do not cover.
 
     `values` are by flag name, with `_` for `-`. Absent flags have no entry.
     """
@@ -40,45 +34,47 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
 
 def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Iterator[str]:
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
-        yield "without --moe-token-dispatcher-type a plan assumes alltoall; Megatron's default, allgather, is not modelled."
+        yield "without --moe-token-dispatcher-type, a plan assumes alltoall; Megatron's default, allgather, is not modelled."
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
         yield (
-            "without --moe-grouped-gemm a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
-            "recomputes no part of an expert alone. Only a profile knows what other experts save."
+            "without --moe-grouped-gemm, a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
+            "it recomputes experts only as a whole. Measure a profile for the real bytes."
         )
-    if (layers := values.get("transformer_impl", _COVERED_LAYERS)) != _COVERED_LAYERS:
+    if (layers := values.get("transformer_impl", "transformer_engine")) != "transformer_engine":
         yield (
-            f"--transformer-impl {layers} saves other tensors than Transformer Engine's layers, which a plan assumes. Only a "
-            "profile knows them."
+            f"--transformer-impl {layers} saves other tensors than Transformer Engine's layers, which a plan assumes. "
+            "Measure a profile for the real bytes."
         )
     if read_graphs(values).impl != NO_GRAPHS:
         yield "a plan does not count the unused memory in CUDA graph pools, so a step reserves more."
-    if (backend := values.get("attention_backend")) in _KEEPING_SCORES:
+    if (backend := values.get("attention_backend")) in _SCORE_SAVING_BACKENDS:
         yield (
-            f"--attention-backend {backend} saves the attention scores, which only a profile knows. A plan assumes fused "
-            "attention, which saves none."
+            f"--attention-backend {backend} saves the attention scores, but a plan assumes fused attention, which saves "
+            "none. Measure a profile for the real bytes."
         )
     if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
         chunks = parallelism.pipeline_parallel_size * parallelism.chunks
         sequences = MICROBATCHES_OF_A_CHUNK * chunks * parallelism.micro_batch_size * parallelism.data_parallel_size
         yield (
-            "without --global-batch-size a step is 1 microbatch, as in Megatron, too few for a pipeline. Give it, as in "
-            f"--global-batch-size {sequences}."
+            "without --global-batch-size, a step has 1 microbatch, as in Megatron, which is too few for a pipeline. Pass for "
+            f"example --global-batch-size {sequences}."
         )
 
 
 def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
-    """Return the vocabulary size of the tokenizer in `flags`, without opening it, or None if they name no tokenizer."""
+    """Return the vocabulary size of the tokenizer that `flags` name, without opening it, or None if they name none."""
     if not any(word in _TOKENIZER_FLAGS for word in flags):
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
     size = _TOKENIZERS.get(kind, _LARGE_VOCAB_SIZE)
-    logger.warning("%s: without --vocab-size a plan assumes %d tokens, as in %s. Give it if yours differs.", source, size, kind)
+    logger.warning(
+        "%s: without --vocab-size, a plan assumes %d tokens, as for %s. Pass --vocab-size if yours differs.", source, size, kind
+    )
     return size
 
 
 def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
-    """Warn of flags in `left` that a plan does not know, and of the errors that unmodelled flags cause, in one line each."""
+    """Warn of the unmodelled flags in `left`, one line for each effect, and of unknown flags in one line."""
     effects: dict[str, list[str]] = {}
     unknown = []
     for flag in list_unknown(left):
@@ -88,8 +84,6 @@ def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
             nearest = parser.find_nearest(flag)
             unknown.append(flag if nearest is None else f"{flag} ({nearest}?)")
     for effect, found in effects.items():
-        logger.warning("%s: not modelled, so that %s: %s.", source, effect, " ".join(found))
-    if len(unknown) > _MOST_SHOWN:
-        unknown[_MOST_SHOWN:] = [f"and {len(unknown) - _MOST_SHOWN} more"]
+        logger.warning("%s: not modelled (%s): %s.", source, effect, " ".join(found))
     if unknown:
-        logger.warning("%s: a plan does not know %s and ignores it.", source, ", ".join(unknown))
+        logger.warning("%s: unknown flags, which a plan ignores: %s.", source, ", ".join(unknown))

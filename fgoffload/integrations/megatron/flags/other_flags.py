@@ -1,7 +1,7 @@
-"""Flags of Megatron that no plan depends on: flags without effect on memory and time, and flags that are not modelled.
+"""Lists Megatron flags that no plan depends on: they do not affect memory or time, or are not modelled.
 
-`other_flags.json` lists each of them by name, so a misspelt flag is in neither list. Every flag also has its `--no-...` form.
-Flags that are not modelled are listed by their effect on a prediction.
+`other_flags.json` has each flag by name, and unmodelled flags by the resulting error of a prediction. Each flag also has its
+`--no-...` form.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
 torchrun's own flags; and our own offload flags.
@@ -14,15 +14,12 @@ from pathlib import Path
 _TABLE: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 WITHOUT_EFFECT = frozenset(flag for flags in _TABLE["without effect"].values() for flag in flags)
-"""Flags that change neither the saved tensors nor, for the planner, any time."""
+"""Flags that change neither saved tensors nor predicted times."""
 
 DECIDED_BY_PLAN = frozenset(_TABLE["without effect"]["offload and recompute, which the plan decides"])
 """Flags of offload and recompute."""
 
 _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["not modelled"].items() for flag in flags}
-
-_LORA = "--lora"
-"""Prefix of low-rank adapter flags in scripts that have them. Megatron-LM itself has none."""
 
 
 def has_no_effect(flag: str) -> bool:
@@ -31,13 +28,13 @@ def has_no_effect(flag: str) -> bool:
 
 
 def find_effect(flag: str) -> str | None:
-    """Return the direction of a plan's error if it ignores `flag`, or None if nothing is known of the flag."""
+    """Return the error of a prediction without the unmodelled `flag`, or None for any other flag."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
-    return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith(_LORA) else known
+    return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 
 
 def trains_adapters(words: Iterable[str]) -> bool:
-    """Return whether `words` contain flags of low-rank adapters, in which case the model's own weights are frozen."""
+    """Return whether `words` train low-rank adapters, with the model's own weights frozen."""
     effect = _NOT_MODELLED["--lora-rank"]
     return any(word.startswith("--") and find_effect(word.partition("=")[0]) == effect for word in words)
 

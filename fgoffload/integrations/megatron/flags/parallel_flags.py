@@ -37,14 +37,13 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
         "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
-"""The same for all fields except the data-parallel size and the microbatches, which depend on several flags."""
+"""Flag of each field, without the data-parallel size and the microbatches, which depend on several flags."""
 
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-"""The two flags, with `_` for `-`, that set the number of chunks of a rank. Megatron-LM accepts one of them."""
+"""The two flags for the number of chunks of a rank, with `_` for `-`. Megatron-LM accepts only one of them."""
 
 MICROBATCHES_OF_A_CHUNK = 4
-"""Microbatches of a step for each model chunk of each stage, if no flag sets them. The pipeline is then full, and its ranks
-idle for less than a fifth of the step. Most runs of arguments/README.md have about as many, or more."""
+"""Default number of microbatches per model chunk of each stage. Pipeline ranks then idle for less than a fifth of the step."""
 
 
 def make_parallelism(
@@ -52,17 +51,17 @@ def make_parallelism(
 ) -> Parallelism:
     """Return the ranks and microbatches from flags.
 
-    `values` are by flag name, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, ranks are the
-    fewest that hold the model and its experts. Without `--global-batch-size`, a step has Megatron's one microbatch, or with
-    `fills_pipeline` enough to fill the pipeline.
+    `values` are by flag name, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the number of
+    ranks is the minimum that holds the model and its experts. Without `--global-batch-size`, a step has one microbatch, as in
+    Megatron, or with `fills_pipeline` enough to fill the pipeline.
 
     Raises:
         ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
-    # Checked first: if ranks cannot share a layer, no number of them is right, so none can be suggested.
-    of_layers = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
-    check_shared_layers(model, **{field: sizes[field] for field in of_layers})
+    # Checked first: if ranks cannot share a layer, no number of GPUs can be suggested.
+    layer_sizes = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
+    check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
     data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     stages = sizes["pipeline_parallel_size"]
     virtual_size = _count_chunks(values, model.num_layers, stages)
@@ -78,7 +77,7 @@ def make_parallelism(
 
 
 def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
-    """Return the error text for using both flags of the virtual pipeline."""
+    """Return the error message for both `VIRTUAL_STAGE_FLAGS` together."""
     flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
     return (
         f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Give one of them; to override a file, use the "
@@ -88,7 +87,7 @@ def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
 
 def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
-    # Megatron shards an expert over as many ranks as other layers, unless a flag sets another number.
+    # By default, Megatron shards an expert over as many ranks as other layers.
     sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
     for field, size in sizes.items():
         check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
@@ -106,16 +105,13 @@ def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], nu
         return fewest // model
     check_count("--num-gpus" if is_flag else "the file's number of GPUs", num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
-        # Without experts, `experts` is a divisor of the model's ranks.
         needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
         given = f"--num-gpus {num_gpus} is" if is_flag else f"the {num_gpus} GPUs of the file are"
         fix = f"--num-gpus {-(-num_gpus // fewest) * fewest}, or smaller parallel sizes"
-        if (
-            "expert_tensor_parallel_size" not in values
-            and num_gpus % math.lcm(model, experts // sizes["tensor_parallel_size"]) == 0
-        ):
+        unsharded = math.lcm(model, experts // sizes["tensor_parallel_size"])
+        if "expert_tensor_parallel_size" not in values and num_gpus % unsharded == 0:
             tensor = f"--tensor-model-parallel-size {sizes['tensor_parallel_size']}"
             fix = f"--expert-tensor-parallel-size 1 (--etp), which otherwise equals {tensor}, or {fix}"
         raise ConfigError(f"{given} not a multiple of {fewest}, which {needs}. Give {fix}.")
@@ -149,7 +145,7 @@ def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> in
     if chunks is not None:
         raise ConfigError(describe_two_virtual_sizes(per_chunk, chunks))
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
-    # Embedding and loss are distributed like layers if they count as one.
+    # Embedding and loss may each count as a layer.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
     if counted % (stages * per_chunk):
         raise ConfigError(

@@ -1,23 +1,19 @@
 """Splits a bash script into words and expands them, without running anything.
 
-`split_script` returns words and operators in order. `Variables` holds the assignments of a script, and expands words as bash
-does: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Commands that would have to be run, and unknown
-variables, are left as written.
+Words expand as in bash: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Command substitutions and unknown
+variables are left as written.
 """
 
 import ast
 import bisect
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.field_flags import compute
 
-_LARGEST_EXPANSION = 16 * 1024 * 1024
-"""Maximum number of characters of all variables of a script. A line such as `X="$X$X"` doubles them."""
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
-"""Blanks, continuations and comments between words."""
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
 """End of a word outside of quotes."""
@@ -36,7 +32,7 @@ class Piece(NamedTuple):
     kind: str
     """`plain`, `quoted`, `double` with its pieces in `inner`, `variable`, `arithmetic`, `command`, or `array` of words."""
     text: str
-    """Text between the quotes or brackets."""
+    """Text, without quotes or brackets."""
     inner: tuple["Piece | Word", ...] = ()
 
 
@@ -45,13 +41,13 @@ class Word(NamedTuple):
 
     pieces: tuple[Piece, ...]
     line: int
-    """Number of the line, from 1."""
+    """Line number, from 1."""
     operator: str = ""
-    """`;`, the end of a line, `&&`, a redirection or similar, which has no pieces; empty for a word."""
+    """`;`, a newline, `&&`, a redirection or similar; empty for a word."""
 
     @property
     def plain(self) -> str:
-        """Text of a word without quotes and expansions; empty for other words."""
+        """Text of a word without quotes and expansions; empty for any other word."""
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
@@ -71,7 +67,7 @@ class _Scanner:
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._documents: list[str] = []
-        """End markers of the here-documents after the current line."""
+        """End markers of here-documents after the current line."""
 
     def scan(self, *, in_array: bool = False) -> list[Word]:
         begin = self._at
@@ -90,25 +86,22 @@ class _Scanner:
                 elif match[0] in ("<<", "<<-") and (name := _DOCUMENT.match(self._text, self._at)):
                     self._documents.append(name[1])
             else:
-                words.append(Word(tuple(self._scan_pieces()), line))
+                words.append(Word(self._scan_pieces(), line))
         if in_array:
-            raise self._refuse("the array that begins here has no end. Close it with )", begin)
+            raise self._refuse("the array that begins here has no end", begin)
         return words
 
-    def _scan_pieces(self) -> Iterator[Piece]:
-        first: Piece | None = None
-        count = 0
+    def _scan_pieces(self) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
         while self._at < len(self._text):
-            if self._text[self._at] == "(" and first and count == 1 and _ASSIGNMENT.fullmatch(first.text):
+            if self._text[self._at] == "(" and len(pieces) == 1 and _ASSIGNMENT.fullmatch(pieces[0].text):
                 self._at += 1
-                piece = Piece("array", "", tuple(one for one in self.scan(in_array=True) if not one.operator))
+                pieces.append(Piece("array", "", tuple(one for one in self.scan(in_array=True) if not one.operator)))
             elif _END.match(self._text, self._at):
-                return
+                break
             else:
-                piece = self._scan_piece()
-            first = first or piece
-            count += 1
-            yield piece
+                pieces.append(self._scan_piece())
+        return tuple(pieces)
 
     def _scan_piece(self) -> Piece:
         if match := self._take(_LITERAL):
@@ -117,7 +110,7 @@ class _Scanner:
         if self._text[self._at] == '"':
             return self._scan_double()
         if self._text[self._at] == "'":
-            raise self._refuse("a quote that is not closed", self._at)
+            raise self._refuse("a quote is not closed", self._at)
         return self._scan_expansion()
 
     def _scan_double(self) -> Piece:
@@ -132,7 +125,7 @@ class _Scanner:
                 return Piece("double", "", tuple(pieces))
             else:
                 pieces.append(self._scan_expansion())
-        raise self._refuse("a quote that is not closed", begin)
+        raise self._refuse("a quote is not closed", begin)
 
     def _scan_expansion(self) -> Piece:
         for opened, closed, kind in (("$((", "))", "arithmetic"), ("$(", ")", "command"), ("${", "}", "variable")):
@@ -142,7 +135,7 @@ class _Scanner:
         if match := self._take(_BACKTICKS):
             return Piece("command", match[1])
         if self._text[self._at] == "`":
-            raise self._refuse("a command substitution that is not closed", self._at)
+            raise self._refuse("a command substitution is not closed", self._at)
         if match := self._take(_NAME):
             return Piece("variable", match[1])
         self._at += 1
@@ -156,7 +149,7 @@ class _Scanner:
                 self._at = place + len(closed)
                 return self._text[begin:place]
             depth += (self._text[place] == opened) - (self._text[place] == closed[0])
-        raise self._refuse("an expansion that is not closed", begin)
+        raise self._refuse("an expansion is not closed", begin)
 
     def _skip_documents(self) -> None:
         while self._documents:
@@ -173,38 +166,30 @@ class _Scanner:
         return bisect.bisect_left(self._newlines, place) + 1
 
     def _refuse(self, problem: str, place: int) -> ConfigError:
-        where = f"{self._source}, line {self._find_line(place)}"
-        return ConfigError(f"{where}: {problem}. Argument files are read as bash reads them: close it.")
+        return ConfigError(f"{self._source}, line {self._find_line(place)}: {problem}. Close it, as bash requires.")
 
 
 class Variables:
-    """Variables that a script has assigned so far."""
+    """Variables that a script has assigned so far, and `known` ones, such as the environment's."""
 
     def __init__(self, source: str, known: Mapping[str, str]) -> None:
-        """Start with `known` variables, such as the environment's."""
         self._source = source
         self._scalars = dict(known)
         self._assigned: set[str] = set()
         """Scalars that the script itself assigned."""
         self._arrays: dict[str, list[str]] = {}
         self._used: set[str] = set()
-        self._size = 0
-        self._line = 0
+        """Variables that other words expand."""
 
     def assign(self, name: str, word: Word, *, appends: bool) -> None:
-        """Assign the text after the `=` of `word` to `name`.
-
-        Raises:
-            ConfigError: All variables together have too many characters.
-        """
-        self._line = word.line
+        """Assign the text after the `=` of `word` to `name`."""
         if word.pieces and word.pieces[-1].kind == "array":
             words = [text for one in word.pieces[-1].inner if isinstance(one, Word) for text in self.expand(one)]
             if appends and name in self._arrays:
                 self._arrays[name] += words
             else:
                 self._arrays[name] = words
-            self._used.discard(name)  # an array that includes itself is not used by another
+            self._used.discard(name)  # extending an array with itself is not a use
         elif name in self._arrays and appends:
             self._arrays[name][:1] = [self._arrays[name][0] + self.expand_whole(word)] if self._arrays[name] else []
         else:
@@ -213,18 +198,12 @@ class Variables:
             self._assigned.add(name)
             self._used.discard(name)
 
-    def unset(self, name: str) -> None:
-        """Forget `name`."""
-        self._scalars.pop(name, None)
-        self._assigned.discard(name)
-        self._arrays.pop(name, None)
-
     def find(self, name: str) -> str | None:
         """Return the text of `name`, or None if it is not assigned."""
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:
-        """Yield the words of all arrays, and of strings that begin with a flag, that no other word includes."""
+        """Yield the words of arrays, and of strings that begin with a flag, that no other word expands."""
         own = {name: text for name, text in self._scalars.items() if name in self._assigned}
         texts = {name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in own.items()}
         flags = {name: own[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}
@@ -238,7 +217,7 @@ class Variables:
 
     def expand(self, word: Word) -> list[str]:
         """Return the words that bash expands `word` to: none for an empty variable, several for an array."""
-        # NUL separates words. Quotes begin with another mark, so that an empty word in quotes stays.
+        # NUL separates words. \1 marks quoted text, so that an empty quoted word is kept.
         text = ""
         for piece in word.pieces:
             texts = self._expand_piece(piece)
@@ -278,7 +257,7 @@ class Variables:
         if match["array"]:
             if name in self._arrays or unknown is not None:
                 self._used.add(name)
-            return self._count(self._arrays.get(name, []))
+            return self._arrays.get(name, [])
         value = self._arrays[name][0] if self._arrays.get(name) else self._scalars.get(name)
         has_value = bool(value) if operation.startswith(":") or operation == "+" else value is not None
         if operation and has_value == operation.endswith("+"):
@@ -287,17 +266,8 @@ class Variables:
             return []
         if value is not None:
             self._used.add(name)
-            return self._count([value])
+            return [value]
         return [as_written if unknown is None else unknown]
-
-    def _count(self, texts: list[str]) -> list[str]:
-        self._size += sum(map(len, texts)) + len(texts)
-        if self._size > _LARGEST_EXPANSION:
-            raise ConfigError(
-                f"{self._source}, line {self._line}: variables expand to more than {_LARGEST_EXPANSION} characters. Write out "
-                "their values."
-            )
-        return texts
 
 
 def _scan_text(text: str, source: str) -> Word:
@@ -307,29 +277,10 @@ def _scan_text(text: str, source: str) -> Word:
     return word
 
 
-_OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Return the result of integer arithmetic, or the text if it cannot be computed."""
+    """Return the result of integer arithmetic, or the text as written if it cannot be computed."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
-        return str(_evaluate(ast.parse(named.strip().replace("/", "//"), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))
+    except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         return f"$(({text}))"
-
-
-def _evaluate(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_evaluate(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError(ast.dump(node))

@@ -1,10 +1,9 @@
-"""Rejects tags that cannot offload anything with Megatron's flags, in the commands before Megatron starts.
+"""Rejects tags that cannot offload anything with Megatron's flags, before Megatron starts.
 
-Callers of `apply` may have several models, where one has sites that another lacks. For them, tags without a site are found
-after the first step.
+Callers of `apply` may have several models with different sites, so there tags without a site are reported after the first step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fgoffload.config import OffloadConfig
@@ -21,14 +20,14 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields of models whose layers are defined by something other than these flags."""
+"""Fields of models whose layers other flags or files define."""
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Reject tags that save nothing that could be offloaded.
 
     Args:
-        offload: Settings of offload.
+        offload: Offload settings.
         values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
@@ -37,14 +36,14 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
     check_graphs(offload, offload.offload_modules, values)
-    if offload.is_auto:
-        return
-    for fault in (*_list_recompute_faults(offload, values), *_list_model_faults(offload, values)):
-        raise ConfigError(fault)
+    if not offload.is_auto and offload.offload_plan is None:  # a plan decides what to recompute
+        _check_recompute(offload, values)
+    if not offload.is_auto and not any(values.get(field) for field in _OTHER_LAYERS):
+        _check_model(offload.offload_modules, values)
 
 
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags whose tensors Megatron's selective recompute drops before they could be offloaded.
+    """Reject tags whose saved tensors Megatron's selective recompute drops.
 
     Raises:
         ConfigError: A tag and a recompute module exclude each other.
@@ -54,7 +53,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Reject tags of tensors that routed experts save, if Megatron stashes these itself.
+    """Reject tags of routed experts if Megatron stashes their saved tensors itself.
 
     Raises:
         ConfigError: Names the tag and the reason.
@@ -67,35 +66,32 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
             )
 
 
-def _list_recompute_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    if offload.offload_plan is not None:
-        return  # the plan defines what is recomputed
+def _check_recompute(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     is_full = values.get("recompute_granularity") == "full"
     is_uniform = is_full and values.get("recompute_method") == "uniform"
     for name in offload.offload_modules:
         if name == "layer_input" and not is_full:
-            yield (
-                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full with "
-                "it, or leave it out."
+            raise ConfigError(
+                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full, or "
+                "leave the tag out."
             )
-        elif name != "layer_input" and is_uniform and name in offload.tags:
-            yield (
+        if name != "layer_input" and is_uniform and name in offload.tags:
+            raise ConfigError(
                 f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
-                "a whole and only saves its input. Give layer_input in its place, or --recompute-method block."
+                "a whole and only saves its input. Give layer_input instead, or --recompute-method block."
             )
 
 
-def _list_model_faults(offload: OffloadConfig, values: Mapping[str, Any]) -> Iterator[str]:
-    if any(values.get(field) for field in _OTHER_LAYERS):
-        return
+def _check_model(tags: Iterable[str], values: Mapping[str, Any]) -> None:
     experts = values.get("num_moe_experts")
-    for name in offload.offload_modules:
+    for name in tags:
+        needs, flag = "", ""
         if name in _EXPERT_TAGS and not experts:
-            yield (f"--offload-modules {name!r} needs experts, and this model has none. Give --num-experts, or leave it out.")
+            needs, flag = "experts", "--num-experts"
         elif name == "shared_expert" and not values.get("moe_shared_expert_intermediate_size"):
-            yield (
-                "--offload-modules 'shared_expert' needs shared experts, and this model has none. Give "
-                "--moe-shared-expert-intermediate-size, or leave it out."
-            )
+            needs, flag = "shared experts", "--moe-shared-expert-intermediate-size"
         elif name in _DENSE_TAGS and experts and not has_dense_layers(values):
-            yield f"--offload-modules {name!r} needs dense layers, and all layers of this model have experts. Leave it out."
+            needs = "dense layers"
+        if needs:
+            fix = f"Give {flag}, or leave it out" if flag else "Leave it out"
+            raise ConfigError(f"--offload-modules {name!r} needs {needs}, and this model has none. {fix}.")

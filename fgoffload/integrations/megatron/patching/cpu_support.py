@@ -1,25 +1,22 @@
 """Runs the released Megatron-Core on a machine without a GPU, or without Transformer Engine.
 
-Megatron-Core requires a current CUDA device. With the symbols below replaced, its own models, pipeline schedules and recompute
-run on the CPU, forward and backward, with Gloo between processes. `remove` restores everything.
-
-Two rules keep results correct. CUDA's random state is the CPU's here, so that recompute saves and restores the state that
-dropout draws from. And nothing pretends to succeed: a stub for a missing package raises if a missing feature is used.
-
     with apply_cpu_support():
         ...  # build and train a GPTModel of the local layer spec
+
+Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
+CPU, with Gloo between processes. CUDA's random state is the CPU's, so recompute restores the state that dropout draws from.
 """
 
 import contextlib
 import copy
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
 
@@ -32,7 +29,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def needs_cpu_support() -> bool:
-    """Return whether this machine has no GPU that CUDA could use."""
+    """Return whether CUDA has no usable GPU."""
     return not torch.cuda.is_available()
 
 
@@ -42,45 +39,37 @@ def has_transformer_engine() -> bool:
 
 
 def apply_cpu_support() -> Patches:
-    """Replace symbols so that Megatron-Core runs on the CPU and without Transformer Engine. `remove` restores them.
+    """Make Megatron-Core run on the CPU and without Transformer Engine, until `remove`.
 
     Raises:
-        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
+        IntegrationError: A symbol to replace does not exist. Nothing is replaced then.
     """
-    support = _apply(_replace_device, _replace_of_megatron, _support_local_layers)
-    _logger.info("Megatron-Core runs on the CPU: some functions of torch and Megatron-Core are replaced.")
-    return support
+    with Patches() as support:
+        _replace_device(support)
+        _replace_in_megatron(support)
+        _support_local_layers(support)
+        _logger.info("Megatron-Core runs on the CPU: some functions of torch and Megatron-Core are replaced.")
+        return support.pop_all()
 
 
 def apply_local_layer_support() -> Patches:
-    """Replace symbols so that Megatron-Core's local layers run without Transformer Engine and Apex, on any device."""
-    support = _apply(_support_local_layers)
-    _logger.info(
-        "Megatron-Core's local layers run without Transformer Engine and Apex: some functions of Megatron-Core are replaced."
-    )
-    return support
-
-
-def _apply(*steps: Callable[[Patches], None]) -> Patches:
-    with contextlib.ExitStack() as undo:
-        support = undo.enter_context(Patches())
-        for step in steps:
-            step(support)
-        undo.pop_all()
-    return support
+    """Make Megatron-Core's local layers run without Transformer Engine and Apex, on any device, until `remove`."""
+    with Patches() as support:
+        _support_local_layers(support)
+        _logger.info("Local layers run without Transformer Engine and Apex: some functions of Megatron-Core are replaced.")
+        return support.pop_all()
 
 
 def _replace_device(support: Patches) -> None:
-    """Replace names of torch that need CUDA."""
     stream = _InlineStream()
     support.replace("torch.cuda", "current_device", lambda: torch.device("cpu"))
     support.replace("torch.cuda", "synchronize", lambda device=None: None)
     support.replace("torch.cuda", "manual_seed", torch.manual_seed)
-    # Megatron uses both names. The second is where the first is defined.
+    # Megatron uses both names of the functions.
     for module in ("torch.cuda", "torch.cuda.random"):
         support.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         support.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
-    # The all-to-all dispatcher and the shared experts run copies on their own streams.
+    # The all-to-all dispatcher and the shared experts use their own streams.
     support.replace("torch.cuda", "Stream", _InlineStream)
     support.replace("torch.cuda", "current_stream", lambda device=None: stream)
     support.replace("torch.cuda", "stream", lambda stream: contextlib.nullcontext())
@@ -103,9 +92,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _replace_of_megatron(support: Patches) -> None:
-    """Replace functions of Megatron-Core that access CUDA's generators or its copies to the host."""
-    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_where_ranks_share_layers)
+def _replace_in_megatron(support: Patches) -> None:
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_if_ranks_share_layers)
     support.replace(
         _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     )
@@ -118,12 +106,8 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 @contextlib.contextmanager
-def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Switch to another random state if processes hold parts of one layer.
-
-    They have to draw different numbers for their parts, and the same numbers for replicated tensors. A single process has one
-    random state, as a CPU does, and nothing to switch to.
-    """
+def _fork_if_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Switch to another random state if processes hold parts of one layer, which must draw different numbers."""
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -143,30 +127,27 @@ def _fork_where_ranks_share_layers(self: Any, name: str = "model-parallel-rng") 
 
 
 def _support_local_layers(support: Patches) -> None:
-    """Let local layers do without Apex, and without Transformer Engine if that is missing."""
-    # The replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over the ranks.
+    # Megatron's replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over ranks.
     original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
     build = staticmethod(_mark_for_sequence_parallelism(original))
     support.replace("megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__", build)
     if load_module(_RANDOM).HAVE_TE:
         return
-    # The router reads this name, which is undefined without Transformer Engine. None selects plain torch.
+    # Without Transformer Engine, the router reads this undefined name. None selects plain torch.
     router = "megatron.core.transformer.moe.moe_utils"
     require_symbol(router, "RouterGatingLinearFunction")
     support.define(router, "te_general_gemm", None)
     # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
     require_symbol(_RANDOM, "CheckpointWithoutOutput")
-    support.define(_RANDOM, "FP8GlobalStateManager", _NoFp8)
-    support.define(
-        _RANDOM, "activation_recompute_forward", lambda *, activation_recompute, recompute_phase: contextlib.nullcontext()
-    )
-    support.define(_RANDOM, "fp8_autocast", _autocast_without_fp8)
+    support.define(_RANDOM, "FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False))
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        support.define(_RANDOM, name, lambda **options: contextlib.nullcontext())
     # Latent attention in 0.16.1 mistakes importable placeholders for Transformer Engine's classes.
     support.replace("megatron.core.transformer.multi_latent_attention", "HAVE_TE", value=False)
 
 
 def _mark_for_sequence_parallelism(original: Any) -> Any:
-    """Build torch's norm with the mark of Apex's. `finalize_model_grads` sums the gradients of marked parameters."""
+    """Mark the parameters of torch's norm as Apex does, so that `finalize_model_grads` sums their gradients."""
 
     def build(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         plain = copy.copy(config)
@@ -180,7 +161,7 @@ def _mark_for_sequence_parallelism(original: Any) -> Any:
 
 
 class _InlineStream:
-    """A stream that completes work when it is queued."""
+    """Stream that completes work when it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -192,21 +173,3 @@ class _InlineStream:
 
     def record_event(self, event: Any = None) -> "_InlineStream":
         return self
-
-
-class _NoFp8:
-    """Reports that FP8 is off, as it is without Transformer Engine."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-    @staticmethod
-    def get_fp8_recipe() -> Any:
-        raise IntegrationError("An FP8 recipe is needed and Transformer Engine is not installed. Install it or leave FP8 out.")
-
-
-def _autocast_without_fp8(*, enabled: bool, fp8_recipe: Any = None) -> contextlib.AbstractContextManager[None]:
-    if enabled:
-        raise IntegrationError("FP8 was switched on and Transformer Engine is not installed. Install it or leave FP8 out.")
-    return contextlib.nullcontext()

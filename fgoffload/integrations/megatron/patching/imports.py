@@ -1,4 +1,4 @@
-"""Imports and runs Megatron-Core without the warnings that its user cannot act on."""
+"""Imports Megatron-Core, and hides warnings that users cannot act on."""
 
 import contextlib
 import importlib
@@ -7,17 +7,14 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from fgoffload.errors import IntegrationError
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
-"""Environment variable. If it is 1, Transformer Engine 2.10 or newer reads what Megatron's engine sets around its regions.
-Megatron-LM requires it for its own flag. Its effects: docs/reference/environment.md."""
+"""Environment variable that Megatron's own engine needs. See docs/reference/environment.md."""
 
 _EXPECTED_WARNINGS = (
-    # Raised at import if these optional packages are missing. Our layers need none of them.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "absl.logging is not installed",
@@ -30,48 +27,44 @@ _EXPECTED_WARNINGS = (
     "MLP requires ffn_hidden_size",
     # Since 0.19, if a config is made before its ranks.
     "Could not determine rank from torch.distributed",
-    # From torch, about names of Megatron's collectives.
     "`torch.distributed.",
 )
-"""First words of warnings in megatron-core 0.16.1 to 0.19 that no flag causes and none could prevent."""
+"""Start of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
 
 _EXPECTED_LOGS = {
-    # When Megatron is imported on a machine with a CUDA toolkit and without a GPU.
+    # At import on a machine with a CUDA toolkit and no GPU.
     "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # Since 0.19, about the model that training scripts and we build.
+    # Since 0.19, about the model class of training scripts.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""First words of similar log lines, by logger."""
+"""Start of similar log lines, by logger."""
 
-_ABOUT_ITS_OWN_CODE = (DeprecationWarning, FutureWarning, SyntaxWarning)
-"""Warnings for Megatron's developers (torch.jit.script, moved modules), raised while its files are read."""
+_DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
+"""Warnings for Megatron's developers at import, such as about torch.jit.script and moved modules."""
 
 
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
     """Suppress the warnings that Megatron-Core raises regardless of its use."""
+
+    def accept(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(tuple(_EXPECTED_LOGS.values()))
+
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for start in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message=re.escape(start))
-        for name, start in _EXPECTED_LOGS.items():
-            undo.enter_context(_without_lines(logging.getLogger(name), start))
+        for logger in map(logging.getLogger, _EXPECTED_LOGS):
+            logger.addFilter(accept)
+            undo.callback(logger.removeFilter, accept)
         yield
-
-
-@contextlib.contextmanager
-def _without_lines(logger: logging.Logger, start: str) -> Iterator[None]:
-    def accept(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(start)
-
-    logger.addFilter(accept)
-    try:
-        yield
-    finally:
-        logger.removeFilter(accept)
 
 
 def require_torch() -> None:
-    """Import torch, or raise an IntegrationError that tells how to install it."""
+    """Import torch.
+
+    Raises:
+        IntegrationError: torch cannot be imported. Says how to install it.
+    """
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
@@ -87,18 +80,14 @@ def load_module(name: str) -> Any:
         IntegrationError: The module cannot be found.
     """
     if (loaded := sys.modules.get(name)) is not None:
-        return loaded  # called in every forward of a layer, and changing warning filters is slow
+        return loaded  # every forward of a layer calls this, and changing warning filters is slow
     with ignore_expected_warnings():
-        for category in _ABOUT_ITS_OWN_CODE:
+        for category in _DEVELOPER_WARNINGS:
             warnings.simplefilter("ignore", category)
         try:
-            module: ModuleType = importlib.import_module(name)
+            return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise IntegrationError(f"{name} cannot be imported: {error}. {_name_fix(error)}") from error
-    return module
-
-
-def _name_fix(error: ModuleNotFoundError) -> str:
-    if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
-        return f"Megatron-Core needs {error.name}: pip install {error.name}."
-    return "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
+            fix = "Install megatron-core 0.16.1 or newer: pip install 'fgoffload[megatron]'."
+            if error.name and error.name != "megatron" and "." not in error.name:  # triton, since 0.18
+                fix = f"Megatron-Core needs {error.name}: pip install {error.name}."
+            raise IntegrationError(f"{name} cannot be imported: {error}. {fix}") from error

@@ -1,4 +1,4 @@
-"""Wraps methods of classes and of single objects, reversibly as `Patches` replaces symbols."""
+"""Wraps functions, and methods of classes and single objects, until `Patches` are removed."""
 
 import functools
 import types
@@ -6,17 +6,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fgoffload.integrations.megatron.patching.imports import load_module
-from fgoffload.integrations.megatron.patching.patches import Patches, require_symbol
+from fgoffload.integrations.megatron.patching.patches import Patches, get_owner, require_symbol
+
+_PATCHES = "_fgoffload_patches"
+"""Attribute of a wrapper with its patches."""
 
 
 def wrap_symbol(patches: Patches, owner: str, name: str, around: Callable[..., Any]) -> None:
-    """Call `around` in place of the function or method `name`. Its first argument is the original."""
+    """Call `around` instead of the function or method `name`, with the original as first argument."""
     require_symbol(owner, name)
-    module_name, _, class_name = owner.partition(":")
-    module = load_module(module_name)
-    original = getattr(getattr(module, class_name) if class_name else module, name)
-    patches.replace(owner, name, _wrap(original, around))
+    patches.replace(owner, name, _wrap(getattr(get_owner(owner), name), around))
 
 
 def _wrap(original: Any, around: Callable[..., Any]) -> Any:
@@ -28,11 +27,9 @@ def _wrap(original: Any, around: Callable[..., Any]) -> Any:
 
 
 def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Call `around` in place of the method `name` of one object. Other objects of its class do not change.
+    """Call `around` instead of the method `name` of one object, with the method as a function, the object and the arguments.
 
-    A copy of the object gets a method bound to the copy, which therefore uses the copy's parameters. `around` gets the method
-    as a function, then the object and the arguments. A method that `patches` have wrapped is not wrapped again. They restore it
-    later, if the object is still alive.
+    In a copy of the object, the method is bound to the copy. A method is wrapped only once by the same `patches`.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:
@@ -43,12 +40,8 @@ def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., 
     set_attribute(patches, target, name, types.MethodType(replacement, target))
 
 
-_PATCHES = "_fgoffload_patches"
-"""Attribute of a function that holds the patches that wrapped it."""
-
-
 def _drop_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which a user set on an object, with the object as an additional first argument."""
+    """Add `self` to the arguments of a plain function that a user set on an object."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -61,11 +54,11 @@ def set_attribute(patches: Patches, target: Any, name: str, value: Any) -> None:
     own = vars(target)
     had_own, before = name in own, own.get(name)
     setattr(target, name, value)
-    reference = weakref.ref(target)  # a patched model must not be kept alive
+    reference = weakref.ref(target)  # patches must not keep a model alive
 
     def undo() -> None:
         target = reference()
-        # Keeps a value that other code has set since, perhaps around ours.
+        # Other code may have wrapped our value since.
         if target is None or vars(target).get(name) is not value:
             return
         if had_own:

@@ -7,19 +7,14 @@ from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 _ABSENT = object()
-"""Marks a name that its owner did not define itself. Restoring it means deleting it."""
+"""Marks a name that its owner did not define. Restoring deletes it."""
 
 
 class Patches(contextlib.ExitStack):
-    """Replaced symbols. `remove` and leaving the context restore all of them, the last one first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        """Dotted paths of the symbols that are replaced now, in order."""
+    """Replaces symbols. `remove`, or leaving the context, restores all of them in reverse order."""
 
     def replace(self, owner: str, name: str, value: Any) -> None:
-        """Replace `name` in `owner`: the dotted path of a module, or of a class in one after a colon, as in `torch:Tensor`.
+        """Replace `name` in `owner`: the dotted path of a module, or with a colon of a class in it, such as `torch:Tensor`.
 
         Raises:
             IntegrationError: There is no such symbol. Names its dotted path.
@@ -29,16 +24,14 @@ class Patches(contextlib.ExitStack):
 
     def define(self, owner: str, name: str, value: Any) -> None:
         """Set `name` in `owner` to `value`, whether or not it was defined."""
-        target = _get_owner(owner)
-        # The owner's own dict instead of getattr: a static or inherited method must be restored as such.
+        target = get_owner(owner)
+        # The dict instead of getattr, so that a static or inherited method is restored as one.
         original = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
         if original is _ABSENT:
             self.callback(delattr, target, name)
         else:
             self.callback(setattr, target, name, original)
-        self.names.append(f"{owner.replace(':', '.')}.{name}")
-        self.callback(self.names.pop)
 
     def remove(self) -> None:
         """Restore all symbols. A second call does nothing."""
@@ -47,11 +40,12 @@ class Patches(contextlib.ExitStack):
 
 def require_symbol(owner: str, name: str) -> None:
     """Raise an IntegrationError that names the dotted path if `owner` lacks `name`."""
-    if not hasattr(_get_owner(owner), name):
+    if not hasattr(get_owner(owner), name):
         raise _missing(f"{owner.replace(':', '.')}.{name}")
 
 
-def _get_owner(path: str) -> Any:
+def get_owner(path: str) -> Any:
+    """Return the module or class with this path. See `Patches.replace`."""
     module_name, _, class_name = path.partition(":")
     module = load_module(module_name)
     if not class_name:
@@ -64,5 +58,5 @@ def _get_owner(path: str) -> Any:
 def _missing(path: str) -> IntegrationError:
     return IntegrationError(
         f"{path} does not exist in the installed version, and this integration needs it. "
-        "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1 to 0.20: install one of those."
+        "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1 to 0.20: install one of these versions."
     )

@@ -1,4 +1,4 @@
-"""Counts device bytes from the allocator, or from parameters on devices without one."""
+"""Reads device memory from the allocator, or counts parameters on devices without an allocator."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,26 +11,21 @@ from fgoffload.units import format_bytes
 
 
 class MemoryReading(NamedTuple):
-    """Device bytes at one time."""
+    """Allocated bytes now, and peak bytes since the previous reading."""
 
     allocated_bytes: int
-    """Bytes allocated now."""
     peak_bytes: int
-    """Peak bytes since the previous reading."""
 
 
 class DeviceMemory:
-    """Counts the bytes that PyTorch's allocator hands out on the current CUDA device, and resets its peak.
-
-    The host does not block.
-    """
+    """Reads and resets the counters of PyTorch's allocator on the current CUDA device. The host does not block."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
         self._peak_bytes = 0
 
     def count_allocated(self) -> int:
-        """Return the allocated bytes."""
+        """Return the bytes allocated now."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def count_peak(self) -> int:
@@ -38,7 +33,7 @@ class DeviceMemory:
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def read(self) -> MemoryReading:
-        """Return current bytes, and peak bytes since the last call."""
+        """Return the counters and reset the peak."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self._device)
         reading = MemoryReading(allocated_bytes=int(counted["current"]), peak_bytes=int(counted["peak"]))
@@ -46,20 +41,20 @@ class DeviceMemory:
         return reading
 
     def take_peak(self) -> int:
-        """Return the highest peak of all readings since the last call."""
+        """Return the maximum peak of all readings since the last call."""
         peak_bytes, self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes), 0
         return peak_bytes
 
 
 def find_device_memory(device_type: str) -> DeviceMemory | None:
-    """Return the byte counter for devices of this type, or None if there is none, as on a CPU."""
+    """Return the allocator's counters, or None for a device without them, such as a CPU."""
     return DeviceMemory() if device_type == "cuda" else None
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
-    """Raise if static memory before the first step reaches the budget. All processes call this, and raise together.
+    """Raise on all processes if static memory before the first step reaches the budget on any process. Collective.
 
-    `static_bytes` are weights, gradients and everything else on the device of this process.
+    `static_bytes` are all allocated bytes of this process, such as weights and gradients.
 
     Raises:
         PlanError: The budget is too small. Names both sizes and the fix.
@@ -74,10 +69,7 @@ def check_static(static_bytes: int, *, budget_bytes: int) -> None:
 
 
 def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of all parameters and gradients of `models`, each storage once.
-
-    Estimates static memory on devices that count no bytes. Optimizer state is not included.
-    """
+    """Return the bytes of all parameters and gradients of `models`, each storage once, without optimizer state."""
     found: dict[int, int] = {}
     for model in models:
         for parameter in model.parameters():

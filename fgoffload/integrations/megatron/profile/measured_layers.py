@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Sequence
 
-from fgoffload.integrations.megatron.profile.measured_recomputes import MeasureGather, UnitBuilder
+from fgoffload.integrations.megatron.profile.measured_recomputes import UnitBuilder
 from fgoffload.integrations.megatron.profile.measured_units import LAYER_INPUT, LayerFacts
 from fgoffload.integrations.megatron.profile.recorder import LAST, STALLED_MICROBATCHES, StepRecorder
 from fgoffload.integrations.megatron.profile.step_records import Run, Span
@@ -14,24 +14,22 @@ from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
 
 class _Storages:
-    """Tells which storages of a chunk's runs count, and in which layer."""
+    """Finds the run of a chunk that counts each saved storage."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._microbatches: dict[int, set[int]] = {}
+        self._owners: dict[tuple[int, int], Run] = {}
         numbers: dict[int, set[int]] = {}
         for run in runs:
             for key in run.saved:
                 self._microbatches.setdefault(key, set()).add(run.microbatch)
+                self._owners.setdefault((key, run.microbatch), run)
                 numbers.setdefault(key, set()).add(run.number)
         layers = {run.number for run in runs if run.number >= 0}
         self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
-        self._owners: dict[tuple[int, int], Run] = {}
-        for run in runs:
-            for key in run.saved:
-                self._owners.setdefault((key, run.microbatch), run)
 
     def is_static(self, key: int) -> bool:
-        """Return whether several microbatches saved it. It is then a table or a buffer, allocated regardless of saves."""
+        """Return whether several microbatches saved it, such as a table that is allocated anyway."""
         return len(self._microbatches[key]) > 1
 
     def is_in_all_layers(self, key: int) -> bool:
@@ -39,42 +37,40 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts it: the first run of its microbatch that saved it, or every run if all layers did."""
+        """Return whether `run` counts it: the first run of the microbatch that saved it, or each run if all layers did."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
-def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts], measure_gather_s: MeasureGather) -> ChunkModel:
-    """Return the model of a chunk, from the recorded microbatches. Each of its layers has a kind of its own."""
+def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts]) -> ChunkModel:
+    """Return the model of a chunk from its recorded microbatches. Each layer has its own kind."""
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
-    left: set[int] = set()
+    offloaded: set[int] = set()
     for one in facts:
         own = [run for run in runs if run.number == one.number]
         if own:
-            model = _LayerBuilder(recorder, storages, own, one).build(measure_gather_s)
+            model = _LayerBuilder(recorder, storages, own, one).build()
             layers.append(NumberedLayer(number=one.number, model=model))
-            if all(run.is_leaving for run in _list_timed(own)):
-                left.add(one.number)
-    layers = [_borrow(layer, layers, left) if layer.number in left else layer for layer in layers]
+            if all(run.is_offloaded for run in _list_timed(own)):
+                offloaded.add(one.number)
+    layers = [_borrow(layer, layers, offloaded) if layer.number in offloaded else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
-    first, last = segments[:1], segments[1:]
-    # Logits exist for one microbatch at a time, since every schedule runs backward right after that forward.
+    # Logits exist for one microbatch at a time, since every schedule runs backward right after the last forward.
     last_bytes = _count_outer_bytes(runs, storages, is_last=True)
-    last = tuple(_add_extra_bytes(segment, last_bytes) for segment in last)
+    last = tuple(_add_extra_bytes(segment, last_bytes) for segment in segments[1:])
     saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
-    return ChunkModel(layers=tuple(layers), first=first, last=last, saved_bytes=saved_bytes)
+    return ChunkModel(layers=tuple(layers), first=segments[:1], last=last, saved_bytes=saved_bytes)
 
 
-def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], left: Collection[int]) -> NumberedLayer:
+def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Collection[int]) -> NumberedLayer:
     """Return a layer that was offloaded while it was timed, with values from other layers of its kind.
 
-    It ran during copies, whose cost a plan counts separately, and its host had more to do. So its times are those of layers
-    that stayed on the GPU, if there are any. Its temporary bytes were not read, since the counters include the offloaded bytes.
-    They are the maximum over all layers of its kind.
+    Its times include copies, which a plan counts separately, so it gets the times of layers that stayed on the GPU, if any. Its
+    temporary bytes are unknown, since the counters include offloaded bytes, so it gets the maximum over all layers of its kind.
     """
     alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
-    stayed = [other for other in alike if other.number not in left] or [layer]
+    stayed = [other for other in alike if other.number not in offloaded] or [layer]
     segments = tuple(
         dataclasses.replace(
             segment,
@@ -97,9 +93,9 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
-    """Return the most bytes per microbatch saved outside of the layers, or in layers but still referenced elsewhere.
+    """Return the maximum bytes per microbatch saved outside of layers, or in layers but still referenced elsewhere.
 
-    With `is_last`, only the storages saved after the layers count, otherwise all others.
+    `is_last` selects the storages saved after the layers; otherwise all others count.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -124,11 +120,11 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Return the runs whose times count, among runs of the same place."""
+    """Return the runs whose times count, from runs of one layer or of the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
-    # The first microbatch of a process warms up, and device bytes are read in it.
+    # The first microbatch warms up and reads device bytes.
     timed = [run for run in runs if run.microbatch > first] or runs
-    timed = [run for run in timed if not run.is_leaving] or timed
+    timed = [run for run in timed if not run.is_offloaded] or timed
     # Later microbatches may be launch-bound.
     return [run for run in timed if run.microbatch < STALLED_MICROBATCHES] or timed
 
@@ -136,7 +132,7 @@ def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
 def _build_segments(
     recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the segments of runs of the same place, with median times."""
+    """Return the segments of runs of one layer or of the code outside layers, with median times."""
     timed = _list_timed(runs)
 
     def measure(spans: list[list[Span]]) -> float:
@@ -166,37 +162,34 @@ class _LayerBuilder:
         self._storages = storages
         self._runs = runs
         self._facts = facts
-        # Experts save more tensors if more of them have tokens.
+        # Sequential experts without tokens save nothing.
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 
-    def build(self, measure_gather_s: MeasureGather) -> LayerModel:
+    def build(self) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # Only a plan decides which bytes are packed for offload, and when. So the whole layer reserves room for all of them. So
-        # does backward, where packed bytes are reloaded and unpacked.
+        # A plan decides later which storages are packed for offload, so every segment reserves room to pack all of them in
+        # forward and unpack them in backward.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
             _add_extra_bytes(segment, packed_bytes)
             for segment in _build_segments(self._recorder, self._runs, self._find_wait())
         )
-        if self._facts.has_experts_in_turn:
+        if self._facts.has_sequential_experts:
             segments = tuple(map(self._add_other_experts, segments))
-        units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers, measure_gather_s)
+        units = UnitBuilder(self._facts, self._run, self._names, self._storages.is_in_all_layers)
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Return a segment with the bytes that sequential experts add to it.
-
-        Backward reaches the first linear of the last expert while all other experts still hold the tensors saved after theirs.
-        """
+        """Add the bytes that other sequential experts still hold in backward of the last expert's first linear."""
         if segment.name != "expert_fc1":
             return segment
-        behind = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
-        size_bytes = sum(one.size_bytes for one in behind)
+        later = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
+        size_bytes = sum(one.size_bytes for one in later)
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return names of the tensors of a run, by key: the segment that first saves the tensor, and its number there."""
+        """Return names of the saved tensors by key: the first segment that saves the tensor, and its number there."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():
@@ -218,12 +211,12 @@ class _LayerBuilder:
         tensors = []
         for key, name in self._names.items():
             record = self._run.saved[key]
-            # Without tags, the segment that saves it first, which no one can select.
+            # Without a tag, the first segment that saves it, which no flag selects.
             tags = tuple(record.tags) or tuple(record.segments)[:1]
             tensors.append(
                 SavedTensor(
                     name=name,
-                    # If the whole layer is recomputed, the input is offloaded as `layer_input`.
+                    # A recomputed layer offloads its input as `layer_input`.
                     tags=("layer_input", *tags) if name == LAYER_INPUT else tags,
                     size_bytes=most[name],
                     is_same_in_all_layers=self._storages.is_in_all_layers(key),

@@ -1,12 +1,10 @@
 """Finds the modules of a layer that can be recomputed with bitwise identical results, from the graph of one run.
 
 [Note: Units that keep every bit]
-Recompute itself is bitwise identical. But a checkpoint sums the gradients of its input separately and passes on the sum. If
-other modules use that input too, a step without recompute may add their gradients in between. Sums of three or more
-floating-point numbers depend on their order. So such a unit is offered only if its graph reaches its input once, or if no other
-module uses the input. A unit that is recomputed for the graph of its forward (`reruns.py`) keeps every bit, whatever its
-operators are. An example is a norm of plain ops, which uses its input twice, beside a residual that uses it once more. In FP8
-such units are Megatron's checkpoints all the same.
+A checkpoint sums the gradients of its input separately and passes on the sum. If other modules use that input too, a step
+without recompute may add their gradients in between, and floating-point sums depend on the order. So such a unit is offered
+only if its graph reaches its input once, or if no other module uses the input. A unit that is recomputed for the graph of its
+forward (`reruns.py`) always keeps every bit. In FP8, Megatron's checkpoints recompute these units too.
 """
 
 import dataclasses
@@ -29,16 +27,15 @@ GetRecorder = Callable[[], StepRecorder | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedUnit:
-    """A recompute unit that is a module of a layer."""
+    """Recompute unit that is a module of a layer."""
 
     name: str
     module: torch.nn.Module
     is_refilled: bool
-    """Whether its output is emptied too, and there again before it is needed, as by `CheckpointWithoutOutput` or `reruns.py`.
-    If not, its input is kept, and all that it saved inside is not, as by `tensor_parallel.checkpoint`."""
+    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. If not, its input is
+    kept and its saves are dropped, as in `tensor_parallel.checkpoint`."""
     sums_shared_input: bool
-    """Whether its recompute sums the gradients of its input separately, and other modules use that input too. See
-    [Note: Units that keep every bit]."""
+    """Whether others use its input, and recompute sums the gradients separately. See [Note: Units that keep every bit]."""
 
 
 LAYER_INPUT = "layer input"
@@ -51,28 +48,24 @@ class LayerFacts:
 
     number: int
     kind: str
-    """Kind of the layer, for display: `dense` or `moe`."""
+    """Kind for display: `dense` or `moe`."""
     units: tuple[str, ...]
-    """Units of the layer that can be recomputed."""
+    """Units that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
-    """Those of the units that are modules."""
+    """Units that are modules."""
     wait: HostWait | None
     """Synchronization of the host before it launches the experts."""
     is_quantized: bool = False
-    """Whether its linears work in FP8. Megatron's checkpoints then do the recompute that `reruns.py` does otherwise."""
-    has_experts_in_turn: bool = False
-    """Whether the layer runs experts one after the other, each with its activation, instead of in grouped linears."""
+    """Whether its linears use FP8. Megatron's checkpoints then replace `reruns.py`."""
+    has_sequential_experts: bool = False
+    """Whether the layer runs one expert after the other, instead of grouped linears."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
-    """Return the `units` of a Megatron layer that are modules, with the form of their recompute.
-
-    `layer` is the whole layer and needs no hooks. `moe_act` and the first linears with the code after them lie between sites.
-    Up-projections of latent attention are not a module, and are not offered.
-    """
+    """Return the `units` of a Megatron layer that are modules. Up-projections of latent attention are not offered."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
-    # Without a norm before it, the MLP gets the residual.
+    # Without a norm before it, the MLP shares its input with the residual.
     takes_residual = isinstance(layer.pre_mlp_layernorm, identity)
     found = {
         "attn_norm": (layer.input_layernorm, True, True),
@@ -90,10 +83,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Add hooks that tell the recorder when forward is in these modules. Return handles, whose `remove` removes the hooks.
-
-    `get_recorder` returns None while no step is measured.
-    """
+    """Add hooks that record these modules, and return the handles. `get_recorder` returns None while no step is measured."""
     handles = []
     for unit in watched:
         begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))
@@ -103,7 +93,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
-    """Return whether recompute of `unit` keeps a step bitwise identical. See [Note: Units that keep every bit]."""
+    """Return whether recompute of `unit` is bitwise identical. See [Note: Units that keep every bit]."""
     return not unit.sums_shared_input or record.input_edges == 1
 
 
@@ -115,7 +105,7 @@ def _find_run(get_recorder: GetRecorder) -> Run | None:
 def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     run = _find_run(get_recorder)
     if run is not None:
-        # Megatron's sites are around the modules, and ours are inside them.
+        # Megatron's sites enclose modules, and ours are inside modules.
         around = run.current
         tensors = list(list_tensors((args, kwargs)))
         run.modules[unit] = ModuleRecord(
@@ -137,8 +127,9 @@ def _end_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, arg
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    """Return how often the graph of `outputs` reaches any one of `inputs`, at most."""
-    ends = {_get_edge(tensor): 0 for tensor in inputs if tensor.requires_grad}
+    """Return the maximum number of times that the graph of `outputs` reaches one of `inputs`."""
+    found = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
+    ends: dict[Any, int] = {(edge.node, edge.output_nr): 0 for edge in found}
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     known = set(nodes)
     while nodes:
@@ -149,8 +140,3 @@ def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
                 known.add(edge[0])
                 nodes.append(edge[0])
     return max(ends.values(), default=0)
-
-
-def _get_edge(tensor: torch.Tensor) -> tuple[Any, int]:
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr

@@ -1,16 +1,14 @@
 """Records a measured step: the times of segments of forward and backward, and every saved storage.
 
-While a step is measured, nothing is offloaded. The recorder's hooks replace the engine's: around each model, each layer and
-each site. A segment is a site's region, or the code between two regions. Forward is in one segment at a time. The saved tensors
-that backward unpacks show which segment it is in. One timed event on the compute stream separates two segments, so the host
-never waits, and results stay bitwise identical.
+The recorder's hooks replace the engine's around each model, layer and site. A segment is a site's region, or the code between
+two regions. The saved tensors that backward unpacks show its segment. A timed event on the compute stream separates two
+segments, so the host never waits, and results are bitwise identical.
 
-Hooks slow down the host. Where forward waits for the device, as token dispatchers do, the step is launch-bound afterwards. So
-in the first microbatches the device is stalled before each segment of forward, and the host gets ahead of it. The measurement
-then has the device's time.
+Hooks slow the host down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So the
+first microbatches stall the device before each segment of forward while the host gets ahead.
 
-A measured layer may still be offloaded, if a budget has no room for it. Its segments then pause while the engine submits a
-group or returns a tensor. Compute may wait for copies there, and a plan counts such waits separately.
+A measured layer without room in the budget is offloaded. Its segments pause while the engine submits a group or returns a
+tensor, where compute may wait for copies. A plan counts such waits separately.
 """
 
 import contextlib
@@ -32,43 +30,33 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Seconds of stall before a segment of forward: longer than the host takes to launch one, even experts in eager mode."""
+"""Seconds of stall before a segment of forward: longer than the host takes to launch even eager experts."""
 
 STALLED_MICROBATCHES = 3
-"""Stalled microbatches of a chunk. Times of the first do not count if there are others; times of later ones never do."""
+"""Stalled microbatches of a chunk. Times of the first do not count if there are others, and times of later ones never do."""
 
 FIRST, LAST = "first", "last"
 """Segments of a model chunk before its layers and after them."""
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the engine's handle and the segment. `saving` is None if it is kept."""
+    """Handle of a tensor saved in a measured step: another handle and the segment. Without `saving`, the tensor is kept."""
 
-    __slots__ = ("_handle", "_saving", "segment")
+    __slots__ = ("handle", "saving", "segment")
 
     def __init__(self, handle: Packed, saving: Saving | None, segment: SegmentRecord) -> None:  # no tensor of its own
-        self._handle = handle
-        self._saving = saving
+        self.handle = handle
+        self.saving = saving
         self.place = handle.place
         self.segment = segment
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether the engine does not handle the tensor."""
-        return self._saving is None
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether compute may wait for a copy when the tensor is unpacked."""
-        return isinstance(self._handle, Handle)
-
     def take(self) -> torch.Tensor:
-        """Return the tensor, from the engine if that offloaded it."""
-        return self._handle.take() if self._saving is None else self._saving.unpack(self._handle)
+        """Return the tensor, which the engine reloads if necessary."""
+        return self.handle.take() if self.saving is None else self.saving.unpack(self.handle)
 
 
 class RecordedRegion(Region):
-    """A site in a measured step. It acts as an engine's region, and forwards to one if the site is offloaded."""
+    """A site in a measured step. `inner` is the engine's region if the site is offloaded."""
 
     __slots__ = ("_inner", "_place", "_recorder", "_run", "_tag")
 
@@ -79,39 +67,36 @@ class RecordedRegion(Region):
         self._place = Place(site, str(lane.place))
         self._tag = site.tag
 
-    def __call__(self, tensor: torch.Tensor) -> KeptHandle:
-        """Save a tensor and return the handle that autograd unpacks."""
+    def __call__(self, tensor: torch.Tensor) -> KeptHandle:  # noqa: D102
         return self._recorder.save(tensor, self._run, self._place, self._inner)
 
     def unpack(self, handle: Packed) -> torch.Tensor:  # noqa: D102
         return self._recorder.take(handle)
 
     def __enter__(self) -> None:
-        """Start saving, and begin the segment."""
         self._recorder.enter(self._run.get_segment(self._tag, tag=self._tag))
         super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop saving, also on an exception."""
         super().__exit__(kind, error, trace)
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Record the input of the site. Adds no mark, since unpacked tensors show where backward is."""
+        """Record the input of the site. No mark is needed, since unpacked tensors show the position of backward."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
             self._inner.enter(tensor)
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """End the engine's group, if there is one, so that it is offloaded."""
+        """End the engine's group, if any, so that it is offloaded."""
         if self._inner is not None:
             with self._recorder.apart():  # the host waits if the window is full
                 self._inner.end(tensor, is_held=is_held)
 
 
 class _RecordedWatch(Saving):
-    """A layer or model in a measured step. Saves between its regions belong to the segment that forward is in."""
+    """Saves of a layer or model between its regions, which belong to the segment of forward."""
 
     __slots__ = ("_inner", "_recorder", "_run")
 
@@ -128,7 +113,7 @@ class _RecordedWatch(Saving):
 
 
 class StepRecorder:
-    """Records the segments and saves of one step. Device bytes are not recorded if `memory` is None."""
+    """Records the segments and saves of one step, without device bytes if `memory` is None."""
 
     def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
         self._device = device
@@ -137,13 +122,13 @@ class StepRecorder:
         self.runs: list[Run] = []
         """Runs of layers and models, in the order of forward."""
         self.live_bytes = 0
-        """Saved bytes of this step, as far as recorded, that backward has not reached yet."""
+        """Recorded saved bytes that backward has not reached yet."""
         self.largest_layer_bytes = 0
         """Maximum saved bytes of one layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self.current_layer: Run | None = None
-        """Run of the layer that forward is in."""
+        """Run of the layer in forward."""
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
         """Number of forwards, by chunk."""
@@ -151,7 +136,7 @@ class StepRecorder:
         """The running segment, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
-        """Whether the device is stalled before each segment of the running forward."""
+        """Whether the running forward stalls the device before each segment."""
         self.stalls: list[Span] = []
         """Start and end of each stall."""
         self._live_at_start = 0
@@ -177,13 +162,10 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer with the input `hidden`, including its sites.
-
-        `inner` is the engine's context for a layer that it offloads; None if everything stays on the GPU.
-        """
+        """Record the forward of a layer with the input `hidden`. `inner` is the engine's context if the layer is offloaded."""
         run = self._add_run(chunk, number=number)
         if inner is not None:
-            run.is_leaving, run.is_sampled = True, False
+            run.is_offloaded, run.is_sampled = True, False
         run.input_key, run.input_bytes = run.name_storage(hidden), hidden.untyped_storage().nbytes()
         outer, self.current_layer = self.current_layer, run
         self._switch(run.get_segment("start"), is_backward=False)
@@ -197,10 +179,7 @@ class StepRecorder:
             self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
-        """Return the recorded counterpart of an engine's region, or None outside of a recorded layer.
-
-        `inner` is the engine's region that offloads the site; None if the site stays on the GPU.
-        """
+        """Return a recording region, or `inner` outside of a recorded layer. `inner` is the engine's region, if any."""
         run = self.current_layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
@@ -210,7 +189,7 @@ class StepRecorder:
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the region that forward entered last."""
+        """End the innermost region."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
@@ -218,7 +197,7 @@ class StepRecorder:
     # Saved and unpacked tensors.
 
     def save(self, tensor: torch.Tensor, run: Run, place: Place, inner: Saving | None) -> KeptHandle:
-        """Return the handle for a tensor that autograd saves in `run`. `inner`, if given, keeps or offloads it."""
+        """Return the handle for a tensor that autograd saves in `run`. `inner`, if any, keeps or offloads it."""
         segment = self._open[0] if self._open is not None else run.get_segment(FIRST)
         if self._is_activation(tensor):
             storage = StorageRef(tensor)
@@ -226,7 +205,7 @@ class StepRecorder:
             if record is None:
                 size_bytes = tensor.untyped_storage().nbytes()
                 record = run.saved[storage.key] = SavedRecord(storage, size_bytes, tensor.element_size(), run.open_modules)
-                if storage.key not in self._known and not run.is_leaving:
+                if storage.key not in self._known and not run.is_offloaded:
                     self._known.add(storage.key)
                     self.live_bytes += size_bytes
                     segment.born_bytes += size_bytes
@@ -243,27 +222,28 @@ class StepRecorder:
         return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
-        """Return a saved tensor. In backward, its segment shows where backward is."""
+        """Return a saved tensor, whose segment shows the position of backward."""
         if not isinstance(handle, RecordedHandle):
             return handle.take()
         if is_in_backward():
             task = get_graph_task()
             if task != self._graph_task:
                 self._graph_task = task
-                # Runs when this backward is over, on the thread that called it.
+                # Runs after this backward, on the thread that called it.
                 queue_after_backward(self._end_backward)
             if self._open != (handle.segment, True):
                 self._switch(handle.segment, is_backward=True)
-        with self.apart() if handle.may_wait else contextlib.nullcontext():
+        # Compute may wait for the copy of an offloaded tensor.
+        with self.apart() if isinstance(handle.handle, Handle) else contextlib.nullcontext():
             tensor = handle.take()
-        if handle.is_kept:
+        if handle.saving is None:
             for ledger in self._observers:
                 ledger.count_take(place=handle.place)
         return tensor
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Exclude the code inside from the running segment, which continues afterwards."""
+        """Exclude the code inside from the running segment."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:
@@ -272,13 +252,13 @@ class StepRecorder:
             self._opened_at = self._mark()
 
     def measure_seconds(self, spans: list[Span]) -> float:
-        """Return the total seconds of finished spans. The host blocks until the device has reached their ends."""
+        """Return the total seconds of spans. The host blocks until the device has reached their ends."""
         for _, end in spans:
             self._device.synchronize(end)
         return sum(self._device.measure_seconds(start, end) for start, end in spans)
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is allocated on this device only because autograd saves it. Parameters are not."""
+        """Return whether `tensor` is an activation on this device, not a parameter."""
         base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 - no public name
         if isinstance(base, torch.nn.Parameter):
             return False
@@ -286,8 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Bytes are read only in the first microbatch, whose times do not count if there are others. Reading the counters takes
-        # the host longer than launching a small kernel.
+        # Only in the first microbatch, whose times do not count if there are others, since reading the counters is slow.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES
@@ -299,7 +278,7 @@ class StepRecorder:
         self._switch(None, is_backward=True)
 
     def _switch(self, segment: SegmentRecord | None, *, is_backward: bool) -> None:
-        """End the running segment and begin `segment`, if any."""
+        """End the running segment, and begin `segment` if any."""
         now = self._mark()
         was_sampled = self._open is not None and self._open[0].is_sampled
         peak_bytes = 0

@@ -1,12 +1,10 @@
-"""Measures a training step that runs through Megatron-Core's schedules, for one rank of a profile.
+"""Measures a training step of Megatron-Core's schedules, for one rank of a profile.
 
-The integration gets a measurement before the model's first forward, so that every tag has its sites. While a step is recorded,
-nothing is offloaded or recomputed, and results are bitwise identical to those without offload.
+A recorded step offloads and recomputes nothing. Its results are bitwise identical.
 """
 
 import contextlib
 import enum
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +22,6 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.profile.device_memory import count_parameter_bytes, find_device_memory
 from fgoffload.integrations.megatron.profile.measured_layers import build_chunk
-from fgoffload.integrations.megatron.profile.measured_recomputes import measure_gather_s
 from fgoffload.integrations.megatron.profile.measured_units import LayerFacts, list_watched, watch_units
 from fgoffload.integrations.megatron.profile.recorder import StepRecorder
 from fgoffload.integrations.megatron.recompute import layer_recompute
@@ -37,12 +34,12 @@ from fgoffload.planner.timing.profile import RankProfile
 
 
 class MeasurementState(enum.Enum):
-    """State of a measurement."""
+    """Progress of a measurement."""
 
-    IDLE = enum.auto()  # no step is recorded
-    WANTED = enum.auto()  # the next step is recorded
-    RECORDING = enum.auto()  # between the beginning and the end of a schedule
-    RECORDED = enum.auto()  # the schedule has ended, and its profile can be taken
+    IDLE = enum.auto()  # records no step
+    WANTED = enum.auto()  # will record the next step
+    RECORDING = enum.auto()  # inside the schedule
+    RECORDED = enum.auto()  # after the schedule, with a profile to take
 
 
 class StepMeasurement:
@@ -52,7 +49,7 @@ class StepMeasurement:
         device: Device of the model.
         min_offloaded_numel: Elements. Smaller storages stay on the GPU under any plan.
         use_plan: Makes the integration offload by a plan.
-        observers: Ledgers that count saves and unpacks of a recorded step, as in an engine.
+        observers: Ledgers that count the saves and unpacks of a recorded step.
     """
 
     def __init__(
@@ -66,17 +63,16 @@ class StepMeasurement:
         self._use_plan = use_plan
         self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
         self._switches = Patches()
-        """Patches that recompute the units of the plan in use."""
+        """Patches for the recomputed units of the plan in use."""
         self._observers = observers
         self._device = device
-        self._measure_gather_s = functools.cache(functools.partial(measure_gather_s, device))
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
         self.call: ScheduleCall | None = None
-        """Call of the schedule that was recorded last."""
+        """Schedule call of the recorded step."""
         self._recorder: StepRecorder | None = None
-        """Recorder of the step that is recorded, or was recorded and has its profile not taken yet."""
+        """Recorder of a step, until its profile is taken."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -89,12 +85,12 @@ class StepMeasurement:
         self.state = MeasurementState.WANTED
 
     def close(self) -> None:
-        """Remove all hooks and patches from the model. A second call does nothing."""
+        """Remove all hooks and patches from the model."""
         self._switches.remove()
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop measuring, and remove the hooks that time parts of a layer, so that planned steps run at full speed."""
+        """Stop measuring, and remove the hooks in layers, so that planned steps run at full speed."""
         while self._hooks:
             self._hooks.pop().remove()
         self.forget()
@@ -118,7 +114,7 @@ class StepMeasurement:
 
     @property
     def is_recording(self) -> bool:
-        """Return whether a step is being recorded."""
+        """Whether a step is being recorded."""
         return self.state is MeasurementState.RECORDING
 
     def prepare_layer(self, layer: Any, chunk: int, inputs: LayerInputs) -> None:
@@ -134,14 +130,14 @@ class StepMeasurement:
             watched=tuple(watched),
             wait=_find_wait(layer),
             is_quantized=is_quantized(layer.config),
-            has_experts_in_turn=is_sequential(getattr(layer.mlp, "experts", None)),
+            has_sequential_experts=is_sequential(getattr(layer.mlp, "experts", None)),
         )
         self._config = layer.config
         self._hooks += watch_units(lambda: self._recorder, watched)
 
     def begin_step(self, call: ScheduleCall) -> None:
         """Start recording when a schedule begins, if a step is wanted."""
-        # A step that is still being recorded has raised. Its records are incomplete and are dropped.
+        # A step that is still recorded has raised. Its incomplete records are dropped.
         if self.state in (MeasurementState.WANTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
@@ -170,7 +166,7 @@ class StepMeasurement:
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work outside the model. Its time is not recorded."""
+        """Return a context for work outside the model, whose time is not recorded."""
         return self._recorder.apart() if self._recorder is not None and self.is_recording else contextlib.nullcontext()
 
     # Results.
@@ -178,7 +174,7 @@ class StepMeasurement:
     def take_profile(self) -> RankProfile:
         """Return the profile of the recorded step and drop its records. The host blocks until the step is done.
 
-        Counts all bytes on the device now as static. Call it once the graphs of the step are freed.
+        All allocated bytes count as static, so call it after the graphs of the step are freed.
 
         Raises:
             StateError: No step was recorded since the last call.
@@ -203,16 +199,15 @@ class StepMeasurement:
         return profile
 
     def _get_rank(self) -> int:
-        """Return this process's pipeline rank."""
         return int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
 
     def _count_bytes(self) -> int:
-        """Return the device bytes now, or those of parameters and gradients if the device cannot count."""
+        """Return the allocated bytes, or without counters the bytes of parameters and gradients."""
         return count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
         facts = {number: [self._facts[key] for key in sorted(self._facts) if key[0] == number] for number, _ in self._facts}
-        return tuple(build_chunk(recorder, number, facts[number], self._measure_gather_s) for number in sorted(facts))
+        return tuple(build_chunk(recorder, number, facts[number]) for number in sorted(facts))
 
     def _find_pipeline(self, call: ScheduleCall) -> Pipeline:
         state = load_module("megatron.core.parallel_state")
@@ -226,7 +221,7 @@ class StepMeasurement:
 
 
 def _find_wait(layer: Any) -> HostWait | None:
-    """Return the synchronization in the forward of a layer, by the remedies that this integration has for it."""
+    """Return how the forward of a layer synchronizes on token counts, or None."""
     if getattr(layer.mlp, "token_dispatcher", None) is None:
         return None
     return HostWait.HOLD if has_held_wait(layer) else HostWait.KERNEL

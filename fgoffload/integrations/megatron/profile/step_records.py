@@ -9,7 +9,7 @@ from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
 Span = tuple[Event, Event]
-"""Start and end of some work on the device."""
+"""Start and end of work on the device."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -20,17 +20,14 @@ class SegmentRecord:
     tag: str | None
     """Tag of the segment; None between regions."""
     is_sampled: bool
-    """Whether device bytes are read when the segment begins and ends."""
+    """Whether device bytes are read at its begin and end."""
     forward: list[Span] = dataclasses.field(default_factory=list)
-    """Each time that forward was in the segment."""
     backward: list[Span] = dataclasses.field(default_factory=list)
-    """Each time that backward was in the segment."""
     born_bytes: int = 0
-    """Bytes of storages that were first saved here, until backward has left the segment."""
+    """Bytes of storages that are first saved here, until backward has left the segment."""
     forward_extra_bytes: int = 0
-    """Peak device bytes of forward beyond static and saved bytes; 0 if not measured."""
     backward_extra_bytes: int = 0
-    """Peak device bytes of backward beyond static and saved bytes; 0 if not measured."""
+    """Peak device bytes of each pass beyond static and saved bytes; 0 if not measured."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,10 +35,10 @@ class SavedRecord:
     """A storage that autograd saved in a layer, or in a model outside of its layers."""
 
     storage: StorageRef
-    """Reference to the storage that does not own its memory. While it exists, no other storage gets its key."""
+    """Weak reference to the storage. While it exists, no other storage gets its key."""
     size_bytes: int
     element_bytes: int
-    """Element size of the first save in bytes, which the engine's minimum size is based on."""
+    """Element size of the first save in bytes, for the engine's minimum size."""
     modules: frozenset[str]
     """Watched modules that contain all its saves."""
     is_held: bool = False
@@ -49,12 +46,11 @@ class SavedRecord:
     tags: dict[str, None] = dataclasses.field(default_factory=dict)
     """Tags that save it, in the order of forward."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Segments that save it, including those between regions, in the order of forward."""
+    """Segments that save it, also between regions, in the order of forward."""
     views: set[View] = dataclasses.field(default_factory=set)
-    """Saved views of the storage."""
 
     def count_gathered_bytes(self) -> int:
-        """Return the device bytes that the engine packs to offload the storage; 0 if it is offloaded without packing."""
+        """Return the device bytes for packing its views before offload; 0 if it is offloaded without packing."""
         size_bytes = max(view.end for view in self.views) - min(view.start for view in self.views)
         return get_gathered_bytes(choose_gathered(self.views, size_bytes=size_bytes))
 
@@ -64,17 +60,17 @@ class ModuleRecord:
     """One execution of a module that could be recomputed."""
 
     inputs: frozenset[int] = frozenset()
-    """Keys of the storages of the input tensors."""
+    """Storage keys of the input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Storage bytes of inputs that need a gradient, by key. A checkpoint keeps the whole storage of a view."""
     tensor_bytes: frozenset[int] = frozenset()
-    """Sizes of the same tensors in bytes, without the rest of their storages. Copies of views have these sizes."""
+    """Bytes of the same tensors without the rest of their storages, which are also the sizes of copies."""
     outputs: frozenset[int] = frozenset()
-    """Keys of the storages of the output tensors."""
+    """Storage keys of the output tensors."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Names of the segments that began inside the module, in the order of forward."""
+    """Segments that began inside the module, in the order of forward."""
     input_edges: int = 0
-    """How often the graph inside the module reaches its input."""
+    """How often the graph of the module reaches its input."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -86,38 +82,36 @@ class Run:
     number: int
     """Number of the layer in the whole model, from 0; -1 outside of layers."""
     is_sampled: bool
-    """Whether device bytes are read when segments of the run begin and end."""
-    is_leaving: bool = False
-    """Whether the engine offloads the layer while it is recorded, so that its times exceed those of compute."""
+    """Whether device bytes are read when its segments begin and end."""
+    is_offloaded: bool = False
+    """Whether the engine offloads the recorded layer, so that its times include waits for copies."""
     input_key: int | None = None
-    """Key of the storage of the layer's input."""
+    """Storage key of the layer's input."""
     input_bytes: int = 0
-    """Bytes of the layer's input."""
     input_keys: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Key of the storage of each site's input, by tag."""
+    """Storage key of each site's input, by tag."""
     segments: dict[str, SegmentRecord] = dataclasses.field(default_factory=dict)
     """Segments by name, in the order of forward."""
     saved: dict[int, SavedRecord] = dataclasses.field(default_factory=dict)
     """Saved storages by key, in the order of forward."""
     modules: dict[str, ModuleRecord] = dataclasses.field(default_factory=dict)
-    """Modules that can be recomputed, by the unit that does so."""
+    """Modules that can be recomputed, by unit."""
     current: SegmentRecord | None = None
     """Segment that forward entered last."""
     open_modules: frozenset[str] = frozenset()
     """Units of the modules that forward is in."""
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
-    """References to the storages named by `name_storage`, by key."""
 
     def name_storage(self, tensor: torch.Tensor) -> int:
-        """Return the key of the storage of `tensor`, which no other storage gets while the run exists.
+        """Return the storage key of `tensor`, which is unique while the run exists.
 
-        A key is an address. Forward frees tensors that are not saved, and the next storage often reuses their address.
+        A key is an address, and the kept reference prevents a later storage from reusing it.
         """
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
     def get_segment(self, name: str, *, tag: str | None = None) -> SegmentRecord:
-        """Return the segment called `name`. A new one begins now."""
+        """Return the segment called `name`, or begin a new one."""
         segment = self.segments.get(name)
         if segment is None:
             segment = self.segments[name] = SegmentRecord(name, tag, self.is_sampled)
