@@ -1,8 +1,8 @@
-"""Reruns a layer right after its forward to measure the saves and times of its parts, and whether they can be recomputed.
+"""Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
 [Note: Trials] The second run gets detached inputs and the random state of the first run. A module may be recomputed if the
-second run returns the same bits and leaves random states, buffers, inputs and plain attributes as the first run did. Gradients
-of the trial are returned by `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+second run returns the same bits and leaves the same random states, buffers, inputs and plain attributes as the first run. The
+trial uses `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 
 REST = "rest"
-"""Part for all ops of a layer outside of its submodules."""
+"""Tag for all ops of a layer outside of its submodules."""
 
 _BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
-"""Seconds for which the device idles, so that the host has queued a module's kernels before the first one runs."""
+"""Seconds that the device idles, so that the CPU queues a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
@@ -50,7 +50,7 @@ class MeasuredBlock:
     whole: Measured
     parts: dict[str, Measured]
     storages: list[tuple[int, tuple[str, ...]]]
-    """Bytes and saving parts of each saved storage and each input."""
+    """Bytes of each saved storage and each input, with the parts that save it."""
 
     @property
     def is_measured(self) -> bool:
@@ -69,7 +69,7 @@ class State:
         self.attributes = [(name, value) for one in module.modules() for name, value in _list_attributes(one)]
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
-        """Return what has changed since the construction, except torch's random states, or None."""
+        """Return which state has changed since construction, or None. Torch's random states are not compared."""
         now = State(module, given)
         if now.python != self.python:
             return "it draws from Python's random numbers"
@@ -112,13 +112,10 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Trial:
-    """Measures one layer around its real forward.
+    """Measures one layer right after its real forward.
 
-    Args:
-        device: The engine's device.
-        layer: Layer to measure.
-        parameters: Keys of storages that never count as saved.
-        count_peak: Returns allocated bytes, and peak bytes since the last call.
+    `parameters` are keys of storages that never count as saved. `count_peak` returns allocated bytes, and peak bytes since its
+    last call.
     """
 
     def __init__(
@@ -159,7 +156,7 @@ class Trial:
 
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the layer inside of the trial and record its calls."""
+        """Run a part of the layer inside the trial, and record its calls."""
         if tag in self._open or not self._notes_parts:
             return forward(*args, **kwargs)
         state = State(module, (args, kwargs))
@@ -246,7 +243,7 @@ def _detach(given: Any) -> Any:
 
 
 def _find_odd(args: Any, kwargs: Any) -> str | None:
-    """Return the first argument that a second run might change, or None."""
+    """Return why an argument prevents a second run, or None."""
     waiting = [*args, *kwargs.values()]
     while waiting:
         value = waiting.pop()

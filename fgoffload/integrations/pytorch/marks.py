@@ -10,7 +10,7 @@ from fgoffload.integrations.pytorch.patterns import check_tag
 
 
 def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "PlacedRegion":
-    """Return a context whose saved tensors are offloaded together at its end.
+    """Return a context manager that offloads the tensors that autograd saves inside, all together at its end.
 
         with fgoffload.region(hidden, "attn") as region:
             output = attention(hidden)
@@ -20,7 +20,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
     does nothing, so it may stay in the model's code.
 
     Args:
-        tensor: Input of the region. Its gradient shows that backward has left the region.
+        tensor: Input of the region. Backward has left the region when it computes the gradient of this tensor.
         tag: Name in the statistics.
         layer: Layer number for logs and errors. None takes the layer of the enclosing region, or 0.
 
@@ -29,14 +29,14 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give its input tensor.")
+        raise ConfigError(f"region {tag!r} got a {type(tensor).__name__}. Pass its input tensor.")
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
-        raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Give one, or None.")
+        raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Pass an int or None.")
     return PlacedRegion(tensor, tag, layer)
 
 
 class PlacedRegion:
-    """Manual region. Made by `region`, and entered once."""
+    """Manual region, which can be entered once. Returned by `region`."""
 
     __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
 
@@ -48,23 +48,18 @@ class PlacedRegion:
         self._saving: SavingRegion | None = None
         self._was_left = False
 
-    def __repr__(self) -> str:
-        """Return the tag and the state of the block."""
-        state = "left" if self._was_left else "not entered" if self._tensor is not None else "entered"
-        return f"<PlacedRegion {self._tag!r}, {state}>"
-
     def end(self, output: torch.Tensor) -> None:
-        """Set the region's output, whose gradient shows that backward has reached the region.
+        """Set the region's output. The reload starts when backward computes its gradient.
 
-        Without it, the first unpacked tensor triggers the reload, a little later.
+        Without an output, the reload starts a little later, when backward unpacks the first saved tensor.
 
         Raises:
             ConfigError: `output` is not a tensor.
-            StateError: The block has ended.
+            StateError: The `with` block has ended.
         """
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one output tensor of it."
+                f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor of the region."
             )
         if self._was_left:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
@@ -87,8 +82,8 @@ class PlacedRegion:
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            # The first run's saves would be lost, and its hooks would stay on the thread.
-            raise StateError(f"region {self._tag!r} was entered before. Call `fgoffload.region` again for each run.")
+            # Entering again would lose the first run's saves and leave its hooks on the thread.
+            raise StateError(f"region {self._tag!r} was already entered. Call `fgoffload.region` again for each run.")
         forward = find_running()
         if forward is None:
             return

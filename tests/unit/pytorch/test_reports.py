@@ -71,9 +71,9 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
     # 264 KiB a forward: three layers of two and nine tensors of 8 KiB. Those that were still to leave are not counted.
     (line,) = logged(logging.INFO)
     assert line.startswith(
-        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions of one saved, 264.00 KiB (100.0%)"
+        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions save per forward, 264.00 KiB (100.0%)"
     )
-    assert line.endswith("at most 264.00 KiB of host memory in use")
+    assert line.endswith("peak host memory 264.00 KiB")
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
