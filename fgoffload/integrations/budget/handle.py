@@ -85,8 +85,7 @@ class BudgetOffload(ModelOffload):
         """Return the plan as text, with its predictions and measurements."""
         if self.planned is None:
             return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
-        reserve_bytes = self._reserve_bytes if self._memory == "auto" else None
-        return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=reserve_bytes, name=self.name)
+        return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
         """Return `forward` itself, or a function that also recomputes, measures or watches it."""
@@ -265,7 +264,7 @@ class BudgetOffload(ModelOffload):
         found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
             planned.is_nearest = True
-            logger.warning("the plan of %s exceeds the budget. Training continues with it, since %s", self.name, found)
+            logger.warning("the plan of %s exceeds the budget, and training continues with it: %s", self.name, found)
             return
         self.planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.layers import find_fsdp_units, find_layers
-from fgoffload.integrations.pytorch.patterns import ModuleSite, check_model, unwrap, unwrap_model
+from fgoffload.integrations.pytorch.patterns import ModuleSite, unwrap, unwrap_model
 from fgoffload.planner.ranks.measured_layers import LAYER
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -36,27 +36,24 @@ def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
 
 
 def _find_repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
-    check_model(model)
     if getattr(unwrap_model(model), "_no_split_modules", None) or find_fsdp_units(model):
         return [site.module for site in find_layers(model)]
     found: list[torch.nn.Module] = []
+    largest = 0
     for container in model.modules():
         if not isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
             continue
         kinds = collections.Counter(type(unwrap(child)) for child in container)
         layers = [child for child in container if kinds[type(unwrap(child))] > 1 and list(unwrap(child).children())]
-        if sum(map(_count, layers)) > sum(map(_count, found)):
-            found = layers
+        numel = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+        if numel > largest:
+            found, largest = layers, numel
     if not found:
         raise ConfigError(
             f"memory: {type(model).__name__} has no repeated layers: no `_no_split_modules`, no FSDP units, and no list of "
             "modules of one class. Select modules instead of a memory budget."
         )
     return found
-
-
-def _count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _list_parts(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:

@@ -150,9 +150,8 @@ def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> l
     keys = []
     for block in blocks:
         refused = tuple((tag, part.refusal) for tag, part in block.parts.items())
-        key = (block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input)
-        keys.append(key)
-        alike.setdefault(key, []).append(block)
+        keys.append((block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input))
+        alike.setdefault(keys[-1], []).append(block)
     made = {
         key: _make_layer(_merge(same, statistics.median), number, min_offloaded_bytes)
         for number, (key, same) in enumerate(alike.items())
@@ -189,9 +188,9 @@ def _make_layer(block: MeasuredBlock, number: int, min_offloaded_bytes: int) -> 
     )
 
 
-def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | None, name: str) -> str:
+def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name: str) -> str:
     """Return the plan as text: one line per layer, then predictions and measurements."""
-    reserved = "" if reserve_bytes is None else f", with a reserve of {format_bytes(reserve_bytes)}"
+    reserved = f", with a reserve of {format_bytes(reserve_bytes)}" if reserve_bytes else ""
     lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}{reserved}"]
     for number, block in enumerate(planned.blocks):
         acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}
@@ -206,7 +205,6 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | Non
     where = "forward and backward" if is_settled else "forward and backward of the layers"
     lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        time = f"{format_ms(read.step_s)} for forward and backward, " if is_settled else ""
-        later = "" if is_settled else "; the time is measured in the 13th step of the plan"
-        lines.append(f"measured: {time}{format_bytes(read.peak_bytes)} at peak{later}")
+        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else "time not measured yet"
+        lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ trial uses `autograd.grad`, so no `.grad` changes and no hook of a gradient accu
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,7 +66,12 @@ class State:
         self.python = random.getstate()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
         self.versions = [get_version(tensor) for tensor in list_tensors(given)]
-        self.attributes = [(name, value) for one in module.modules() for name, value in _list_attributes(one)]
+        self.attributes = [
+            (name, id(value) if isinstance(value, torch.Tensor) else value)
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if isinstance(value, (torch.Tensor, bool, int, float, str))
+        ]
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
         """Return which state has changed since construction, or None. Torch's random states are not compared."""
@@ -78,14 +83,6 @@ class State:
         if now.versions != self.versions:
             return "it changes its input in place"
         return "it changes an attribute" if now.attributes != self.attributes else None
-
-
-def _list_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            yield name, id(value)
-        elif isinstance(value, (bool, int, float, str)):
-            yield name, value
 
 
 def _get_random_states() -> list[torch.Tensor]:

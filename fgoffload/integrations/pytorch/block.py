@@ -60,7 +60,8 @@ class SavedTensors(EngineOwner):
         check_tag(tag)
         if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
             raise ConfigError(f"group_bytes {group_bytes} is not above 0. Pass bytes, or None for the default of 64 MiB.")
-        super().__init__(config, device=device, name="saved tensors", tags=(tag,), group_bytes=group_bytes)
+        super().__init__(config, device=device, name="saved tensors", tags=(tag,))
+        self._given_group_bytes = group_bytes
         self._tag = tag
         self._entries = _Entries()
 

@@ -22,15 +22,18 @@ def check_device(choice: Any) -> None:
 def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None, host_memory: HostMemory) -> Device:
     """Return the device for an engine: the user's `choice`, the accelerator of one of the `tensors`, or the CPU.
 
-    Meta tensors are ignored. If `tensors` is None, torch's current accelerator is used, or the CPU.
-
-    Raises:
-        ConfigError: `choice` is not a device, or its index does not exist.
-        StateError: There is no such device.
+    Meta tensors are ignored. If `tensors` is None, torch's current accelerator is used, or the CPU. Raises `ConfigError` or
+    `StateError` if the device does not exist.
     """
     if isinstance(choice, Device):
         return choice
-    device = _read_choice(choice) if choice is not None else _find_default(tensors)
+    if choice is not None:
+        device = _read_choice(choice)
+    elif tensors is not None:
+        # Prefer an accelerator: FSDP may keep parameters on the CPU between uses, and indices are often on the CPU.
+        device = next((one.device for one in tensors if one.device.type not in ("cpu", "meta")), torch.device("cpu"))
+    else:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" or device.index is None or not torch.accelerator.is_available():
         return find_device(device.type, host_memory=host_memory)  # raises without an accelerator
     count = torch.accelerator.device_count()
@@ -45,11 +48,3 @@ def _read_choice(choice: Any) -> torch.device:
         return torch.device(choice)  # torch raises its own errors
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device {choice!r} is not a device. Use a torch device, for example 'cuda:1' or 'cpu'.") from error
-
-
-def _find_default(tensors: Iterable[torch.Tensor] | None) -> torch.device:
-    cpu = torch.device("cpu")
-    if tensors is None:
-        return (torch.accelerator.current_accelerator(check_available=True) or cpu) if torch.accelerator.is_available() else cpu
-    # Prefer an accelerator: FSDP may keep parameters on the CPU between uses, and indices are often on the CPU.
-    return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), cpu)

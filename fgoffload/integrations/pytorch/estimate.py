@@ -13,7 +13,7 @@ from fgoffload.engine.handles import Handle, KeptHandle, WrappedHandle
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.block import SavedTensors
-from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
 from fgoffload.integrations.pytorch.tensors import check_config
@@ -96,7 +96,6 @@ def estimate_savings(
         check_model(model)
     elif modules != ():
         raise ConfigError(f"modules {modules!r} are given without a model. Pass the model too, or omit them.")
-    check_device(device)
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
     config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
     stand_in = _make_hostless(make_device(device, tensors=tensors, host_memory=config.host_memory))

@@ -108,11 +108,11 @@ class SizedSaving(UncompiledSaving):
     A group is full at `group_bytes`. If `layer` is None, each group gets its position in the lane as its layer.
     """
 
-    __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "tag")
+    __slots__ = ("_group_bytes", "_layer", "_number", "_saved_tensors", "_seen", "_size_bytes", "_tag")
 
     def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
         super().__init__(engine, lane, None)
-        self.tag = tag
+        self._tag = tag
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
@@ -143,7 +143,7 @@ class SizedSaving(UncompiledSaving):
     def open_group(self) -> Group:
         """Begin a group and return it."""
         layer = len(self.lane.groups) if self._layer is None else self._layer
-        site = Site(chunk=0, layer=layer, tag=self.tag)
+        site = Site(chunk=0, layer=layer, tag=self._tag)
         self.group = self._engine.open_group(site, self.lane)
         if self._layer is not None:
             self.group.site = site  # each run saves the same tensors in the same order, across its groups
@@ -208,7 +208,6 @@ class Forward:
 
     def begin(self) -> None:
         """Start to receive autograd's saves."""
-        self._around = Surroundings()
         try:
             self._saving.__enter__()
             _running.set(self)

@@ -35,10 +35,7 @@ def _find_outermost(model: torch.nn.Module, is_layer: Callable[[torch.nn.Module]
     layers: list[ModuleSite] = []
     for name, module in name_modules(model):
         is_inside = any(name.startswith(f"{layer.name}.") for layer in layers)
-        if not is_inside and is_layer(module) and not _is_embedding(unwrap(module)):
+        is_embedding = any("Embedding" in kind.__name__ for kind in type(unwrap(module)).__mro__)
+        if not is_inside and not is_embedding and is_layer(module):
             layers.append(make_site(module, name, {name: None}))
     return layers
-
-
-def _is_embedding(module: torch.nn.Module) -> bool:
-    return any("Embedding" in kind.__name__ for kind in type(module).__mro__)

@@ -172,7 +172,7 @@ class ModelOffload(EngineOwner):
         return _Run(begun, forward.begin_region(tag, find_tensor(given), layer=layer))
 
     def _begin(self, module: torch.nn.Module | None, given: Any) -> Forward:
-        engine = self._engine or self.get_engine(given)
+        engine = self.engine or self.get_engine(given)
         if module is not None:
             # See [Note: Buffers stay]. The engine keeps subclasses of a tensor on the device anyway.
             engine.keep([buffer for buffer in module.buffers() if type(buffer) is torch.Tensor and has_bytes(buffer)])

@@ -16,7 +16,6 @@ from fgoffload.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-
 DEFAULT_GROUP_BYTES = 64 * MIB
 """At 50 GB/s this takes 1.3 ms to copy, much more than the tens of microseconds of CPU time that a group costs. It is an eighth
 of the default prefetch size, so that prefetch proceeds evenly."""
@@ -34,19 +33,11 @@ class EngineOwner:
     engine_type: type[OffloadEngine] = OffloadEngine
     """The engine's class, which `estimate_savings` replaces."""
 
-    def __init__(
-        self,
-        config: TransferConfig | None,
-        *,
-        device: DeviceChoice,
-        name: str,
-        tags: Iterable[str],
-        group_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
         check_device(device)
         self.config = check_config(config) or TransferConfig()
         self._policy = self.config.derive_policy()
-        self._given_group_bytes = group_bytes
+        self._given_group_bytes: int | None = None
         self.last_stats: StepStats | None = None
         """Last result of `stats`. None before the first call."""
         self.last_totals = RunTotals()
@@ -54,7 +45,8 @@ class EngineOwner:
         self._device = device
         self.name = name
         """Name of the offloaded model or block, for logs."""
-        self._engine: OffloadEngine | None = None
+        self.engine: OffloadEngine | None = None
+        """Engine. None before the first forward with gradients."""
         # Two threads may share one owner.
         self._lock = threading.Lock()
         self._forwards = 0
@@ -69,20 +61,8 @@ class EngineOwner:
 
     def __repr__(self) -> str:
         """Return name, tags, and the bytes offloaded in the last step."""
-        if not self.config.enabled:
-            state = "disabled"
-        elif self._engine is None:
-            state = "no forward yet"
-        elif self.last_stats is None:
-            state = "no stats read yet"
-        else:
-            state = f"{format_bytes(self.last_stats.d2h_bytes)} offloaded in the last step"
+        state = f"{format_bytes(self.last_totals.d2h_bytes)} offloaded in the last step"
         return f"<{type(self).__name__} of {self.name} (tags: {' '.join(self._inert) or 'none'}), {state}>"
-
-    @property
-    def engine(self) -> OffloadEngine | None:
-        """Engine. None before the first forward with gradients."""
-        return self._engine
 
     @property
     def group_bytes(self) -> int:
@@ -92,11 +72,11 @@ class EngineOwner:
     def get_engine(self, given: Any = ()) -> OffloadEngine:
         """Return the engine, and create it if needed. The forward's input `given` may determine the device."""
         with self._lock:
-            if self._engine is None:
-                self._engine = make_engine(
+            if self.engine is None:
+                self.engine = make_engine(
                     self.config, self._device, self._find_tensors(given), policy=self._policy, engine_type=self.engine_type
                 )
-            return self._engine
+            return self.engine
 
     def count_forward(self) -> int:
         """Count a forward with gradients, and return the number of earlier ones since the last `stats`."""
@@ -113,12 +93,12 @@ class EngineOwner:
     def _derive_policy(self, lane: Lane) -> None:
         """Derive window and prefetch sizes from the offloaded bytes, unless the user gave them."""
         largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
-        if self._engine is None or largest_bytes == 0:
+        if self.engine is None or largest_bytes == 0:
             return
         self._policy = self.config.derive_policy(
-            offloaded_bytes=self._engine.arena.peak_bytes, largest_group_bytes=largest_bytes
+            offloaded_bytes=self.engine.arena.peak_bytes, largest_group_bytes=largest_bytes
         )
-        self._engine.set_policy(self._policy)
+        self.engine.set_policy(self._policy)
 
     def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
         """Count a region of `tag`, or a forward if None, that does nothing. See `explain_inert` for the reasons."""
@@ -139,7 +119,7 @@ class EngineOwner:
         After the first step, each tag that offloaded nothing is reported in a warning, with the reason. Without calls of
         `stats`, it is reported after the third forward.
         """
-        stats = StepStats() if self._engine is None else self._engine.finish_step()
+        stats = StepStats() if self.engine is None else self.engine.finish_step()
         with self._lock:
             forwards, self._forwards = self._forwards, 0
             self.last_totals = RunTotals()
@@ -167,16 +147,16 @@ class EngineOwner:
     def close(self) -> None:
         """Release all memory that no graph still needs, and log the totals. A second call does nothing."""
         self.report()
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def report(self) -> None:
         """Read the last statistics, and log the totals once."""
-        if self._is_reported or (self._engine is None and not self._inert):
+        if self._is_reported or (self.engine is None and not self._inert):
             return
         self.stats()
         self._is_reported = True
-        if self._engine is None and self.config.enabled and self._is_watching:
+        if self.engine is None and self.config.enabled and self._is_watching:
             logger.warning(
                 "offload of %s had no effect: no forward with gradients went through it. Call the offloaded model, and "
                 "compile it after `offload`.",
@@ -199,7 +179,7 @@ class EngineOwner:
             is_due = self._is_watching and self._watched_forwards >= WATCHED_FORWARDS
             self._is_watching = self._is_watching and not is_due
         if is_due:
-            self._warn_of_idle({} if self._engine is None else self._engine.read_tags())
+            self._warn_of_idle({} if self.engine is None else self.engine.read_tags())
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
         with self._lock:

@@ -63,7 +63,12 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     found = {name: [pattern for pattern in tags if _match_parts(pattern.split("."), name.split("."))] for name in modules}
     for pattern in tags:
         if not any(pattern in matching for matching in found.values()):
-            raise ConfigError(_explain_no_match(pattern, model, list(modules)))
+            near = _find_near(pattern, list(modules))
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ConfigError(
+                f"pattern {pattern!r} matches none of the {len(modules)} modules in {type(model).__name__} that have a forward."
+                f"{hint} Use names from `named_modules()`; * matches within one part of a name, ** crosses dots."
+            )
     return [make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 
 
@@ -124,16 +129,12 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DDP, FSDP1 and `torch.compile`."""
     model = unwrap(model)
-    return unwrap_model(model.get_submodule("module")) if _is_data_parallel(model) else model
-
-
-def _is_data_parallel(model: torch.nn.Module) -> bool:
-    return isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    return unwrap_model(model.module) if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
     """Return the name parts that DDP and PEFT prepend."""
-    parts = ["module"] if _is_data_parallel(unwrap(model)) else []
+    parts = ["module"] if isinstance(unwrap(model), torch.nn.parallel.DistributedDataParallel) else []
     inner = unwrap_model(model)
     # A PEFT model contains its tuner, which contains the model. Prompt methods have no tuner. A transformers model with its own
     # adapters also has `peft_config`, but its `model` is a submodule like any other.
@@ -154,11 +155,7 @@ def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]) -> ModuleSite:
-    """Return the region around `module`. Its `name` must not contain the parts of wrappers.
-
-    `tags` maps each matching pattern to its tag, or to None for the last word of the name. Raises `ConfigError` if two tags
-    differ.
-    """
+    """Return the region around `module`. `tags` has the tag by matching pattern, or None for the last word of `name`."""
     parts = name.split(".")
     words = [part for part in parts if part.isidentifier()]
     default = words[-1] if words else type(module).__name__
@@ -168,15 +165,6 @@ def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]
         raise ConfigError(f"module {name!r} has two tags, {given}. Use patterns that do not overlap.")
     layer = next((int(part) for part in parts if part.isdecimal()), 0)
     return ModuleSite(module, name, next(iter(chosen.values())), layer)
-
-
-def _explain_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str:
-    near = _find_near(pattern, names)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return (
-        f"pattern {pattern!r} matches none of the {len(names)} modules in {type(model).__name__} that have a forward.{hint} "
-        "Use names from `named_modules()`; * matches within one part of a name, ** crosses dots."
-    )
 
 
 def _find_near(pattern: str, names: list[str]) -> list[str]:

@@ -52,7 +52,6 @@ class ReplacedForward:
         self,
         module: torch.nn.Module | None,
         handle: Any = None,
-        *,
         site: ModuleSite | None = None,
         name: str = _FORWARD,
         before: Callable[..., Any] | None = None,
@@ -68,7 +67,7 @@ class ReplacedForward:
 
     def put(self) -> None:
         """Replace the module's attribute."""
-        module = self._get_module()
+        module: torch.nn.Module = _get_living(self._module)
         attributes = vars(module)  # not by `setattr`, which wrappers override
         self._before = attributes.get(self._name)
         self._is_torch_container = self._before is None and _is_torch_container(module)
@@ -113,9 +112,9 @@ class ReplacedForward:
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Reduce to the forward of a copied module, without a handle."""
-        return _make_removed, (None if self._module is None else self._module(), self._before)
+        return ReplacedForward, (None if self._module is None else self._module(), None, None, _FORWARD, self._before)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the original forward, except `__func__` and `__self__`, which code uses to unwrap methods."""
@@ -136,12 +135,7 @@ class ReplacedForward:
 
     @skip
     def _find_before(self) -> Callable[..., Any]:
-        return self._before or _bind_forward(self._get_module())
-
-    @skip
-    def _get_module(self) -> torch.nn.Module:
-        module: torch.nn.Module = _get_living(self._module)
-        return module
+        return self._before or _bind_forward(_get_living(self._module))
 
 
 class _Method:
@@ -194,10 +188,6 @@ def _is_torch_container(module: torch.nn.Module) -> bool:
 
 def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
-
-
-def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | None) -> ReplacedForward:
-    return ReplacedForward(module, before=before)
 
 
 def _leave_out(attributes: dict[str, Any], *, only_removed: bool = False) -> None:

@@ -21,11 +21,7 @@ _MODULE = "transformers.trainer"
 
 @contextlib.contextmanager
 def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
-    """Add the callback to every trainer created in the body, and yield the list of their class names.
-
-    Args:
-        memory: Memory budget as bytes, a size or `auto`. None offloads the layers.
-    """
+    """Add the callback to every trainer created in the body, with a `memory` budget if given. Yield their class names."""
     made: list[str] = []
 
     def patch(module: ModuleType) -> None:

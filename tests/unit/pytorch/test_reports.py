@@ -38,7 +38,7 @@ def train(net: nn.Module, steps: int = 1) -> None:
 def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     handle = fgoffload.offload(net := make_net(), PATTERNS, ALL)
     assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
-    assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), no forward yet>"
+    assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), 0 B offloaded in the last step>"
     train(net)
     moved = format_bytes(handle.stats().d2h_bytes)
     assert repr(handle) == f"<ModelOffload of Net (tags: attn mlp), {moved} offloaded in the last step>"
