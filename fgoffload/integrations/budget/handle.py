@@ -73,7 +73,7 @@ class BudgetOffload(ModelOffload):
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
         """Seconds of the plan's timed steps."""
-        self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
+        self._start_s, self._start_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
     def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
@@ -145,8 +145,8 @@ class BudgetOffload(ModelOffload):
         if self._measures:
             self._blocks.clear()
         if self._measures or self._is_compared(self._step):
-            self._begun_s = self._read_clock()
-            self._begun_bytes, _ = self._meter.read()
+            self._start_s = self._read_clock()
+            self._start_bytes, _ = self._meter.read()
             self._meter.take()
             self._peak_bytes, self._step_s = 0, 0.0
 
@@ -173,7 +173,7 @@ class BudgetOffload(ModelOffload):
     def _end_step(self) -> None:
         if self._meter is not None:
             self._peak_bytes = self._meter.take()
-            self._step_s = self._read_clock() - self._begun_s
+            self._step_s = self._read_clock() - self._start_s
 
     @skip
     def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class BudgetOffload(ModelOffload):
         if model is None or meter is None:
             return output
         parameters = {get_key(one) for one in (*model.parameters(), *module.parameters(), *module.buffers()) if not one.is_meta}
-        with meter.left_out():
+        with meter.excluded():
             self._trial = Trial(self.get_engine().device, module, parameters, meter.read)
             try:
                 self._blocks[layer] = self._trial.run(forward, args, kwargs, output, before)
@@ -193,7 +193,7 @@ class BudgetOffload(ModelOffload):
 
     def _compare(self, meter: PeakMeter) -> None:
         """Plan after a measured step, or correct the plan after a compared step. A collective call of all processes."""
-        grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self.planned is None else 0
+        grown_bytes = max(0, meter.read()[0] - self._start_bytes) if self.planned is None else 0
         reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
         readings = gather(reading)
         reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
@@ -212,7 +212,7 @@ class BudgetOffload(ModelOffload):
         planned.measured = reading
         # Correct a plan within the budget at most once. Otherwise two plans with different errors would alternate.
         is_far = abs(reading.peak_bytes - planned.peak_bytes) > _FAR * planned.peak_bytes
-        is_above = reading.peak_bytes > self._budget_bytes and not planned.is_nearest
+        is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
         if is_above or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
             self._correct(planned, planner, reading)
@@ -263,7 +263,7 @@ class BudgetOffload(ModelOffload):
         planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
-            planned.is_nearest = True
+            planned.is_best_effort = True
             logger.warning("the plan of %s exceeds the budget, and training continues with it: %s", self.name, found)
             return
         self.planned, self._planned_at, self._times_s = found, self._step, []

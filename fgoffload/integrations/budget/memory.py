@@ -41,7 +41,7 @@ class PeakMeter:
         return peak_bytes
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Exclude the bytes of the body from `take`."""
         peak_bytes = self.take()
         yield
@@ -73,7 +73,7 @@ class _LedgerMeter(PeakMeter):
         return static_bytes + self._ledger.peak_bytes
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         yield  # a trial has its own hooks
 
 
@@ -97,9 +97,7 @@ def check_memory(memory: Any, *, reserve: Any, device: Any = None) -> int:
         find_budget(memory, reserve_bytes=0, device_type=device_type)
         return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
     if reserve is not None:
-        raise ConfigError(
-            f"memory_reserve {reserve!r} has no effect with memory {memory!r}. Use memory='auto', or omit memory_reserve."
-        )
+        raise ConfigError(f"memory_reserve {reserve!r} has no effect with memory {memory!r}. Omit it, or use memory='auto'.")
     read_size(memory, name="memory")
     return 0
 

@@ -42,7 +42,7 @@ class BudgetPlan:
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
     """Reading of the plan's last compared step. Its time is 0 in the first steps."""
-    is_nearest: bool = False
+    is_best_effort: bool = False
     """Whether the plan exceeded the budget, and no plan that fits was found."""
 
 

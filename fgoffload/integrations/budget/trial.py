@@ -21,7 +21,7 @@ from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 REST = "rest"
 """Tag for all ops of a layer outside of its submodules."""
 
-_BUFFER = "it changes a buffer"
+_CHANGES_BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
 """Seconds that the device idles, so that the CPU queues a module's kernels before the first one runs."""
@@ -79,7 +79,7 @@ class State:
         if now.python != self.python:
             return "it draws from Python's random numbers"
         if not _are_equal(self.buffers, now.buffers):
-            return _BUFFER
+            return _CHANGES_BUFFER
         if now.versions != self.versions:
             return "it changes its input in place"
         return "it changes an attribute" if now.attributes != self.attributes else None
@@ -123,17 +123,17 @@ class Trial:
         self._parameters = parameters
         self._count_peak = count_peak
         self._open: list[str] = []
-        self._notes_parts = False
+        self._records_parts = False
         self._saved: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self._runs: dict[str, list[_Run]] = {}
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: State) -> MeasuredBlock:
         """Rerun the layer, then each part alone. The real forward began in the state `before` and returned `output`."""
         after, buffers = _get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
-        refusal = before.find_change(self._layer, (args, kwargs)) or _find_odd(args, kwargs)
+        refusal = before.find_change(self._layer, (args, kwargs)) or _find_unrepeatable(args, kwargs)
         whole, parts = Measured(refusal=refusal), {}
         try:
-            if refusal in (None, _BUFFER):
+            if refusal in (None, _CHANGES_BUFFER):
                 whole = self._measure(_Run(self._layer, forward, (args, kwargs), before.random, output, after), saves=True)
                 whole.refusal = refusal or whole.refusal
             for tag, runs in self._runs.items():
@@ -154,13 +154,13 @@ class Trial:
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a part of the layer inside the trial, and record its calls."""
-        if tag in self._open or not self._notes_parts:
+        if tag in self._open or not self._records_parts:
             return forward(*args, **kwargs)
         state = State(module, (args, kwargs))
         self._open.append(tag)
         output = forward(*args, **kwargs)
         self._open.pop()
-        refusal = state.find_change(module, (args, kwargs)) or _find_odd(args, kwargs)
+        refusal = state.find_change(module, (args, kwargs)) or _find_unrepeatable(args, kwargs)
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         run = _Run(module, forward, _detach((args, kwargs)), state.random, kept, _get_random_states(), refusal)
         self._runs.setdefault(tag, []).append(run)
@@ -174,7 +174,7 @@ class Trial:
         return first if first.refusal is not None else self._run_once(run, saves=False)
 
     def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
-        self._notes_parts, keep = saves, self._save if saves else torch.Tensor.detach
+        self._records_parts, keep = saves, self._save if saves else torch.Tensor.detach
         args, kwargs = _detach(run.given)
         _set_random_states(run.before)
         device, stream = self._device, self._device.current_stream()
@@ -239,7 +239,7 @@ def _detach(given: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), given)
 
 
-def _find_odd(args: Any, kwargs: Any) -> str | None:
+def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:
     """Return why an argument prevents a second run, or None."""
     waiting = [*args, *kwargs.values()]
     while waiting:

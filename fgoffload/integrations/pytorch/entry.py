@@ -39,13 +39,13 @@ def offload(
             model's code uses `fgoffload.region`.
         config: Options of offload.
         device: Device of the tensors. None selects the accelerator of the model or of its first input, or the CPU.
-        memory: Memory budget per GPU, for example `60GiB`, or `auto` for the device's memory. It limits
-            `torch.cuda.max_memory_allocated`; steps that compare it with the plan reset that counter. The first step measures.
-            From the second step on, each part of each layer is kept, offloaded or recomputed.
+        memory: GPU memory budget of this process, for example `60GiB`, or `auto` for the device's memory. It limits
+            `torch.cuda.max_memory_allocated`, and some steps reset that counter. The first step measures. From the second step
+            on, each part of each layer is kept, offloaded or recomputed.
         memory_reserve: Memory that `auto` leaves for the CUDA context, NCCL and fragmentation. None means 2 GiB.
 
     Returns:
-        The handle. As a context manager, it closes itself. A second call with the same arguments returns the same handle.
+        The handle, which is also a context manager. A second call with the same arguments returns the same handle.
 
     Raises:
         ConfigError: An argument is wrong, or the model is already offloaded with other arguments.
@@ -55,7 +55,7 @@ def offload(
         return offload_sites(model, find_sites(model, modules), config, device=device)
     if memory is not None and modules != ():
         raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
-    from fgoffload.integrations.budget.handle import BudgetOffload  # not above, since it derives from `ModelOffload`
+    from fgoffload.integrations.budget.handle import BudgetOffload  # a circular import at the top
 
     known = find_handle(model)
     if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=memory_reserve):

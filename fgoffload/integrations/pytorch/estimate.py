@@ -91,7 +91,9 @@ def estimate_savings(
         ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are given without a model.
     """
     if not callable(forward):
-        raise ConfigError(f"forward is a {type(forward).__name__}, which is not callable. Pass, e.g., lambda: model(batch).")
+        raise ConfigError(
+            f"forward is a {type(forward).__name__}, which is not callable. Pass a function: lambda: model(batch)."
+        )
     if model is not None:
         check_model(model)
     elif modules != ():
@@ -111,7 +113,7 @@ def estimate_savings(
         try:
             output = forward()
         finally:
-            handle.put_back()
+            handle.restore_forwards()
         engine = handle.get_engine()
     estimate = cast("_CountingEngine", engine).estimate()
     del output

@@ -68,7 +68,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
     return forward
 
 
-def note_inert(owner: EngineOwner, tag: str | None) -> None:
+def record_inert(owner: EngineOwner, tag: str | None) -> None:
     """Record in `owner` why a region of `tag`, or a forward if None, does nothing here. No grad mode is no reason to warn."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())

@@ -1,11 +1,11 @@
-"""Regions that a model's code places by hand."""
+"""Manual regions in a model's code."""
 
 from types import TracebackType
 
 import torch
 
 from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, note_inert
+from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, record_inert
 from fgoffload.integrations.pytorch.patterns import check_tag
 
 
@@ -16,13 +16,13 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
             output = attention(hidden)
             region.end(output)
 
-    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Elsewhere it
-    does nothing, so it may stay in the model's code.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Without one it
+    does nothing.
 
     Args:
         tensor: Input of the region. Backward has left the region when it computes the gradient of this tensor.
         tag: Name in the statistics.
-        layer: Layer number for logs and errors. None takes the layer of the enclosing region, or 0.
+        layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
     Raises:
         ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
@@ -58,15 +58,13 @@ class PlacedRegion:
             StateError: The `with` block has ended.
         """
         if not isinstance(output, torch.Tensor):
-            raise ConfigError(
-                f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor of the region."
-            )
+            raise ConfigError(f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor.")
         if self._was_left:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
         self._output = output
 
     def __enter__(self) -> "PlacedRegion":
-        """Start to save for the region.
+        """Begin the region.
 
         Raises:
             StateError: The region was already entered.
@@ -88,7 +86,7 @@ class PlacedRegion:
         if forward is None:
             return
         forward.owner.expect_tag(self._tag)
-        note_inert(forward.owner, self._tag)
+        record_inert(forward.owner, self._tag)
         self._saving = forward.begin_region(self._tag, tensor, layer=self._layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -25,7 +25,7 @@ from fgoffload.engine import is_inert
 from fgoffload.engine.identity import has_bytes
 from fgoffload.errors import ConfigError, StateError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, find_running, note_inert
+from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, find_running, record_inert
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import ModuleSite
@@ -72,16 +72,16 @@ class ModelOffload(EngineOwner):
             return
         try:
             vars(model)[HANDLE] = self  # not by `setattr`, which wrappers override
-            self._put(ReplacedForward(model, self))
+            self._install(ReplacedForward(model, self))
             for site in sites:
-                self._put(ReplacedForward(site.module, self, site=site))
+                self._install(ReplacedForward(site.module, self, site=site))
                 if checkpoints_its_call(site.module):
-                    self._put(ReplacedForward(site.module, self, site=site, name=CHECKPOINT))
+                    self._install(ReplacedForward(site.module, self, site=site, name=CHECKPOINT))
         except BaseException:
-            self.put_back()
+            self.restore_forwards()
             raise
 
-    def is_of(self, model: torch.nn.Module) -> bool:
+    def is_for(self, model: torch.nn.Module) -> bool:
         """Return whether this handle was made for `model`."""
         return self._model() is model
 
@@ -111,14 +111,14 @@ class ModelOffload(EngineOwner):
 
         Existing graphs keep working. `last_stats` is set to the statistics since the last call of `stats`.
         """
-        self.put_back()
+        self.restore_forwards()
         self.report()
 
-    def _put(self, replaced: ReplacedForward) -> None:
+    def _install(self, replaced: ReplacedForward) -> None:
         self._replaced.append(weakref.ref(replaced))
-        replaced.put()
+        replaced.install()
 
-    def put_back(self) -> None:
+    def restore_forwards(self) -> None:
         """Restore the modules' own forwards, without a log line."""
         while self._replaced:
             replaced = self._replaced[-1]()
@@ -162,7 +162,7 @@ class ModelOffload(EngineOwner):
         `tag` and `layer` describe the module's region. The model itself has the tag None.
         """
         if is_inert():
-            note_inert(self, tag)
+            record_inert(self, tag)
             return None
         if tag is None:
             return _Run(self._begin(module, given), None)
@@ -208,7 +208,7 @@ class _Run:
 def find_handle(model: torch.nn.Module) -> ModelOffload | None:
     """Return the handle of `model`, or None. Ignore a handle that was copied from another model."""
     handle = vars(model).get(HANDLE)
-    return handle if isinstance(handle, ModelOffload) and handle.is_of(model) else None
+    return handle if isinstance(handle, ModelOffload) and handle.is_for(model) else None
 
 
 def _list_weakly(sites: list[ModuleSite]) -> list[tuple["weakref.ref[torch.nn.Module]", str, int, bool]]:

@@ -55,8 +55,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
-        ConfigError: A pattern is not text or matches no module, two patterns give a module different tags, or a tag is not one
-            word.
+        ConfigError: A pattern is not text or matches no module, a tag is not one word, or a module would have two tags.
     """
     tags = _read_patterns(patterns)
     modules = dict(name_modules(model))
@@ -87,9 +86,7 @@ def check_tag(tag: object) -> None:
 def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, Iterable):
-        raise ConfigError(
-            f"modules {patterns!r} are not patterns. Pass globs such as ['layers.*.mlp'], or a dict with their tags."
-        )
+        raise ConfigError(f"modules {patterns!r} are not patterns. Pass globs such as ['layers.*.mlp'] or a dict with tags.")
     tags = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
     for pattern, tag in tags.items():
         if not isinstance(pattern, str):

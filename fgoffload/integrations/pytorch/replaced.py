@@ -45,7 +45,7 @@ class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
     The `handle` is a `ModelOffload`. A copy has none and runs without offload. The model itself has no `site`. `before` is the
-    module's own attribute of this `name`, such as another wrapper. `put` sets it.
+    module's own attribute of this `name`, such as another wrapper. `install` sets it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ReplacedForward:
         self._before = before
         self._is_torch_container = False
 
-    def put(self) -> None:
+    def install(self) -> None:
         """Replace the module's attribute."""
         module: torch.nn.Module = _get_living(self._module)
         attributes = vars(module)  # not by `setattr`, which wrappers override
@@ -82,7 +82,7 @@ class ReplacedForward:
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
-            _leave_out(vars(module), only_removed=True)
+            _strip(vars(module), only_removed=True)
 
     @skip  # only the called function is compiled, since torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _leave_out(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
+def _strip(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
     """Remove our outermost replaced forwards from a module's attributes, and our other attributes with the last one."""
     for name in _CALLED:
         found = attributes.get(name)
@@ -211,7 +211,7 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
     state = kind.__getstate__(module)
     if isinstance(state, dict):
         state = dict(state)
-        _leave_out(state)
+        _strip(state)
     return state
 
 
@@ -225,7 +225,7 @@ def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
     kind: Any = type(module)
     plain = object.__new__(kind)  # not by a call: `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
-    _leave_out(vars(plain))
+    _strip(vars(plain))
     return plain.__reduce_ex__(protocol)
 
 
@@ -233,5 +233,5 @@ def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without our attributes."""
     kind: Any = type(module)
     replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
-    _leave_out(vars(replica))
+    _strip(vars(replica))
     return replica

@@ -80,7 +80,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             return
         if self.handle is None:
             _warn_of_rivals(args, model)
-        elif not self.handle.is_of(model):
+        elif not self.handle.is_for(model):
             self.handle.close()
         elif self._memory is not None:
             return

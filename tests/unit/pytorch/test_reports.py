@@ -42,7 +42,7 @@ def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     train(net)
     moved = format_bytes(handle.stats().d2h_bytes)
     assert repr(handle) == f"<ModelOffload of Net (tags: attn mlp), {moved} offloaded in the last step>"
-    handle.put_back()
+    handle.restore_forwards()
 
 
 def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and_when_it_is_reloaded(caplog):
