@@ -147,7 +147,7 @@ class BudgetOffload(ModelOffload):
         if self._measures or self._is_compared(self._step):
             self._start_s = self._read_clock()
             self._start_bytes, _ = self._meter.read()
-            self._meter.take()
+            self._meter.pop_peak()
             self._peak_bytes, self._step_s = 0, 0.0
 
     def _is_compared(self, step: int) -> bool:
@@ -172,7 +172,7 @@ class BudgetOffload(ModelOffload):
 
     def _end_step(self) -> None:
         if self._meter is not None:
-            self._peak_bytes = self._meter.take()
+            self._peak_bytes = self._meter.pop_peak()
             self._step_s = self._read_clock() - self._start_s
 
     @skip

@@ -34,16 +34,16 @@ class PeakMeter:
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return allocated_bytes, peak_bytes
 
-    def take(self) -> int:
-        """Return the peak bytes since the last call of `take`, including calls of `read` in between."""
+    def pop_peak(self) -> int:
+        """Return the peak bytes since the last call of `pop_peak`, including calls of `read` in between."""
         self.read()
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the bytes of the body from `take`."""
-        peak_bytes = self.take()
+        """Exclude the bytes of the body from `pop_peak`."""
+        peak_bytes = self.pop_peak()
         yield
         self.read()
         self._peak_bytes = peak_bytes
@@ -66,7 +66,7 @@ class _LedgerMeter(PeakMeter):
     def read(self) -> tuple[int, int]:
         return 0, 0
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         if self._ledger in self._engine.observers:
             self._engine.observers.remove(self._ledger)
         static_bytes = sum((1 + one.requires_grad) * one.numel() * one.element_size() for one in self._parameters)

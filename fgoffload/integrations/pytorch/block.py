@@ -72,7 +72,7 @@ class SavedTensors(EngineOwner):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too, and offload the last group."""
-        self._leave(is_failed=error is not None)
+        self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
@@ -90,12 +90,12 @@ class SavedTensors(EngineOwner):
             raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, *, is_failed: bool) -> None:
+    def _exit(self, *, is_failed: bool) -> None:
         forward = self._entries.open[-1]
         try:
             if forward is not None:
                 forward.finish(is_failed=is_failed)
         finally:
             if forward is not None:
-                forward.leave()  # see [Note: Interrupted forwards]
+                forward.stop()  # see [Note: Interrupted forwards]
             self._entries.open.pop()

@@ -235,13 +235,13 @@ class Forward:
         """Keep all later saves on the device, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Stop receiving saves. Works after an incomplete `begin` or `finish` too."""
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop receiving saves. Tensors of a failed forward stay on the device and are freed with their graph."""
-        self.leave()
+        self.stop()
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()

@@ -38,7 +38,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
 class PlacedRegion:
     """Manual region, which can be entered once. Returned by `region`."""
 
-    __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
+    __slots__ = ("_has_ended", "_layer", "_output", "_saving", "_tag", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, tag: str, layer: int | None) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -46,7 +46,7 @@ class PlacedRegion:
         self._layer = layer
         self._output: torch.Tensor | None = None
         self._saving: SavingRegion | None = None
-        self._was_left = False
+        self._has_ended = False
 
     def end(self, output: torch.Tensor) -> None:
         """Set the region's output. The reload starts when backward computes its gradient.
@@ -59,7 +59,7 @@ class PlacedRegion:
         """
         if not isinstance(output, torch.Tensor):
             raise ConfigError(f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor.")
-        if self._was_left:
+        if self._has_ended:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
         self._output = output
 
@@ -74,7 +74,7 @@ class PlacedRegion:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop saving, and offload the group unless there was an exception."""
-        self._leave(is_failed=error is not None)
+        self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
@@ -90,9 +90,9 @@ class PlacedRegion:
         self._saving = forward.begin_region(self._tag, tensor, layer=self._layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, *, is_failed: bool) -> None:
+    def _exit(self, *, is_failed: bool) -> None:
         saving, self._saving = self._saving, None
         output, self._output = self._output, None
-        self._was_left = True
+        self._has_ended = True
         if saving is not None:
             saving.close(output, is_failed=is_failed)

@@ -76,7 +76,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         )
     else:
         reason = "autograd saved only parameters, which stay on the device."
-    return f"tag {tag!r} offloaded nothing: {reason} Remove the cause, or leave the tag out."
+    return f"tag {tag!r} offloaded nothing: {reason} Remove the cause, or omit the tag."
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:

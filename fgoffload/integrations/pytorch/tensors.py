@@ -1,4 +1,4 @@
-"""Offloads and reloads a single tensor by hand."""
+"""Offloads and reloads single tensors."""
 
 import dataclasses
 from collections.abc import Iterable
