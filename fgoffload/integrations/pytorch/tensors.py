@@ -97,7 +97,7 @@ def offload_tensor(
     Args:
         tensor: Tensor to offload. Its device memory is freed once you drop your references.
         config: Options of offload. None offloads a tensor of any size.
-        device: Device of the engine. None takes the tensor's device.
+        device: Device of the engine. None means the tensor's device.
 
     Raises:
         ConfigError: `tensor` is not a strided tensor, or `device` is not a device.
