@@ -1,11 +1,11 @@
-"""Handle of a model with a memory budget. It measures, plans, and treats each part by the plan.
+"""Handle of a model with a memory budget. Measures the model, plans, and keeps, offloads or recomputes each part by the plan.
 
-[Note: Steps of a budget] In the first step every part is offloaded, and each layer is rerun right after its forward to be
-measured. The second step follows a plan, which is corrected if its first steps exceed the budget. The plan's 11th to 13th step
-are timed, since the engine compares storages that are saved twice until then (`engine/saved_registry.py`). Peak and fastest
-time are compared with the prediction. Later steps are compared at powers of two. All processes compare at the same steps,
-since a comparison exchanges readings. A forward with a larger input than planned is offloaded whole. The next compared step,
-or the next forward if the process is alone, measures again.
+[Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
+second step follows a plan, which is corrected if its first steps exceed the budget. The plan's 11th to 13th step are timed, as
+the engine compares storages that are saved twice until then (`engine/saved_registry.py`). Their peak and fastest time are
+compared with the prediction, and so are later steps at powers of two. All processes compare the same steps, since they exchange
+their readings. A forward with a larger input than planned is offloaded completely, and the next compared step measures again. A
+single process measures again in that forward.
 """
 
 import functools
@@ -22,14 +22,14 @@ from fgoffload.engine.identity import get_key
 from fgoffload.engine.torch_internals import queue_after_backward, skip
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.layers import find_parts
-from fgoffload.integrations.budget.memory import DEFAULT_RESERVE, PeakMeter, check_memory, find_budget, find_meter, read_size
+from fgoffload.integrations.budget.memory import Memory, PeakMeter, check_memory, find_budget, find_meter
 from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, describe, make_first_plan, merge_blocks
 from fgoffload.integrations.budget.trial import REST, MeasuredBlock, State, Trial
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.pytorch.devices import DeviceChoice
 from fgoffload.integrations.pytorch.forward import KeptRun, find_running
-from fgoffload.integrations.pytorch.model import ModelOffload, find_handle
+from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.plan import Action, Site
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT
@@ -44,65 +44,51 @@ _FAR = 0.02
 _EARLY = 3
 """Number of first steps of a plan whose peak must not exceed the budget."""
 _SETTLED = 12
-"""Step of a plan, from 0, whose peak is compared with the prediction."""
+"""Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
-"""Number of steps up to the settled one of which the fastest is compared, since the CPU may delay a single one."""
+"""Number of steps up to the settled one whose fastest time is compared, since the CPU may delay a single step."""
 _ALIKE = 0.9
-"""Fraction of the planned input size from which a step is compared with its prediction."""
+"""Fraction of the planned input size below which a step is not compared with the prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
 class BudgetOffload(ModelOffload):
-    """Offload and recompute of one model within a memory budget. Made by `fgoffload.offload(model, memory=...)`."""
+    """Offload and recompute of one model within a memory budget. Returned by `fgoffload.offload(model, memory=...)`."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        memory: str | int,
-        config: TransferConfig | None = None,
-        *,
-        reserve: str | int | None = None,
-        device: DeviceChoice = None,
+        self, model: torch.nn.Module, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory
     ) -> None:
-        check_memory(memory, reserve=reserve, device=device)
-        self._memory = memory
-        self._reserve_bytes = _read_reserve(reserve)
+        self._memory, self._reserve = memory, reserve
+        self._reserve_bytes = check_memory(memory, reserve=reserve, device=device)
         self._budget_bytes = 0
-        self._planned: BudgetPlan | None = None
+        self.planned: BudgetPlan | None = None
+        """Plan in use. None until the second step."""
         self._planner: Planner | None = None
         self._blocks: dict[int, MeasuredBlock] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
         self._step = self._planned_at = self._corrections = 0
         self._measures = False
-        """Whether each layer is rerun in this step."""
+        """Whether this step reruns each layer."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
-        """Times of the plan's timed steps."""
-        self._begun_s, self._begun_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
+        """Seconds of the plan's timed steps."""
+        self._start_s, self._start_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
-    def is_made_with(
-        self, memory: str | int, config: TransferConfig | None, *, device: DeviceChoice, reserve: str | int | None
-    ) -> bool:
-        """Return whether `offload_within` with these arguments would create an equal handle."""
-        same = (config or TransferConfig()) == self.config and device == self._device
-        return same and memory == self._memory and _read_reserve(reserve) == self._reserve_bytes
-
-    @property
-    def planned(self) -> BudgetPlan | None:
-        """Plan in use. None until the second step."""
-        return self._planned
+    def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
+        """Return whether `offload` with these arguments would create an equal handle."""
+        given = (memory, reserve, config or TransferConfig(), device)
+        return given == (self._memory, self._reserve, self.config, self._device)
 
     def explain(self) -> str:
-        """Return the plan with its predictions and measurements, as text."""
-        if self._planned is None:
+        """Return the plan as text, with its predictions and measurements."""
+        if self.planned is None:
             return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
-        reserve_bytes = self._reserve_bytes if self._memory == "auto" else None
-        return describe(self._planned, budget_bytes=self._budget_bytes, reserve_bytes=reserve_bytes, name=self.name)
+        return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
     def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return `forward` or its replacement: a checkpoint, a trial, or a watched forward of the model."""
+        """Return `forward` itself, or a function that also recomputes, measures or watches it."""
         if self._trial is not None and tag is not None and tag != LAYER:
             return functools.partial(self._trial.run_part, module, tag, forward)
         if self._trial is not None or is_inert():
@@ -116,7 +102,7 @@ class BudgetOffload(ModelOffload):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any:
-        """Begin a region if the plan offloads this module. Otherwise keep its saves out of the enclosing region."""
+        """Begin a region if the plan offloads this module. Otherwise exclude its saves from the enclosing region."""
         if self._trial is not None:
             return None
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
@@ -125,7 +111,7 @@ class BudgetOffload(ModelOffload):
         return None if forward is None else KeptRun(forward)
 
     def _find_action(self, layer: int, tag: str) -> Action:
-        planned = self._planned
+        planned = self.planned
         if planned is None or self._numel > self._planned_numel or not planned.blocks[layer].is_measured:
             return Action.KEEP if tag == LAYER else Action.OFFLOAD
         return planned.plan.actions.get(Site(chunk=0, layer=layer, tag=tag), Action.KEEP)
@@ -133,7 +119,7 @@ class BudgetOffload(ModelOffload):
     def _is_offloaded(self, layer: int, tag: str) -> bool:
         if tag != LAYER:
             return self._find_action(layer, tag) in _OFFLOADS
-        # The region around a layer takes the saves outside of its parts, or its input if the layer is recomputed.
+        # The region around a layer gets the saves outside of its parts, or the layer's input if the layer is recomputed.
         inner = LAYER_INPUT if self._find_action(layer, LAYER) in _RECOMPUTES else REST
         return self._find_action(layer, inner) in _OFFLOADS
 
@@ -142,7 +128,7 @@ class BudgetOffload(ModelOffload):
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} uses gradient checkpointing, but a budget plans its own recompute. Call "
+                    f"memory: {self.name} uses gradient checkpointing, but the budget's plan already recomputes. Call "
                     "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
@@ -151,7 +137,7 @@ class BudgetOffload(ModelOffload):
         if self._is_compared(self._step - 1) or self._measures:
             self._compare(self._meter)
         self._numel = sum(tensor.numel() for tensor in list_tensors(given))
-        wants_trial = self._planned is None or self._numel > self._tried_numel
+        wants_trial = self.planned is None or self._numel > self._tried_numel
         if self._step == 1 or (wants_trial and is_alone()):
             self._measures = True
         elif self._is_compared(self._step) and not is_alone():
@@ -159,9 +145,9 @@ class BudgetOffload(ModelOffload):
         if self._measures:
             self._blocks.clear()
         if self._measures or self._is_compared(self._step):
-            self._begun_s = self._read_clock()
-            self._begun_bytes, _ = self._meter.read()
-            self._meter.take()
+            self._start_s = self._read_clock()
+            self._start_bytes, _ = self._meter.read()
+            self._meter.pop_peak()
             self._peak_bytes, self._step_s = 0, 0.0
 
     def _is_compared(self, step: int) -> bool:
@@ -174,7 +160,7 @@ class BudgetOffload(ModelOffload):
         return time.perf_counter()
 
     def _watch(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, and read peak and time at the end of its backward, before the optimizer's share."""
+        """Run the model's forward. Read peak and time at the end of its backward, before the optimizer runs."""
         if self._meter is None or not (self._measures or self._is_compared(self._step)):
             return forward(*args, **kwargs)
         with self._meter.watch():
@@ -186,8 +172,8 @@ class BudgetOffload(ModelOffload):
 
     def _end_step(self) -> None:
         if self._meter is not None:
-            self._peak_bytes = self._meter.take()
-            self._step_s = self._read_clock() - self._begun_s
+            self._peak_bytes = self._meter.pop_peak()
+            self._step_s = self._read_clock() - self._start_s
 
     @skip
     def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +183,7 @@ class BudgetOffload(ModelOffload):
         if model is None or meter is None:
             return output
         parameters = {get_key(one) for one in (*model.parameters(), *module.parameters(), *module.buffers()) if not one.is_meta}
-        with meter.left_out():
+        with meter.excluded():
             self._trial = Trial(self.get_engine().device, module, parameters, meter.read)
             try:
                 self._blocks[layer] = self._trial.run(forward, args, kwargs, output, before)
@@ -206,17 +192,17 @@ class BudgetOffload(ModelOffload):
         return output
 
     def _compare(self, meter: PeakMeter) -> None:
-        """Plan after a measured step, or correct the plan after a compared step. All processes do so together."""
-        grown_bytes = max(0, meter.read()[0] - self._begun_bytes) if self._planned is None else 0
+        """Plan after a measured step, or correct the plan after a compared step. A collective call of all processes."""
+        grown_bytes = max(0, meter.read()[0] - self._start_bytes) if self.planned is None else 0
         reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
         readings = gather(reading)
         reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
         if min(one.peak_bytes for one in readings) == 0:
-            return  # a forward without a backward. If it was measured, the next one is measured again
+            return  # a forward without a backward: if it was measured, the next forward is measured again
         if self._measures:
             self._plan(reading)
             return
-        planned, planner = self._planned, self._planner
+        planned, planner = self.planned, self._planner
         if planned is None or planner is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
             return
         age = self._step - 1 - self._planned_at
@@ -224,9 +210,9 @@ class BudgetOffload(ModelOffload):
             self._times_s.append(reading.step_s)
             reading = reading._replace(step_s=min(self._times_s))
         planned.measured = reading
-        # A plan within the budget is corrected at most once. Otherwise two plans with different errors would alternate.
+        # Correct a plan within the budget at most once. Otherwise two plans with different errors would alternate.
         is_far = abs(reading.peak_bytes - planned.peak_bytes) > _FAR * planned.peak_bytes
-        is_above = reading.peak_bytes > self._budget_bytes and not planned.is_nearest
+        is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
         if is_above or (age == _SETTLED and is_far and not self._corrections):
             self._corrections += 1
             self._correct(planned, planner, reading)
@@ -241,8 +227,8 @@ class BudgetOffload(ModelOffload):
         if not any(block.is_measured for block in blocks):
             why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: {why}. A layer must do the same in every run. Switch "
-                "off, for example, the key-value cache: model.config.use_cache = False."
+                f"memory: no layer of {self.name} could be measured: {why}. Every run of a layer must do the same. Switch off, "
+                "for example, the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -258,18 +244,18 @@ class BudgetOffload(ModelOffload):
         planned = ask_first(planner.solve)
         self._measures, self._tried_numel, self._corrections = False, numel, 0
         if isinstance(planned, BudgetError):
-            if self._planned is None:
+            if self.planned is None:
                 raise planned
-            logger.warning("all activations of larger inputs of %s are offloaded: %s", self.name, planned)
+            logger.warning("%s got a larger input than planned, and offloads all its activations: %s", self.name, planned)
             return
-        self._planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
+        self.planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
         self._policy = planner.policy
         engine.set_policy(self._policy)
         logger.info("%s", self.explain())
 
     def _correct(self, planned: BudgetPlan, planner: Planner, reading: StepReading) -> None:
         logger.info(
-            "%s reached a peak of %s, but the plan predicted %s: planning again.",
+            "%s reached a peak of %s, but the plan predicted %s. Planning again.",
             self.name,
             format_bytes(reading.peak_bytes),
             format_bytes(planned.peak_bytes),
@@ -277,38 +263,19 @@ class BudgetOffload(ModelOffload):
         planner.fit(planned.plan, reading._replace(step_s=0.0))
         found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
-            planned.is_nearest = True
-            logger.warning("the plan of %s exceeded its predicted peak, and training continues with it: %s", self.name, found)
+            planned.is_best_effort = True
+            logger.warning("the plan of %s exceeds the budget, and training continues with it: %s", self.name, found)
             return
-        self._planned, self._planned_at, self._times_s = found, self._step, []
+        self.planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive the policy only before there is a plan. Later steps use the plan's policy."""
-        if self._planned is None:
+        """Derive the policy until there is a plan. Later steps use the plan's policy."""
+        if self.planned is None:
             super()._derive_policy(lane)
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
-        """Give no warning, since parts that the plan keeps offload nothing."""
-
-
-def offload_within(
-    model: torch.nn.Module,
-    memory: str | int,
-    config: TransferConfig | None,
-    *,
-    device: DeviceChoice,
-    reserve: str | int | None,
-) -> BudgetOffload:
-    """Offload `model` within a budget. A second call with the same arguments returns the existing handle."""
-    known = find_handle(model)
-    if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=reserve):
-        return known
-    return BudgetOffload(model, memory, config, device=device, reserve=reserve)
-
-
-def _read_reserve(reserve: str | int | None) -> int:
-    return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
+        """Do nothing, since the plan may keep all tensors of a tag."""
 
 
 def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Measures the device bytes of a step, from the allocator or, on a CPU, from a ledger of activations."""
+"""Reads memory budgets, and measures the peak memory of a step, from the allocator or, on a CPU, from a ledger."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -10,18 +10,21 @@ from fgoffload.engine import ActivationLedger, OffloadEngine
 from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes, parse_bytes
 
+Memory: TypeAlias = "str | int | None"
+"""Size such as `60GiB`, bytes, or `auto`, as the user passes it."""
+
 DEFAULT_RESERVE = "2GiB"
 """Memory that `memory="auto"` leaves for the CUDA context, NCCL and fragmentation."""
 
 
 class PeakMeter:
-    """Counts device bytes between two calls of `take`: those that torch's allocator has allocated. Resets its peak."""
+    """Measures the peak of the bytes that torch's allocator has allocated. Resets the allocator's own peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a forward of the model."""
+        """Return a context manager for a forward of the model."""
         return contextlib.nullcontext()
 
     def read(self) -> tuple[int, int]:
@@ -31,23 +34,23 @@ class PeakMeter:
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return allocated_bytes, peak_bytes
 
-    def take(self) -> int:
-        """Return the peak bytes since the last call of `take`, also over calls of `read` in between."""
+    def pop_peak(self) -> int:
+        """Return the peak bytes since the last call of `pop_peak`, including calls of `read` in between."""
         self.read()
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leave the bytes of the body out of `take`."""
-        peak_bytes = self.take()
+    def excluded(self) -> Iterator[None]:
+        """Exclude the bytes of the body from `pop_peak`."""
+        peak_bytes = self.pop_peak()
         yield
         self.read()
         self._peak_bytes = peak_bytes
 
 
 class _LedgerMeter(PeakMeter):
-    """Counts parameters, their gradients, and the activations that a ledger finds alive."""
+    """Counts parameters, their gradients, and the live activations in a ledger."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
         super().__init__()
@@ -63,14 +66,14 @@ class _LedgerMeter(PeakMeter):
     def read(self) -> tuple[int, int]:
         return 0, 0
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         if self._ledger in self._engine.observers:
             self._engine.observers.remove(self._ledger)
         static_bytes = sum((1 + one.requires_grad) * one.numel() * one.element_size() for one in self._parameters)
         return static_bytes + self._ledger.peak_bytes
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         yield  # a trial has its own hooks
 
 
@@ -80,42 +83,29 @@ def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
 
 
 def read_size(value: Any, *, name: str) -> int:
-    """Return the bytes of a size such as `60GiB`, or of a number.
-
-    Raises:
-        ConfigError: `value` is neither, or is not above 0.
-    """
+    """Return the number of bytes in `value`, a size such as `60GiB` or an int. Raise `ConfigError` if it is not above 0."""
     size_bytes = parse_bytes(value, name=name, needs_unit=True) if isinstance(value, str) else check_bytes(value, name=name)
     if size_bytes <= 0:
-        raise ConfigError(f"{name} {value!r} is not above 0. Give a size, as in '60GiB'.")
+        raise ConfigError(f"{name} {value!r} is not above 0. Pass a size, for example '60GiB'.")
     return size_bytes
 
 
-def check_memory(memory: Any, *, reserve: Any, device: Any = None) -> None:
-    """Check a memory budget before the model runs: `auto` on a GPU, or a size as in `read_size`.
-
-    Raises:
-        ConfigError: It is neither, or a size has a reserve, which is for `auto`.
-    """
+def check_memory(memory: Any, *, reserve: Any, device: Any = None) -> int:
+    """Return the reserve in bytes. Raise `ConfigError` unless `memory` is a size, or `auto` on a GPU."""
     if memory == "auto":
         device_type = "cpu" if not torch.cuda.is_available() else "cuda" if device is None else str(device).partition(":")[0]
         find_budget(memory, reserve_bytes=0, device_type=device_type)
-        return
-    read_size(memory, name="memory")
+        return read_size(DEFAULT_RESERVE if reserve is None else reserve, name="memory_reserve")
     if reserve is not None:
-        raise ConfigError(
-            f"memory_reserve {reserve!r} has no effect with memory {memory!r}. Give memory='auto', or leave memory_reserve out."
-        )
+        raise ConfigError(f"memory_reserve {reserve!r} has no effect with memory {memory!r}. Omit it, or use memory='auto'.")
+    read_size(memory, name="memory")
+    return 0
 
 
 def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
-    """Return the budget in bytes. `auto` is the device's memory minus the reserve.
-
-    Raises:
-        ConfigError: `memory` is `auto` on a device without its own memory.
-    """
+    """Return the budget in bytes. For `auto`, it is the device's memory minus the reserve."""
     if memory != "auto":
         return read_size(memory, name="memory")
     if device_type != "cuda":
-        raise ConfigError(f"memory 'auto' needs a CUDA GPU, and the device is {device_type}. Give a size, as in '60GiB'.")
+        raise ConfigError(f"memory 'auto' needs a CUDA GPU, and the device is {device_type}. Pass a size such as '60GiB'.")
     return int(torch.cuda.mem_get_info()[1]) - reserve_bytes

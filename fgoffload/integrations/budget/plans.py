@@ -1,4 +1,4 @@
-"""Plans measured layers, and corrects the plan by later steps. The first process plans for all."""
+"""Plans the treatment of measured layers, and corrects the plan by measurements of later steps."""
 
 import dataclasses
 import statistics
@@ -18,15 +18,15 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 _HEADROOM = 0.005
-"""Fraction of the budget that stays free, since peaks vary with the host's pace. Source: docs/results/huggingface.md, where a
-plan for 26 GiB took up to 26.05."""
+"""Fraction of the budget that plans leave free, since peaks vary with the speed of the CPU. Source:
+docs/results/huggingface.md, where a plan for 26 GiB reached up to 26.05."""
 _SAFETY = 1.05
-"""Factor from the smallest plan's predicted peak to the budget in an error message. The first prediction counts the memory of
-the loss as static, and was up to 4% too small."""
+"""Factor from the smallest plan's predicted peak to the budget in an error message, since the first prediction counts the
+memory of the loss as static and was up to 4% too small."""
 
 
 class StepReading(NamedTuple):
-    """Peak bytes and seconds of one process for a forward and its backward."""
+    """Peak memory and time of a forward and its backward in one process."""
 
     peak_bytes: int
     step_s: float
@@ -34,28 +34,20 @@ class StepReading(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class BudgetPlan:
-    """Plan in use, with its predicted peak and time."""
+    """Plan with its predicted peak and time."""
 
     plan: OffloadPlan
     peak_bytes: int
     step_s: float
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
-    """Reading of the last compared step of the plan. Its time is 0 in the first steps."""
-    is_nearest: bool = False
-    """Whether the plan took more than the budget, and no other plan takes less."""
+    """Reading of the plan's last compared step. Its time is 0 in the first steps."""
+    is_best_effort: bool = False
+    """Whether the plan exceeded the budget, and no plan that fits was found."""
 
 
 class Planner:
-    """Plans one model for one budget.
-
-    Args:
-        blocks: Measured layers, in forward order.
-        link: Link between the device and its host.
-        policy: Window and prefetch sizes.
-        budget_bytes: Memory budget, as the allocator counts bytes.
-        config: Options of offload, for its minimum size and its limit of host memory.
-    """
+    """Plans one model with measured `blocks` for one budget, in bytes that the allocator counts."""
 
     def __init__(
         self,
@@ -69,23 +61,21 @@ class Planner:
         self._blocks = tuple(blocks)
         self._budget_bytes = budget_bytes
         layers = _make_layers(blocks, config.min_offloaded_bytes)
-        # A part is one group to the planner. It must fit into the window, and be reloaded as a whole before backward needs it.
+        # The planner treats a part as one group, which must fit into the window and is prefetched as a whole.
         largest_bytes = max(
             sum(one.size_bytes for one in layer.tensors if part.name in one.tags) for layer in layers for part in layer.parts
         )
         self.policy = TransferPolicy(
             window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
         )
-        """Window and prefetch sizes for which the plan is simulated, and with which it must run."""
+        """Window and prefetch sizes with which the plan is simulated and must run."""
         rank = make_rank(layers, link=link, static_bytes=0, policy=self.policy, host_budget_bytes=config.host_budget_bytes)
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
-        """Correct static memory and the time outside of the layers by a step with `plan`, and return its seconds.
+        """Correct static memory and the time outside of the layers by a step of `plan`, and return its predicted seconds.
 
-        Args:
-            plan: Plan of the step.
-            reading: Measured step. A time of 0 leaves the time unchanged.
+        A `reading` without a time corrects only the memory.
         """
         found = simulate([self._rank], plan)
         outside_s = max(0.0, reading.step_s - found.step_s) if reading.step_s else 0.0
@@ -97,13 +87,13 @@ class Planner:
         return found.step_s + outside_s
 
     def solve(self) -> BudgetPlan | BudgetError:
-        """Return the fastest plan that fits, or an error with the budget of the nearest plan that was found."""
+        """Return the fastest plan that fits, or an error that names the smallest budget that a plan was found for."""
         try:
             solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
             why = (
-                f"memory {format_bytes(self._budget_bytes)} is too little even with recompute and offload: the "
-                f"nearest plan is predicted to take {format_bytes(error.least_bytes)}."
+                f"memory {format_bytes(self._budget_bytes)} is too small even with recompute and offload: the smallest plan is "
+                f"predicted to take {format_bytes(error.least_bytes)}."
             )
             return BudgetError(why, round(_SAFETY * error.least_bytes))
         result = solution.result
@@ -111,7 +101,7 @@ class Planner:
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
-    """Return the plan of the measured step, which offloads every part of every layer, except storages that are too small."""
+    """Return the plan of the measured step, which offloads all parts of all layers, except storages that are too small."""
     return OffloadPlan(
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
@@ -124,13 +114,12 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
 
 
 def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
-    """Merge layers by the slowest and largest process. A part that one process cannot recompute is never recomputed.
+    """Merge the layers of all processes, with the maximum of each time and size.
 
-    Raises:
-        ConfigError: The processes have different layers.
+    A part that one process cannot recompute is never recomputed. Raises `ConfigError` if the processes have different layers.
     """
     if len({tuple((one.name, tuple(one.parts), len(one.storages)) for one in blocks) for blocks in ranks}) > 1:
-        raise ConfigError("memory: the processes measured different layers. Give all of them the same model.")
+        raise ConfigError("memory: the processes measured different layers. Use the same model in all processes.")
     return [_merge(same, max) for same in zip(*ranks, strict=True)]
 
 
@@ -156,14 +145,13 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Return the planner's layers. Layers with equal saves are one kind, with the median of their times."""
+    """Return the layers for the planner. Layers that save the same are of one kind, with their median times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:
         refused = tuple((tag, part.refusal) for tag, part in block.parts.items())
-        key = (block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input)
-        keys.append(key)
-        alike.setdefault(key, []).append(block)
+        keys.append((block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input))
+        alike.setdefault(keys[-1], []).append(block)
     made = {
         key: _make_layer(_merge(same, statistics.median), number, min_offloaded_bytes)
         for number, (key, same) in enumerate(alike.items())
@@ -194,15 +182,15 @@ def _make_layer(block: MeasuredBlock, number: int, min_offloaded_bytes: int) -> 
             )
             for tag, part in parts.items()
         ),
-        # A storage that is only a part's or the layer's input is saved only if that part or layer is recomputed.
+        # A storage that is only an input of a part or layer is saved only if that part or layer is recomputed.
         tensors=tuple(tensor for tensor in tensors if tensor.tags and tensor.tags != (LAYER_INPUT,)),
         input=None if whole.refusal is not None or whole.input is None else tensors[whole.input],
     )
 
 
-def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | None, name: str) -> str:
-    """Return the plan as text, with one line per layer, then predictions and measurements."""
-    reserved = "" if reserve_bytes is None else f", with a reserve of {format_bytes(reserve_bytes)}"
+def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name: str) -> str:
+    """Return the plan as text: one line per layer, then predictions and measurements."""
+    reserved = f", with a reserve of {format_bytes(reserve_bytes)}" if reserve_bytes else ""
     lines = [f"plan for {name}: at most {format_bytes(budget_bytes)}{reserved}"]
     for number, block in enumerate(planned.blocks):
         acts = {site.tag: action.value for site, action in planned.plan.actions.items() if site.layer == number}
@@ -211,14 +199,12 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int | Non
         chosen = chosen if block.is_measured else "offload, since it could not be measured"
         lines.append(f"  layer {number} ({block.name}), {format_bytes(saved)} saved: {chosen}")
     named = [(tag, part) for block in planned.blocks for tag, part in ((LAYER, block.whole), *block.parts.items())]
-    refused = dict.fromkeys(f"  {tag} cannot be recomputed: {part.refusal}" for tag, part in named if part.refusal is not None)
-    lines += refused
+    lines += dict.fromkeys(f"  {tag} cannot be recomputed: {part.refusal}" for tag, part in named if part.refusal is not None)
     read = planned.measured
     is_settled = read is not None and read.step_s > 0
     where = "forward and backward" if is_settled else "forward and backward of the layers"
     lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        time = f"{format_ms(read.step_s)} for forward and backward, " if is_settled else ""
-        later = "" if is_settled else "; the time is measured in the 13th step of the plan"
-        lines.append(f"measured: {time}{format_bytes(read.peak_bytes)} at peak{later}")
+        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else "time not measured yet"
+        lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)

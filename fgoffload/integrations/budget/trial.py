@@ -1,13 +1,13 @@
-"""Reruns a layer right after its forward to measure the saves and times of its parts, and whether they can be recomputed.
+"""Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
 [Note: Trials] The second run gets detached inputs and the random state of the first run. A module may be recomputed if the
-second run returns the same bits and leaves random states, buffers, inputs and plain attributes as the first run did. Gradients
-of the trial are returned by `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+second run returns the same bits and leaves the same random states, buffers, inputs and plain attributes as the first run. The
+trial uses `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
 """
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 
 REST = "rest"
-"""Part for all ops of a layer outside of its submodules."""
+"""Tag for all ops of a layer outside of its submodules."""
 
-_BUFFER = "it changes a buffer"
+_CHANGES_BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
-"""Seconds for which the device idles, so that the host has queued a module's kernels before the first one runs."""
+"""Seconds that the device idles, so that the CPU queues a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
@@ -50,7 +50,7 @@ class MeasuredBlock:
     whole: Measured
     parts: dict[str, Measured]
     storages: list[tuple[int, tuple[str, ...]]]
-    """Bytes and saving parts of each saved storage and each input."""
+    """Bytes of each saved storage and each input, with the parts that save it."""
 
     @property
     def is_measured(self) -> bool:
@@ -66,26 +66,23 @@ class State:
         self.python = random.getstate()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
         self.versions = [get_version(tensor) for tensor in list_tensors(given)]
-        self.attributes = [(name, value) for one in module.modules() for name, value in _list_attributes(one)]
+        self.attributes = [
+            (name, id(value) if isinstance(value, torch.Tensor) else value)
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if isinstance(value, (torch.Tensor, bool, int, float, str))
+        ]
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
-        """Return what has changed since the construction, except torch's random states, or None."""
+        """Return which state has changed since construction, or None. Torch's random states are not compared."""
         now = State(module, given)
         if now.python != self.python:
             return "it draws from Python's random numbers"
         if not _are_equal(self.buffers, now.buffers):
-            return _BUFFER
+            return _CHANGES_BUFFER
         if now.versions != self.versions:
             return "it changes its input in place"
         return "it changes an attribute" if now.attributes != self.attributes else None
-
-
-def _list_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
-            yield name, id(value)
-        elif isinstance(value, (bool, int, float, str)):
-            yield name, value
 
 
 def _get_random_states() -> list[torch.Tensor]:
@@ -112,13 +109,10 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Trial:
-    """Measures one layer around its real forward.
+    """Measures one layer right after its real forward.
 
-    Args:
-        device: The engine's device.
-        layer: Layer to measure.
-        parameters: Keys of storages that never count as saved.
-        count_peak: Returns allocated bytes, and peak bytes since the last call.
+    `parameters` are keys of storages that never count as saved. `count_peak` returns allocated bytes, and peak bytes since its
+    last call.
     """
 
     def __init__(
@@ -129,17 +123,17 @@ class Trial:
         self._parameters = parameters
         self._count_peak = count_peak
         self._open: list[str] = []
-        self._notes_parts = False
+        self._records_parts = False
         self._saved: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self._runs: dict[str, list[_Run]] = {}
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, before: State) -> MeasuredBlock:
         """Rerun the layer, then each part alone. The real forward began in the state `before` and returned `output`."""
         after, buffers = _get_random_states(), [buffer.clone() for buffer in self._layer.buffers()]
-        refusal = before.find_change(self._layer, (args, kwargs)) or _find_odd(args, kwargs)
+        refusal = before.find_change(self._layer, (args, kwargs)) or _find_unrepeatable(args, kwargs)
         whole, parts = Measured(refusal=refusal), {}
         try:
-            if refusal in (None, _BUFFER):
+            if refusal in (None, _CHANGES_BUFFER):
                 whole = self._measure(_Run(self._layer, forward, (args, kwargs), before.random, output, after), saves=True)
                 whole.refusal = refusal or whole.refusal
             for tag, runs in self._runs.items():
@@ -159,14 +153,14 @@ class Trial:
 
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the layer inside of the trial and record its calls."""
-        if tag in self._open or not self._notes_parts:
+        """Run a part of the layer inside the trial, and record its calls."""
+        if tag in self._open or not self._records_parts:
             return forward(*args, **kwargs)
         state = State(module, (args, kwargs))
         self._open.append(tag)
         output = forward(*args, **kwargs)
         self._open.pop()
-        refusal = state.find_change(module, (args, kwargs)) or _find_odd(args, kwargs)
+        refusal = state.find_change(module, (args, kwargs)) or _find_unrepeatable(args, kwargs)
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         run = _Run(module, forward, _detach((args, kwargs)), state.random, kept, _get_random_states(), refusal)
         self._runs.setdefault(tag, []).append(run)
@@ -180,7 +174,7 @@ class Trial:
         return first if first.refusal is not None else self._run_once(run, saves=False)
 
     def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
-        self._notes_parts, keep = saves, self._save if saves else torch.Tensor.detach
+        self._records_parts, keep = saves, self._save if saves else torch.Tensor.detach
         args, kwargs = _detach(run.given)
         _set_random_states(run.before)
         device, stream = self._device, self._device.current_stream()
@@ -245,8 +239,8 @@ def _detach(given: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), given)
 
 
-def _find_odd(args: Any, kwargs: Any) -> str | None:
-    """Return the first argument that a second run might change, or None."""
+def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:
+    """Return why an argument prevents a second run, or None."""
     waiting = [*args, *kwargs.values()]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Registers our callback under ms-swift's name, so that the key `activation_cpu_offload` of its FSDP config selects ours."""
+"""Registers our callback under ms-swift's name, so that its FSDP config's `activation_cpu_offload` selects it."""
 
 from typing import Any
 

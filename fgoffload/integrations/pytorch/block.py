@@ -1,6 +1,5 @@
-"""Offloads all tensors that autograd saves in a block of code."""
+"""Context manager that offloads everything that autograd saves in a block of code."""
 
-import logging
 import threading
 from types import TracebackType
 
@@ -15,13 +14,11 @@ from fgoffload.integrations.pytorch.patterns import check_tag
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import check_bytes
 
-logger = logging.getLogger(__name__)
-
 
 def saved_tensors(
     config: TransferConfig | None = None, *, group_bytes: int | None = None, device: DeviceChoice = None, tag: str = "saved"
 ) -> "SavedTensors":
-    """Return a context that offloads the tensors that autograd saves inside, and reloads them before backward needs them.
+    """Return a context manager that offloads all tensors autograd saves inside, and reloads them before backward needs them.
 
         offload = fgoffload.saved_tensors()
         for batch in batches:
@@ -29,15 +26,15 @@ def saved_tensors(
                 loss = criterion(model(batch))
             loss.backward()
 
-    Backward may run inside the block. Tensors that backward saves itself stay on the device. Create the object once and enter
-    it in every step: pinning host memory takes 0.3 s per GiB or more, and `with fgoffload.saved_tensors():` would pin it each
-    time. The context does nothing inside a checkpoint, without grad mode and during a backward.
+    Backward may run inside the block. Tensors that a backward saves stay on the device. Create the object once and enter it in
+    every step: pinning host memory takes 0.3 s per GiB or more, and `with fgoffload.saved_tensors():` would pin it each time.
+    Nothing is offloaded inside a checkpoint, without grad mode or during a backward.
 
     Args:
         config: Options of offload.
-        group_bytes: Saved bytes at which a group is offloaded. Smaller groups start earlier but cost more CPU time. None takes
+        group_bytes: Saved bytes at which a group is offloaded. Smaller groups start earlier but cost more CPU time. None means
             64 MiB, or a quarter of `prefetch_bytes` if that is less.
-        device: Device of the tensors. None takes the accelerator that torch finds, or the CPU.
+        device: Device of the tensors. None selects the accelerator that torch finds, or the CPU.
         tag: Name in the statistics.
 
     Raises:
@@ -54,16 +51,17 @@ class _Entries(threading.local):
 
 
 class SavedTensors(EngineOwner):
-    """Context that offloads the saved tensors of a block of code. Made by `saved_tensors`.
+    """Context manager that offloads the saved tensors of a block of code. Returned by `saved_tensors`.
 
-    It may be entered repeatedly, by several threads, and recursively.
+    It is reusable and reentrant, and several threads may enter it at once.
     """
 
     def __init__(self, config: TransferConfig | None, *, group_bytes: int | None, device: DeviceChoice, tag: str) -> None:
         check_tag(tag)
         if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
-            raise ConfigError(f"group_bytes {group_bytes} is not above 0. Give bytes, or None for the default of 64 MiB.")
-        super().__init__(config, device=device, name="saved tensors", tags=(tag,), group_bytes=group_bytes)
+            raise ConfigError(f"group_bytes {group_bytes} is not above 0. Pass bytes, or None for the default of 64 MiB.")
+        super().__init__(config, device=device, name="saved tensors", tags=(tag,))
+        self._given_group_bytes = group_bytes
         self._tag = tag
         self._entries = _Entries()
 
@@ -74,7 +72,7 @@ class SavedTensors(EngineOwner):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop, on an exception too, and offload the last group."""
-        self._leave(is_failed=error is not None)
+        self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
@@ -92,12 +90,12 @@ class SavedTensors(EngineOwner):
             raise
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, *, is_failed: bool) -> None:
+    def _exit(self, *, is_failed: bool) -> None:
         forward = self._entries.open[-1]
         try:
             if forward is not None:
                 forward.finish(is_failed=is_failed)
         finally:
             if forward is not None:
-                forward.leave()  # see [Note: Interrupted forwards]
+                forward.stop()  # see [Note: Interrupted forwards]
             self._entries.open.pop()

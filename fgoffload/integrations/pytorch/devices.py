@@ -10,33 +10,35 @@ from fgoffload.errors import ConfigError
 from fgoffload.transfer_config import HostMemory
 
 DeviceChoice: TypeAlias = "Device | torch.device | str | None"
-"""Engine's device or torch device. None takes the device of the tensors."""
+"""Device of an engine. None selects the device of the tensors."""
 
 
 def check_device(choice: Any) -> None:
-    """Raise `ConfigError` unless `choice` is a device or None. First use checks whether the device exists."""
+    """Raise `ConfigError` unless `choice` is a device or None. Whether the device exists is checked on first use."""
     if choice is not None and not isinstance(choice, Device):
         _read_choice(choice)
 
 
 def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None, host_memory: HostMemory) -> Device:
-    """Return the device for an engine, by the user's `choice` if there is one.
+    """Return the device for an engine: the user's `choice`, the accelerator of one of the `tensors`, or the CPU.
 
-    Without a choice, it is the accelerator of one of the `tensors`, or the CPU. Meta tensors are ignored. `tensors` of None
-    take the accelerator that torch finds, or the CPU.
-
-    Raises:
-        ConfigError: `choice` is not a device, or its index does not exist.
-        StateError: There is no such device.
+    Meta tensors are ignored. If `tensors` is None, torch's current accelerator is used, or the CPU. Raises `ConfigError` or
+    `StateError` if the device does not exist.
     """
     if isinstance(choice, Device):
         return choice
-    device = _read_choice(choice) if choice is not None else _find_default(tensors)
+    if choice is not None:
+        device = _read_choice(choice)
+    elif tensors is not None:
+        # Prefer an accelerator: FSDP may keep parameters on the CPU between uses, and indices are often on the CPU.
+        device = next((one.device for one in tensors if one.device.type not in ("cpu", "meta")), torch.device("cpu"))
+    else:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" or device.index is None or not torch.accelerator.is_available():
         return find_device(device.type, host_memory=host_memory)  # raises without an accelerator
     count = torch.accelerator.device_count()
     if device.index >= count:
-        raise ConfigError(f"device '{device}' does not exist: there are {count}, counted from 0. Give one of them.")
+        raise ConfigError(f"device '{device}' does not exist: there are {count}, counted from 0. Use one of them.")
     with torch.accelerator.device_index(device.index):
         return find_device(device.type, host_memory=host_memory)
 
@@ -45,12 +47,4 @@ def _read_choice(choice: Any) -> torch.device:
     try:
         return torch.device(choice)  # torch raises its own errors
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {choice!r} is not a device. Give one as for torch: 'cuda', 'cuda:1', 'cpu'.") from error
-
-
-def _find_default(tensors: Iterable[torch.Tensor] | None) -> torch.device:
-    cpu = torch.device("cpu")
-    if tensors is None:
-        return (torch.accelerator.current_accelerator(check_available=True) or cpu) if torch.accelerator.is_available() else cpu
-    # An accelerator is preferred: FSDP may keep parameters on the CPU between uses, and indices often come from the CPU.
-    return next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), cpu)
+        raise ConfigError(f"device {choice!r} is not a device. Use a torch device, for example 'cuda:1' or 'cpu'.") from error

@@ -1,4 +1,4 @@
-"""Estimates the memory that offload would save, by one forward without copies to the host."""
+"""Estimates the memory that offload would save, from one forward without copies to the host."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from fgoffload.engine.handles import Handle, KeptHandle, WrappedHandle
 from fgoffload.engine.identity import StorageRef, get_key, has_bytes
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.block import SavedTensors
-from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
+from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
 from fgoffload.integrations.pytorch.tensors import check_config
@@ -27,16 +27,15 @@ OUTSIDE = "saved outside of every region"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsEstimate:
-    """Bytes that one forward saves, and how many of them would be offloaded.
+    """Bytes that autograd saves in one forward, and how many of them would be offloaded.
 
     Each storage counts once, with its full size. Parameters do not count.
 
     Args:
-        saved_bytes: Bytes that autograd saves in the forward.
-        leaving_bytes: Bytes that would be copied to the host. If backward begins at once, it cancels the offload of the last
-            groups.
+        saved_bytes: Bytes that autograd saves.
+        leaving_bytes: Bytes that would be copied to the host. A backward that begins at once cancels the last copies.
         staying_bytes: Bytes that would stay on the GPU, by reason. A whole storage stays if one of its tensors does.
-        host_bytes: Bytes of host memory needed, alignment included.
+        host_bytes: Bytes of host memory needed, including alignment.
     """
 
     saved_bytes: int
@@ -46,7 +45,7 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that would be freed on the GPU. They exceed the copied bytes if autograd needs only part of a storage."""
+        """Bytes that would be freed on the GPU. More than the copied bytes if autograd needs only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property
@@ -77,54 +76,55 @@ def estimate_savings(
     *,
     device: DeviceChoice = None,
 ) -> SavingsEstimate:
-    """Estimate the memory that offload would save, by running `forward` once without copies to the host or host memory.
+    """Estimate the memory that offload would save. Runs `forward` once, without host memory or copies to the host.
 
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
     Args:
-        forward: Runs one forward and returns an output with its graph. It needs the memory of a forward without offload.
+        forward: Function that runs one forward and returns the output. It uses as much GPU memory as without offload.
         model: As for `offload`. None estimates `saved_tensors` around `forward`.
         modules: As for `offload`.
         config: As for `offload`.
         device: As for `offload`.
 
     Raises:
-        ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are named without a model.
+        ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are given without a model.
     """
     if not callable(forward):
-        kind = type(forward).__name__
-        raise ConfigError(f"forward is a {kind}, which is not callable. Give a function, as in lambda: model(batch).")
+        raise ConfigError(
+            f"forward is a {type(forward).__name__}, which is not callable. Pass a function: lambda: model(batch)."
+        )
     if model is not None:
         check_model(model)
     elif modules != ():
-        raise ConfigError(f"modules {modules!r} are named without a model. Give the model too, or leave them out.")
-    check_device(device)
+        raise ConfigError(f"modules {modules!r} are given without a model. Pass the model too, or omit them.")
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
     config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
     stand_in = _make_hostless(make_device(device, tensors=tensors, host_memory=config.host_memory))
     if model is None:
         block = SavedTensors(config, group_bytes=None, device=stand_in, tag="saved")
-        block.engine_type = _FollowingEngine
+        block.engine_type = _CountingEngine
         with block:
             output = forward()
         engine = block.get_engine()
     else:
         handle = ModelOffload(model, find_sites(model, modules), config, device=stand_in)
-        handle.engine_type = _FollowingEngine
+        handle.engine_type = _CountingEngine
         try:
             output = forward()
         finally:
-            handle.put_back()
+            handle.restore_forwards()
         engine = handle.get_engine()
-    estimate = cast("_FollowingEngine", engine).estimate()
+    estimate = cast("_CountingEngine", engine).estimate()
     del output
     return estimate
 
 
 def _make_hostless(device: Device) -> Device:
-    """Return a copy of `device` without host memory. Offloaded bytes stay where they are, and a reload copies them there.
+    """Return a copy of `device` without host memory.
 
-    So the engine's statistics and results are as usual, and nothing crosses the link.
+    An offload copies nothing, and a reload copies the bytes from where they still are. So the engine's statistics and results
+    are as usual.
     """
     sources: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -149,27 +149,25 @@ def _place(host: torch.Tensor) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(slots=True)
-class _Fate:
-    """Outcome of one storage that autograd saves: offloaded or kept."""
+class _SavedStorage:
+    """Storage that autograd saves, and the reason why it stays on the device. None if it is offloaded."""
 
     storage: StorageRef
     """Weak reference that keeps the key in use, so that no other storage gets it."""
     nbytes: int
-    has_left: bool = False
-    kept_reason: str | None = None
-    """Reason why one of the storage's tensors, and so the storage, stays on the device."""
-    last_reason: str | None = None
-    """Reason why the storage was not offloaded at the end of its region. A later region may have offloaded it."""
+    reason: str | None = OUTSIDE
+    is_kept: bool = False
+    """Whether one of its tensors, and so the storage, stays on the device in any case."""
 
 
-class _FollowingEngine(OffloadEngine):
-    """Engine that tracks each storage that autograd saves, even if it is freed before the end."""
+class _CountingEngine(OffloadEngine):
+    """Engine that counts each storage that autograd saves, even if it is freed before the end."""
 
     def __init__(self, *, min_offloaded_bytes: int, **options: Any) -> None:
         super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
         self._smallest_bytes = min_offloaded_bytes
-        self._fates: dict[int, _Fate] = {}
-        self.is_always_too_small = lambda tensor: False  # kept storages are tracked too
+        self._storages: dict[int, _SavedStorage] = {}
+        self.is_always_too_small = lambda tensor: False  # small storages are counted too
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
         """Save the tensor, and record whether its storage stays on the device."""
@@ -179,37 +177,37 @@ class _FollowingEngine(OffloadEngine):
         if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter) or not has_bytes(tensor):
             return handle
         key = get_key(tensor)
-        if key not in self._fates:
-            self._fates[key] = _Fate(StorageRef(tensor), tensor.untyped_storage().nbytes())
+        if key not in self._storages:
+            self._storages[key] = _SavedStorage(StorageRef(tensor), tensor.untyped_storage().nbytes())
         if isinstance(handle, KeptHandle) and tensor.numel():  # an empty tensor holds no storage
             kept = {} if group is None else group.stats.kept_bytes
             reasons = (reason for reason, size_bytes in kept.items() if size_bytes != before.get(reason, 0))
-            fate = self._fates[key]
-            fate.kept_reason = next(reasons, fate.kept_reason or OUTSIDE)
+            found = self._storages[key]
+            found.reason = next(reasons, found.reason if found.is_kept else OUTSIDE)
+            found.is_kept = True
         return handle
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """End the group, and record which storages were offloaded, and why others were not."""
+        """End the group, and record which storages are offloaded, and why others are not."""
         waiting = group.list_saved(SavedState.RESIDENT)
         super().end(lane, group, is_held=is_held)
         for saved in waiting:
-            fate = self._fates[saved.storage.key]
-            if saved.has_left:
-                fate.has_left = True
-            else:
+            found = self._storages[saved.storage.key]
+            if saved.has_left and not found.is_kept:
+                found.reason = None
+            elif found.reason == OUTSIDE and not found.is_kept:
                 is_small = saved.covered_bytes < self._smallest_bytes
-                fate.last_reason = (KeptReason.TOO_SMALL if is_small else KeptReason.HOST_BUDGET).value
+                found.reason = (KeptReason.TOO_SMALL if is_small else KeptReason.HOST_BUDGET).value
 
     def estimate(self) -> SavingsEstimate:
         """Return the estimate for the storages saved so far."""
         stats = self.finish_step()
         staying: dict[str, int] = {}
-        for fate in self._fates.values():
-            reason = fate.kept_reason or (None if fate.has_left else fate.last_reason or OUTSIDE)
-            if reason is not None:
-                staying[reason] = staying.get(reason, 0) + fate.nbytes
+        for found in self._storages.values():
+            if found.reason is not None:
+                staying[found.reason] = staying.get(found.reason, 0) + found.nbytes
         return SavingsEstimate(
-            saved_bytes=sum(fate.nbytes for fate in self._fates.values()),
+            saved_bytes=sum(found.nbytes for found in self._storages.values()),
             leaving_bytes=stats.d2h_bytes,
             staying_bytes=staying,
             host_bytes=stats.host_peak_bytes,

@@ -1,14 +1,13 @@
 """Tracks forwards in grad mode: their lanes, and the forward that runs in this thread.
 
 [Note: Which forward is running]
-Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost forward, and
-each forward references the enclosing one. A module finds the forward of its own handle. A manual region finds the innermost
-forward of any handle. No state is process-wide, so two threads, two models, and a model within another are independent.
+Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost forward, and each forward
+references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost forward of any
+handle. No state is process-wide, so threads, models, and a model inside another are independent.
 
 [Note: Interrupted forwards]
-An exception may occur between any two of our lines: Ctrl-C, an alarm, out of memory. A leftover
-saved-tensor hook would affect later code of the process. So all code that opens something creates `Surroundings` first
-and restores them in a `finally`, however far it got.
+An exception may occur between any two lines: Ctrl-C, an alarm, out of memory. A leftover saved-tensor hook would affect later
+code. So all code that installs hooks creates `Surroundings` first and restores them in a `finally`.
 """
 
 import contextvars
@@ -21,7 +20,7 @@ from fgoffload.engine.handles import Handle, Packed, WrappedHandle, keep_tensor
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.region import is_in_backward, mark_end, mark_start
 from fgoffload.engine.torch_internals import find_top_hooks, get_sequence_number, pop_hooks, push_hooks, skip
-from fgoffload.integrations.pytorch.outputs import find_tensor, saves_something
+from fgoffload.integrations.pytorch.outputs import find_tensor
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.plan import Site
 
@@ -31,10 +30,7 @@ _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", 
 
 
 class Surroundings:
-    """Snapshot of this thread's state, which `restore` restores. See [Note: Interrupted forwards].
-
-    `torch.compile` skips it.
-    """
+    """Snapshot of this thread's hooks, forward and layer, for `restore`. See [Note: Interrupted forwards]."""
 
     __slots__ = ("_hook", "_layer", "_running")
 
@@ -45,13 +41,8 @@ class Surroundings:
         self._layer = _layer.get()
 
     @skip
-    def is_left(self) -> bool:
-        """Return whether something that was opened after the snapshot is still open."""
-        return _find_top_hook() is not self._hook or _running.get() is not self._running or _layer.get() != self._layer
-
-    @skip
     def restore(self) -> None:
-        """Pop our saved-tensor hooks and drop the forwards that were added after the snapshot."""
+        """Restore the snapshot: pop the engine's saved-tensor hooks, and keep those of others."""
         of_others = []
         while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
             pop_hooks()
@@ -65,7 +56,6 @@ class Surroundings:
 
 @skip
 def _find_top_hook() -> Any:
-    """Return the current pack hook, or None."""
     hooks = find_top_hooks(True)  # noqa: FBT003 - while tracing too
     return None if hooks is None else hooks[0]
 
@@ -78,29 +68,21 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
     return forward
 
 
-def enter_layer(layer: int) -> None:
-    """Set the current layer, until the surroundings are restored."""
-    _layer.set(layer)
-
-
-def note_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Count in `owner` why a region of `tag`, or a forward if None, offloads nothing here, unless the user chose that."""
+def record_inert(owner: EngineOwner, tag: str | None) -> None:
+    """Record in `owner` why a region of `tag`, or a forward if None, does nothing here. No grad mode is no reason to warn."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
 
 def begin_lane(owner: EngineOwner) -> Lane:
-    """Return the lane of the next microbatch of `owner`."""
+    """Begin the next microbatch of `owner`, and return its lane."""
     lane = Lane(chunk=0, microbatch=owner.count_forward())
     owner.get_engine().begin_forward(lane)
     return lane
 
 
 class UncompiledSaving(Saving):
-    """Pack hook that `torch.compile` skips.
-
-    Otherwise `torch.compile` would trace the engine wherever autograd saves between two graphs.
-    """
+    """Pack hook that `torch.compile` does not trace wherever autograd saves between two graphs."""
 
     __slots__ = ()
 
@@ -119,24 +101,24 @@ class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site into consecutive groups of limited size.
 
     [Note: When a full group ends]
-    Some ops write a tensor after autograd has saved it, without a new version. For example, `rrelu`
-    writes its noise this way. Autograd numbers its nodes, and creates an op's node before it saves for it. So a full group
-    ends at the next save with another number. By then the op that filled it has returned, and its kernel is queued on a stream
-    that the copy waits for. A group that is full at the end of the site ends there.
+    Some ops, such as `rrelu` with its noise, write a tensor after autograd has saved it, without a new version. Autograd
+    numbers its nodes, and creates an op's node before it saves for it. So a full group ends at the next save with another
+    number. By then the op that filled it has returned, and its kernel is queued on a stream that the copy waits for.
 
-    A group of `group_bytes` is full. A `layer` of None numbers the groups of the lane.
+    A group is full at `group_bytes`. If `layer` is None, each group gets its position in the lane as its layer.
     """
 
-    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "tag")
+    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "_tag")
 
     def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
         super().__init__(engine, lane, None)
-        self.tag = tag
+        self._tag = tag
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
-        """Autograd node number of the last save."""
+        """Autograd's node number at the last save."""
         self._seen: set[int] = set()
+        """Storages counted in `_size_bytes`."""
         self._size_bytes = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -151,19 +133,20 @@ class SizedSaving(UncompiledSaving):
         if self.group is None:
             self.open_group()
         handle = Saving.__call__(self, tensor)  # not by `super()`: one call hidden from the compiler is enough
-        if isinstance(handle, (Handle, WrappedHandle)):
-            self._count(tensor)
+        if isinstance(handle, (Handle, WrappedHandle)) and (key := get_key(tensor)) not in self._seen:
+            self._seen.add(key)
+            self._size_bytes += tensor.numel() * tensor.element_size()
         return handle
 
     def open_group(self) -> Group:
         """Begin a group and return it."""
         layer = len(self.lane.groups) if self._layer is None else self._layer
-        site = Site(chunk=0, layer=layer, tag=self.tag)
+        site = Site(chunk=0, layer=layer, tag=self._tag)
         self.group = self._engine.open_group(site, self.lane)
         return self.group
 
     def close_group(self) -> Group | None:
-        """End the current group and return it. Return None if there is none."""
+        """End the current group and return it, or return None if there is none."""
         group, self.group = self.group, None
         self._seen.clear()
         self._size_bytes = 0
@@ -171,20 +154,12 @@ class SizedSaving(UncompiledSaving):
             self._engine.end(self.lane, group)
         return group
 
-    def _count(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of `tensor`. Each storage counts once."""
-        key = get_key(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._size_bytes += tensor.numel() * tensor.element_size()
-
 
 class BlockSaving(SizedSaving):
-    """Saves tensors for a block of code without a site.
+    """Saves the tensors of a block of code.
 
     Tensors saved by a backward inside the block stay on the device, since a double backward or a recompute needs them at once.
-    Saves after such a backward belong to a new microbatch with its own lane. Otherwise the lane would grow with every step of
-    a training loop in the block.
+    Later saves belong to a new microbatch. Otherwise the lane would grow with every step of a training loop in the block.
     """
 
     __slots__ = ("_owner",)
@@ -203,7 +178,7 @@ class BlockSaving(SizedSaving):
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
-        """End the current group, and return the lane to continue in. It is new if backward has begun."""
+        """End the current group and return the lane for later saves, a new one if backward has begun."""
         self.close_group()
         if self.lane.remaining < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
@@ -213,7 +188,7 @@ class BlockSaving(SizedSaving):
 class Forward:
     """Forward of a model or a block, from `begin` to `finish`.
 
-    `hook` gets the saves outside of regions. None only watches them, so that they join the groups whose storages they share.
+    `hook` receives the saves outside of regions. Without it, these saves only join groups whose storages they share.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
@@ -227,7 +202,6 @@ class Forward:
 
     def begin(self) -> None:
         """Start to receive autograd's saves."""
-        self._around = Surroundings()
         try:
             self._saving.__enter__()
             _running.set(self)
@@ -236,9 +210,9 @@ class Forward:
             raise
 
     def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
-        """Begin a run of a site and return its region, or None if offload does nothing here.
+        """Begin a run of a site with the input `given`. Return its region, or None if offload does nothing here.
 
-        `given` is the site's input, for the start mark. A `layer` of None takes that of the enclosing region, or 0.
+        A `layer` of None means the layer of the enclosing region, or 0.
         """
         if layer is None:
             layer = _layer.get()
@@ -247,19 +221,21 @@ class Forward:
         # Saves after the region belong to a later group, so end the block's group here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
-        return SavingRegion(self.owner, self._engine, saving, given)
+        region = SavingRegion(self._engine, saving, given)
+        _layer.set(layer)
+        return region
 
     def keep_saves(self) -> None:
-        """Keep all later saves on the device, although a region is open."""
+        """Keep all later saves on the device, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
-    def leave(self) -> None:
-        """Stop receiving saves, however far `begin` or `finish` got."""
+    def stop(self) -> None:
+        """Stop receiving saves. Works after an incomplete `begin` or `finish` too."""
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop receiving saves. Tensors of a failed forward stay on the device and are freed with their graph."""
-        self.leave()
+        self.stop()
         if not is_failed:
             if self._hook is not None:
                 self._hook.close_group()
@@ -267,19 +243,17 @@ class Forward:
 
 
 class SavingRegion:
-    """Open region. Autograd's saves go to its groups until `close`.
+    """Open region with the input `given`. Autograd's saves go to its groups until `close`.
 
-    A long region, such as one around many checkpoints, is offloaded in parts. As one group, its first tensors would stay on
-    the device until its end, and backward would reload all of it at once. `given` is its input, for the start mark.
+    A long region, for example around many checkpoints, has several groups. With one, its first tensors would stay on the device
+    until its end, and backward would reload all of it at once.
     """
 
-    __slots__ = ("_around", "_engine", "_owner", "_saving", "_start")
+    __slots__ = ("_around", "_engine", "_saving")
 
-    def __init__(self, owner: EngineOwner, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
-        self._owner = owner
+    def __init__(self, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
         self._engine = engine
         self._saving = saving
-        self._start = None if given is None else given.grad_fn
         group = saving.open_group()
         if given is not None:
             mark_start(engine, saving.lane, group, given)
@@ -293,17 +267,12 @@ class SavingRegion:
             return
         saving, tensor = self._saving, find_tensor(output)
         group = saving.close_group()
-        if group is None:
-            return
-        is_unused = not (group.saved_tensors or group.passed_tensors)
-        if self._owner.is_watching and is_unused and saves_something(tensor, start=self._start):
-            self._owner.count_hidden(saving.tag)
-        if tensor is not None:
+        if group is not None and tensor is not None:
             mark_end(self._engine, saving.lane, group, tensor)
 
 
 class KeptRun:
-    """Run of a module inside of a region, whose saved tensors stay on the device."""
+    """Run of a module inside a region, whose saved tensors stay on the device."""
 
     __slots__ = ("_around",)
 
@@ -312,5 +281,5 @@ class KeptRun:
         forward.keep_saves()
 
     def finish(self, output: Any) -> None:
-        """End the run, so that the enclosing region gets later saves again."""
+        """End the run. The enclosing region receives later saves again."""
         self._around.restore()

@@ -1,44 +1,44 @@
-"""Regions that a model's code places by hand."""
+"""Manual regions in a model's code."""
 
 from types import TracebackType
 
 import torch
 
 from fgoffload.errors import ConfigError, StateError
-from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, note_inert
+from fgoffload.integrations.pytorch.forward import SavingRegion, find_running, record_inert
 from fgoffload.integrations.pytorch.patterns import check_tag
 
 
 def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "PlacedRegion":
-    """Return a context whose saved tensors are offloaded together at its end.
+    """Return a context manager that offloads the tensors that autograd saves inside, all together at its end.
 
         with fgoffload.region(hidden, "attn") as region:
             output = attention(hidden)
             region.end(output)
 
-    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Elsewhere it
-    does nothing, so it may stay in the model's code.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Without one it
+    does nothing.
 
     Args:
-        tensor: Input of the region. Its gradient shows that backward has left the region.
+        tensor: Input of the region. Backward has left the region when it computes the gradient of this tensor.
         tag: Name in the statistics.
-        layer: Layer number for logs and errors. None takes the layer of the enclosing region, or 0.
+        layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
     Raises:
         ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"region {tag!r} was given a {type(tensor).__name__}. Give its input tensor.")
+        raise ConfigError(f"region {tag!r} got a {type(tensor).__name__}. Pass its input tensor.")
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
-        raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Give one, or None.")
+        raise ConfigError(f"layer {layer!r} of region {tag!r} is not a whole number. Pass an int or None.")
     return PlacedRegion(tensor, tag, layer)
 
 
 class PlacedRegion:
-    """Manual region. Made by `region`, and entered once."""
+    """Manual region, which can be entered once. Returned by `region`."""
 
-    __slots__ = ("_layer", "_output", "_saving", "_tag", "_tensor", "_was_left")
+    __slots__ = ("_has_ended", "_layer", "_output", "_saving", "_tag", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, tag: str, layer: int | None) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -46,32 +46,25 @@ class PlacedRegion:
         self._layer = layer
         self._output: torch.Tensor | None = None
         self._saving: SavingRegion | None = None
-        self._was_left = False
-
-    def __repr__(self) -> str:
-        """Return the tag and the state of the block."""
-        state = "left" if self._was_left else "not entered" if self._tensor is not None else "entered"
-        return f"<PlacedRegion {self._tag!r}, {state}>"
+        self._has_ended = False
 
     def end(self, output: torch.Tensor) -> None:
-        """Set the region's output, whose gradient shows that backward has reached the region.
+        """Set the region's output. The reload starts when backward computes its gradient.
 
-        Without it, the first unpacked tensor triggers the reload, a little later.
+        Without an output, the reload starts a little later, when backward unpacks the first saved tensor.
 
         Raises:
             ConfigError: `output` is not a tensor.
-            StateError: The block has ended.
+            StateError: The `with` block has ended.
         """
         if not isinstance(output, torch.Tensor):
-            raise ConfigError(
-                f"the end of region {self._tag!r} was given a {type(output).__name__}. Give one output tensor of it."
-            )
-        if self._was_left:
+            raise ConfigError(f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor.")
+        if self._has_ended:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
         self._output = output
 
     def __enter__(self) -> "PlacedRegion":
-        """Start to save for the region.
+        """Begin the region.
 
         Raises:
             StateError: The region was already entered.
@@ -81,25 +74,25 @@ class PlacedRegion:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop saving, and offload the group unless there was an exception."""
-        self._leave(is_failed=error is not None)
+        self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            # The first run's saves would be lost, and its hooks would stay on the thread.
-            raise StateError(f"region {self._tag!r} was entered before. Call `fgoffload.region` again for each run.")
+            # Entering again would lose the first run's saves and leave its hooks on the thread.
+            raise StateError(f"region {self._tag!r} was already entered. Call `fgoffload.region` again for each run.")
         forward = find_running()
         if forward is None:
             return
         forward.owner.expect_tag(self._tag)
-        note_inert(forward.owner, self._tag)
+        record_inert(forward.owner, self._tag)
         self._saving = forward.begin_region(self._tag, tensor, layer=self._layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, *, is_failed: bool) -> None:
+    def _exit(self, *, is_failed: bool) -> None:
         saving, self._saving = self._saving, None
         output, self._output = self._output, None
-        self._was_left = True
+        self._has_ended = True
         if saving is not None:
             saving.close(output, is_failed=is_failed)

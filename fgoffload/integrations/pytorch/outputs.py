@@ -1,10 +1,9 @@
-"""Finds the tensor in a module's input or output whose gradient shows the position of backward.
+"""Finds the tensors in a module's inputs and outputs.
 
 [Note: Looking into user values]
-A mark saves a little time in backward and must never raise in a forward that works without
-offload. So the search only enters plain containers, through their base classes' methods and stored fields. No user code runs,
-and mappings that compute values are skipped. Each container is entered once, since it may contain itself. The search stops
-after `MAX_VALUES`.
+The search must never raise in a forward that works without offload. So it only enters plain containers, through their base
+classes' methods and stored fields. No user code runs, and mappings that compute values are skipped. Each container is entered
+once, since it may contain itself.
 """
 
 import dataclasses
@@ -15,10 +14,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 
 MAX_VALUES = 1000
-"""Maximum number of searched values. The tensor for a mark is among the first few. A list of a million numbers has none."""
+"""Maximum number of searched values, since a list may hold a million numbers."""
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -46,24 +44,6 @@ def find_tensor(value: Any) -> torch.Tensor | None:
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 
-def saves_something(output: torch.Tensor | None, *, start: Node | None) -> bool:
-    """Return whether one of the last `MAX_VALUES` graph nodes between `start` and `output` holds saved tensors.
-
-    Saved tensors are not accessed, since that would call their unpack hooks.
-    """
-    seen = {start}
-    waiting = [None if output is None else output.grad_fn]
-    while waiting and len(seen) < MAX_VALUES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(name.startswith("_raw_saved_") for name in dir(node)):
-            return True
-        waiting.extend(following for following, _ in node.next_functions)
-    return False
-
-
 def _list_parts(value: Any) -> Iterable[Any]:
     kind = type(value)
     if issubclass(kind, dict):
@@ -78,7 +58,7 @@ def _list_parts(value: Any) -> Iterable[Any]:
 
 
 def _read_field(value: Any, name: str) -> Any:
-    """Return the stored value of a field, or None. A property is not called."""
+    """Return the stored value of a field, or None, without calling a property."""
     stored = inspect.getattr_static(value, name, None)
     if isinstance(stored, types.MemberDescriptorType):  # a class with slots
         try:

@@ -1,13 +1,13 @@
-"""Selects the modules that are regions by globs over their names, and gives each a tag and a layer.
+"""Selects modules as regions by globs over their names, and gives each a tag and a layer number.
 
 [Note: Globs]
-A pattern matches a module's name part by part. Dots separate parts. `*`, `?` and `[...]` work as in a shell
-within one part. `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
-`layers.0.cross.attn`, and `**.attn` matches both. The model itself has no name and is never a region: its tensors would be
-offloaded at the end of forward, just before backward needs them.
+A pattern matches a module's name part by part, where dots separate the parts. `*`, `?` and `[...]` work within one part, as in
+a shell. `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` and not
+`layers.0.cross.attn`, and `**.attn` matches both. The model itself is never a region: its tensors would be offloaded at the end
+of forward, just before backward needs them.
 
-`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. These parts are ignored. A wrapper then has
-the name of its module, and the wrapper is the region.
+`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. These parts are ignored: a wrapper gets the
+name of its module and is the region.
 """
 
 import dataclasses
@@ -25,22 +25,22 @@ Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
 """Globs with tags, or globs alone, whose tags come from the module names."""
 
 _WIDE_RANGE = re.compile(r"\[[^\]]*(\d\d+-|-\d\d+)[^\]]*\]")
-"""A range in brackets that is meant for numbers of two digits."""
+"""Matches a bracket range such as `[0-15]`, which looks like a range of numbers but is a set of characters."""
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Attribute names of the wrapped module in `torch.compile`, torch's checkpoint wrapper and FSDP1."""
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
-"""Containers without a forward. A region around one would do nothing."""
+"""Containers without a forward, which cannot be regions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModuleSite:
-    """Module that is a region."""
+    """Module whose forward runs as a region."""
 
     module: torch.nn.Module
     name: str
-    """Name as in `layers.3.attn`, without the parts that wrappers add."""
+    """Name such as `layers.3.attn`, without the parts that wrappers add."""
     tag: str
     layer: int
     """First number in the name, or 0."""
@@ -55,45 +55,46 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
-        ConfigError: `model` is not a module, a pattern is not text or matches no module, two patterns give a module different
-            tags, or a tag is not one word.
+        ConfigError: A pattern is not text or matches no module, a tag is not one word, or a module would have two tags.
     """
-    check_model(model)
     tags = _read_patterns(patterns)
     modules = dict(name_modules(model))
-    found = {name: [pattern for pattern in tags if _matches(pattern, name)] for name in modules}
+    found = {name: [pattern for pattern in tags if _match_parts(pattern.split("."), name.split("."))] for name in modules}
     for pattern in tags:
         if not any(pattern in matching for matching in found.values()):
-            raise ConfigError(_say_no_match(pattern, model, list(modules)))
+            near = _find_near(pattern, list(modules))
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ConfigError(
+                f"pattern {pattern!r} matches none of the {len(modules)} modules in {type(model).__name__} that have a forward."
+                f"{hint} Use names from `named_modules()`; * matches within one part of a name, ** crosses dots."
+            )
     return [make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 
 
 def check_model(model: object) -> None:
     """Raise `ConfigError` unless `model` is a module."""
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model {model!r} is not a torch.nn.Module. Give the model itself.")
+        raise ConfigError(f"model {model!r} is not a torch.nn.Module. Pass the model itself.")
 
 
 def check_tag(tag: object) -> None:
     """Raise `ConfigError` unless `tag` is one word."""
     if not isinstance(tag, str) or not tag.isidentifier():
-        raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, as in 'core_attn'.")
+        raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, for example 'core_attn'.")
 
 
 def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, Iterable):
-        raise ConfigError(
-            f"modules {patterns!r} are not patterns. Give globs, as in ['layers.*.mlp'], or a dict with their tags."
-        )
+        raise ConfigError(f"modules {patterns!r} are not patterns. Pass globs such as ['layers.*.mlp'] or a dict with tags.")
     tags = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
     for pattern, tag in tags.items():
         if not isinstance(pattern, str):
-            raise ConfigError(f"pattern {pattern!r} is not text. Give a glob over module names, as in 'layers.*.mlp'.")
+            raise ConfigError(f"pattern {pattern!r} is not text. Pass a glob over module names, for example 'layers.*.mlp'.")
         if (wide := _WIDE_RANGE.search(pattern)) is not None:
             raise ConfigError(
-                f"pattern {pattern!r}: {wide[0]} matches one character, not a range of numbers. Give a pattern for each number "
-                "of digits, as in 'layers.[0-9]' and 'layers.1[0-5]'."
+                f"pattern {pattern!r}: {wide[0]} matches one character, not a range of numbers. Use one pattern per number of "
+                "digits, for example 'layers.[0-9]' and 'layers.1[0-5]'."
             )
         if isinstance(patterns, Mapping):
             check_tag(tag)
@@ -101,7 +102,7 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
 
 
 def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield every possible region once, with its name without the parts of wrappers."""
+    """Yield each module that can be a region once, with its name without the parts that wrappers add."""
     outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
@@ -116,42 +117,30 @@ def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside `torch.compile`, torch's checkpoint wrapper and FSDP1."""
-    while (inner := _find_wrapped(module)) is not None:
-        module = inner
+    for name, child in module.named_children():
+        if name in _WRAPPER_PARTS:
+            return unwrap(child)
     return module
 
 
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside of DDP, FSDP1 and `torch.compile`."""
+    """Return the model inside DDP, FSDP1 and `torch.compile`."""
     model = unwrap(model)
-    return unwrap_model(model.get_submodule("module")) if _is_data_parallel(model) else model
-
-
-def _is_data_parallel(model: torch.nn.Module) -> bool:
-    return isinstance(model, torch.nn.parallel.DistributedDataParallel)
-
-
-def _find_wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    children = dict(module.named_children())
-    return next((children[part] for part in _WRAPPER_PARTS if part in children), None)
+    return unwrap_model(model.module) if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
     """Return the name parts that DDP and PEFT prepend."""
-    parts = ["module"] if _is_data_parallel(unwrap(model)) else []
+    parts = ["module"] if isinstance(unwrap(model), torch.nn.parallel.DistributedDataParallel) else []
     inner = unwrap_model(model)
-    # A PEFT model holds its tuner, which holds the model. Prompt methods have no tuner. A transformers model with its own
-    # adapters has `peft_config` too, but its `model` is a part of the model.
+    # A PEFT model contains its tuner, which contains the model. Prompt methods have no tuner. A transformers model with its own
+    # adapters also has `peft_config`, but its `model` is a submodule like any other.
     for part in ("base_model", "model"):
         if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
             break
         parts.append(part)
         inner = inner.get_submodule(part)
     return parts
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return _match_parts(pattern.split("."), name.split("."))
 
 
 def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
@@ -163,36 +152,21 @@ def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]) -> ModuleSite:
-    """Return the region around `module`, whose `name` is without the parts of wrappers.
-
-    `tags` has a tag by matching pattern. None takes the last word of the name. Raises `ConfigError` if two tags differ.
-    """
+    """Return the region around `module`. `tags` has the tag by matching pattern, or None for the last word of `name`."""
     parts = name.split(".")
     words = [part for part in parts if part.isidentifier()]
     default = words[-1] if words else type(module).__name__
     chosen = {pattern: tag or default for pattern, tag in tags.items()}
     if len(set(chosen.values())) > 1:
         given = " and ".join(f"{tag!r} by {pattern!r}" for pattern, tag in chosen.items())
-        raise ConfigError(f"module {name!r} is given two tags, {given}. Make the patterns exclude each other.")
+        raise ConfigError(f"module {name!r} has two tags, {given}. Use patterns that do not overlap.")
     layer = next((int(part) for part in parts if part.isdecimal()), 0)
     return ModuleSite(module, name, next(iter(chosen.values())), layer)
 
 
-def _say_no_match(pattern: str, model: torch.nn.Module, names: list[str]) -> str:
-    near = _list_near(pattern, names)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return (
-        f"pattern {pattern!r} matches none of the {len(names)} modules in {type(model).__name__} that have a forward.{hint} "
-        "Names are as in `named_modules()`; * stays within one part of a name, ** crosses dots."
-    )
-
-
-def _list_near(pattern: str, names: list[str]) -> list[str]:
-    """Return matching patterns close to `pattern`: the same pattern at any depth, or the nearest spellings."""
-    deeper = f"**.{pattern}"
-    if any(_matches(deeper, name) for name in names):
-        return [deeper]
-    general = [".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names]
-    ends = [f"**.{name.rsplit('.', 1)[-1]}" for name in general]
-    candidates = list(dict.fromkeys([*general, *names, *ends]))
-    return difflib.get_close_matches(pattern, [name for name in candidates if name != "*"], n=2, cutoff=0.5)
+def _find_near(pattern: str, names: list[str]) -> list[str]:
+    """Return patterns close to `pattern` that match: the same pattern at any depth, or similar spellings."""
+    if any(_match_parts(["**", *pattern.split(".")], name.split(".")) for name in names):
+        return [f"**.{pattern}"]
+    general = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names}
+    return difflib.get_close_matches(pattern, sorted({*general, *names} - {"*"}), n=2, cutoff=0.5)

@@ -1,28 +1,24 @@
 """Replaces a module's `forward` with one that runs it as a region.
 
 [Note: A replaced forward]
-The replacement is an attribute of the module, not a pair of forward hooks: hooks disable torch's
-fast paths for evaluation and do not run after a BaseException. It is not a new class either: other code compares classes, and
-transformers checks the class to decide on recompute.
+The replacement is an attribute of the module. Forward hooks would disable torch's fast paths for evaluation and would not run
+after a BaseException. A new class would break code that compares classes, as transformers does to decide on recompute. The
+replacement references the module weakly, to avoid a reference cycle.
 
-Without grad mode the replacement only calls the original forward. It references the module weakly to avoid a reference cycle.
-
-An attribute does not know the module that it is called for, so copies of the module must not have it. Copies and pickles use
-`__getstate__`, or the class's `__reduce__` as in `fx.GraphModule`. `nn.DataParallel` uses a method of the module. All of these
-are replaced too, to leave our attributes out.
+A copy of the module must not have the attribute, which would run the original module. Copies and pickles use `__getstate__`, or
+the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
+too, to omit our attributes.
 
 [Note: A checkpoint around the call]
-Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs
-inside the checkpoint, where a region does nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is
-replaced too. That region wraps the checkpoint and offloads its saved tensors, which are the layer's inputs. The region of
-`forward` serves layers without a checkpoint.
+Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside the checkpoint, where a region does
+nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is replaced too. That region wraps the
+checkpoint and offloads the layer's inputs, which the checkpoint saves.
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -33,10 +29,10 @@ from fgoffload.integrations.pytorch.forward import Surroundings
 from fgoffload.integrations.pytorch.patterns import ModuleSite
 
 HANDLE = "_fgoffload_handle"
-"""Attribute of an offloaded model that has its handle."""
+"""Attribute for the handle of an offloaded model."""
 
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of a transformers layer that has its checkpoint function."""
+"""Attribute for the checkpoint function of a transformers layer."""
 
 _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
 _CALLED = (_FORWARD, CHECKPOINT)
@@ -45,26 +41,17 @@ _CALLED = (_FORWARD, CHECKPOINT)
 _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
 
 
-class _OffloadHandle(Protocol):
-    """The interface of a handle that replaced forwards use. See `ModelOffload`."""
-
-    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any: ...
-
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any: ...
-
-
 class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
-    A copy has no `handle` and runs without offload. The model itself has no `site`. `before` is the module's own attribute of
-    this `name`, such as another wrapper. `put` sets it.
+    The `handle` is a `ModelOffload`. A copy has none and runs without offload. The model itself has no `site`. `before` is the
+    module's own attribute of this `name`, such as another wrapper. `install` sets it.
     """
 
     def __init__(
         self,
         module: torch.nn.Module | None,
-        handle: _OffloadHandle | None = None,
-        *,
+        handle: Any = None,
         site: ModuleSite | None = None,
         name: str = _FORWARD,
         before: Callable[..., Any] | None = None,
@@ -78,9 +65,9 @@ class ReplacedForward:
         self._before = before
         self._is_torch_container = False
 
-    def put(self) -> None:
-        """Replace the module's forward."""
-        module = self._get_module()
+    def install(self) -> None:
+        """Replace the module's attribute."""
+        module: torch.nn.Module = _get_living(self._module)
         attributes = vars(module)  # not by `setattr`, which wrappers override
         self._before = attributes.get(self._name)
         self._is_torch_container = self._before is None and _is_torch_container(module)
@@ -95,7 +82,7 @@ class ReplacedForward:
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
-            _leave_out(vars(module), only_removed=True)
+            _strip(vars(module), only_removed=True)
 
     @skip  # only the called function is compiled, since torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,55 +106,42 @@ class ReplacedForward:
                     run.finish(output)
                 return output
             finally:
-                if around.is_left():
-                    around.restore()
-        finally:
-            if around.is_left():  # after an exception of the module, or an interrupt in the lines above
                 around.restore()
+        finally:
+            around.restore()  # again, in case of an interrupt in the lines above
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Copy the forward for a copy of the module."""
-        return _make_removed, (None if self._module is None else self._module(), self._before)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Reduce to the forward of a copied module, without a handle."""
+        return ReplacedForward, (None if self._module is None else self._module(), None, None, _FORWARD, self._before)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original forward, except those of a bound method, which code might unwrap."""
+        """Return an attribute of the original forward, except `__func__` and `__self__`, which code uses to unwrap methods."""
         if name in ("__func__", "__self__") or (name.startswith("_") and not name.startswith("__")):
             raise AttributeError(name)
         return getattr(self._find_before(), name)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Original forward, for `inspect.getsource`."""
+        """Original forward, for `inspect.getsource` and `inspect.signature`."""
         before: Callable[..., Any] = self._find_before()
         return before
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        """Signature of the original forward."""
-        return inspect.signature(self._find_before())
-
-    @property
     def _torchscript_modifier(self) -> None:
-        """Raise a clear error in `torch.jit.script`, which asks for this attribute first."""
+        """Raise a clear error in `torch.jit.script`, which reads this attribute first."""
         raise StateError(_REMOVE_FIRST)
 
     @skip
     def _find_before(self) -> Callable[..., Any]:
-        return self._before or _bind_forward(self._get_module())
-
-    @skip
-    def _get_module(self) -> torch.nn.Module:
-        module: torch.nn.Module = _get_living(self._module)
-        return module
+        return self._before or _bind_forward(_get_living(self._module))
 
 
 class _Method:
     """Calls `function` with `module`, which it references weakly.
 
-    Classes with their own `__deepcopy__`, such as parametrized modules, copy this attribute. The copy calls `function` with
-    the copied module.
+    Classes with their own `__deepcopy__`, such as parametrized modules, copy this attribute. The copy uses the copied module.
     """
 
     def __init__(self, function: Callable[..., Any], module: torch.nn.Module | None) -> None:
@@ -187,7 +161,7 @@ class _Method:
 def _get_living(reference: "weakref.ref[torch.nn.Module] | None") -> torch.nn.Module:
     module = None if reference is None else reference()
     if module is None:
-        raise StateError("this forward belongs to a module that was freed. Call the module and not its forward.")
+        raise StateError("this forward belongs to a module that was freed. Keep a reference to the module.")
     return module
 
 
@@ -216,12 +190,8 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def _make_removed(module: torch.nn.Module | None, before: Callable[..., Any] | None) -> ReplacedForward:
-    return ReplacedForward(module, before=before)
-
-
-def _leave_out(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
-    """Unwrap our outermost replaced forwards in a module's attributes. Delete our other attributes with the last one."""
+def _strip(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
+    """Remove our outermost replaced forwards from a module's attributes, and our other attributes with the last one."""
     for name in _CALLED:
         found = attributes.get(name)
         while isinstance(found, ReplacedForward) and not (only_removed and found._handle is not None):  # noqa: SLF001
@@ -241,7 +211,7 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
     state = kind.__getstate__(module)
     if isinstance(state, dict):
         state = dict(state)
-        _leave_out(state)
+        _strip(state)
     return state
 
 
@@ -255,7 +225,7 @@ def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
     kind: Any = type(module)
     plain = object.__new__(kind)  # not by a call: `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
-    _leave_out(vars(plain))
+    _strip(vars(plain))
     return plain.__reduce_ex__(protocol)
 
 
@@ -263,5 +233,5 @@ def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without our attributes."""
     kind: Any = type(module)
     replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
-    _leave_out(vars(replica))
+    _strip(vars(replica))
     return replica

@@ -1,7 +1,6 @@
-"""Sums up a run in one log line, and explains idle tags."""
+"""Sums up a run in one log line, and explains why a tag offloaded nothing."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from fgoffload.engine import StepStats, TagStats
@@ -46,83 +45,45 @@ class RunTotals:
 
     def __str__(self) -> str:
         """Return the last log line of a run."""
-        saved_bytes, freed_bytes = self.saved_bytes / max(1, self.forwards), self.freed_bytes_per_forward
         return (
-            f"{self.forwards} forwards: of {format_bytes(saved_bytes)} that the regions of one saved, "
-            f"{format_bytes(freed_bytes)} ({self.percent:.1f}%) were freed until backward; at most "
-            f"{format_bytes(self.host_peak_bytes)} of host memory in use"
+            f"{self.forwards} forwards: of {format_bytes(self.saved_bytes / max(1, self.forwards))} that the regions save per "
+            f"forward, {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) were freed until backward; peak host "
+            f"memory {format_bytes(self.host_peak_bytes)}"
         )
 
 
-@dataclasses.dataclass(slots=True)
-class TagUse:
-    """Counts of a tag's runs that only the handle knows."""
+def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
+    """Return why `tag` offloaded nothing and what to do, or None if it offloaded something.
 
-    shadowed: int = 0
-    """Number of runs below foreign saved-tensor hooks, or where hooks are not allowed. A region does nothing there."""
-    shadow: str = ""
-    """Place of the first shadowed run, as the end of a sentence. The hook itself is not kept, since it may hold tensors."""
-    recomputed: int = 0
-    """Number of runs in a backward."""
-    hidden: int = 0
-    """Number of runs in which foreign hooks took all saved tensors."""
-
-
-def explain_idle(tag: str, stats: TagStats | None, use: TagUse) -> str | None:
-    """Return why `tag` offloaded nothing and what to do. None if it offloaded something."""
+    `inert` is the reason why its regions did nothing, see `explain_inert`. It is empty if they did not run.
+    """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
-    return f"tag {tag!r} offloaded nothing: {_find_reason(stats, use)}"
-
-
-def _find_reason(stats: TagStats | None, use: TagUse) -> str:
     if stats is None or not (stats.groups or stats.saved_tensors):
-        return _find_reason_to_be_inert(use)
-    if not stats.saved_tensors:
-        if use.hidden:
-            return (
-                f"saved-tensor hooks inside its regions take precedence and receive all tensors. {_SAVES_ON_CPU} Switch that "
-                "off, or leave the tag out."
-            )
-        return "autograd saved nothing inside: nothing there has a gradient, or it is recomputed. Leave the tag out."
-    if stats.kept_bytes:
-        return f"everything stayed on the device. {_list_kept(stats.kept_bytes.items())}. Change that, or leave the tag out."
-    if stats.dropped_storages:
-        return (
+        reason = inert or "none of its regions ran in a forward with gradients."
+    elif not stats.saved_tensors:
+        reason = (
+            "autograd saved nothing in its regions. Nothing there needs a gradient, or it is recomputed, or saved-tensor hooks "
+            "inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors."
+        )
+    elif stats.kept_bytes:
+        kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
+        reason = f"everything stayed on the device. {kept}."
+    elif stats.dropped_storages:
+        reason = (
             "backward used all tensors before they could be offloaded. A block offloads a group once it has saved "
-            "`group_bytes`: give fewer, or end the block before backward."
+            "`group_bytes`: use a smaller value, or end the block before backward."
         )
-    return "autograd saved only parameters, which stay on the device. Leave the tag out."
+    else:
+        reason = "autograd saved only parameters, which stay on the device."
+    return f"tag {tag!r} offloaded nothing: {reason} Remove the cause, or omit the tag."
 
 
-def _find_reason_to_be_inert(use: TagUse) -> str:
-    if use.shadowed:
-        return (
-            f"its regions ran {use.shadowed} times {use.shadow} Put the region around that, switch it off, or leave the tag "
-            "out."
-        )
-    if use.recomputed:
-        return (
-            f"its regions ran without gradients, and {use.recomputed} times in a backward: they are inside a reentrant "
-            "checkpoint. Select a module around the checkpoint, switch it off, or leave the tag out."
-        )
-    return "none of its regions ran in a forward with gradients. Leave the tag out."
-
-
-def say_where(hook: Any) -> str:
-    """Describe the place below the foreign `hook` or, without one, the place where hooks are not allowed."""
+def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
+    """Return why a region does nothing: in a backward, below the foreign pack `hook`, or where hooks are not allowed."""
+    if is_in_backward:
+        return "its regions ran in a backward: they are inside a reentrant checkpoint. Select a module around the checkpoint."
     if hook is None:
-        return "where saved-tensor hooks are not allowed, as inside `torch.func` and `torch.jit.trace`."
+        return "its regions ran where saved-tensor hooks are not allowed, for example inside `torch.func` or `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
-    where = f"below other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."
-    return f"{where} {_SAVES_ON_CPU}" if name == "save_on_cpu" else where
-
-
-_SAVES_ON_CPU = (
-    "`torch.autograd.graph.save_on_cpu` has such hooks; transformers' `offload=True` for checkpoints and accelerate's "
-    "`fsdp_activation_checkpointing_offload` use it."
-)
-
-
-def _list_kept(kept: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{format_bytes(size_bytes)}: {reason}" for reason, size_bytes in kept)
+    return f"its regions ran below other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."

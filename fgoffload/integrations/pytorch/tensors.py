@@ -1,4 +1,4 @@
-"""Offloads and reloads a single tensor by hand."""
+"""Offloads and reloads single tensors."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -22,63 +22,50 @@ def check_config(config: object) -> TransferConfig | None:
     """Return `config`. Raise `ConfigError` if it is neither a `TransferConfig` nor None."""
     if config is None or isinstance(config, TransferConfig):
         return config
-    raise ConfigError(
-        f"config {config!r} is not a TransferConfig. Give one, as in TransferConfig(min_offloaded_bytes=0), or None."
-    )
+    raise ConfigError(f"config {config!r} is not a TransferConfig. Pass one, for example TransferConfig(), or None.")
 
 
 def check_tensor(tensor: object) -> None:
     """Raise `ConfigError` unless `tensor` is a strided tensor."""
     if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"offload_tensor was given a {type(tensor).__name__}. Give one tensor.")
+        raise ConfigError(f"offload_tensor got a {type(tensor).__name__}. Pass a tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ConfigError(
-            f"offload_tensor was given a tensor of layout {tensor.layout}, which has no storage of its own. Give its parts, "
+            f"offload_tensor got a tensor with layout {tensor.layout}, which has no storage of its own. Pass its components, "
             "such as values() and indices()."
         )
 
 
 class OffloadedTensor:
-    """Tensor that was offloaded to the host.
+    """Handle of one offloaded tensor. Returned by `offload_tensor`.
 
-    The tensor may have stayed on the GPU by the rules for saved tensors: a parameter, below the minimum size, or no host
-    memory left. `reload` works all the same, and the statistics have the reason.
+    By the rules for saved tensors, the tensor stays on the GPU if it is a parameter or below the minimum size, or if no host
+    memory is left. `reload` still works then, and the statistics have the reason.
 
     Lifetime:
-        This object owns the host memory and releases it when dropped. The tensor's GPU memory is freed once its copy is done
-        and no reference is left. Drop your references, views included. The result of `reload` lives as long as you hold it or
-        this object. Each call returns the same memory.
+        This object owns the host memory and releases it when dropped. The tensor's GPU memory is freed once the copy is done
+        and nothing references it any more, so drop your references and views. The result of `reload` lives as long as you hold
+        it or this object. Each call of `reload` returns the same memory.
     """
 
-    __slots__ = ("_engine", "_group", "_handle", "_kind", "_lane")
+    __slots__ = ("_engine", "_group", "_handle", "_lane")
 
-    def __init__(
-        self, handle: Packed, tensor: torch.Tensor, *, engine: OffloadEngine | None, lane: Lane, group: Group | None
-    ) -> None:
+    def __init__(self, handle: Packed, engine: OffloadEngine | None, lane: Lane, group: Group | None) -> None:
         self._handle = handle
-        self._kind = f"{list(tensor.shape)} {tensor.dtype}"
         self._engine = engine
         self._lane = lane
         self._group = group
 
-    def __repr__(self) -> str:
-        """Return shape, dtype and location, without a query of the device."""
-        saved = () if self._group is None else self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED)
-        return f"<OffloadedTensor of {self._kind}, {'on the host' if saved else 'on its device'}>"
-
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host and the tensor's device memory is released.
-
-        The query releases the memory of finished copies.
-        """
+        """Whether the bytes are on the host and the device memory is free. Reading this frees the memory of finished copies."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
         return bool(self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED))
 
     def prefetch(self) -> None:
-        """Start the copy to the device, ahead of `reload`.
+        """Start the copy back to the device before `reload` is called.
 
         Streams:
             Queued on the host-to-device stream. The host does not block.
@@ -93,7 +80,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor, before its copy was done, or the result of an earlier `reload` was changed in place.
+            StateError: The tensor was changed in place before its copy was done, or the result of an earlier `reload` was.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
@@ -105,12 +92,12 @@ def offload_tensor(
     """Offload one tensor, without a model.
 
     Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. To offload
-    tensors in every step, call `offload_tensor` of one `saved_tensors` object or of the handle of `offload`.
+    tensors in every step, use the `offload_tensor` method of one `saved_tensors` object or of the handle of `offload`.
 
     Args:
-        tensor: Tensor to offload. Drop your references, so that its device memory is freed.
+        tensor: Tensor to offload. Its device memory is freed once you drop your references.
         config: Options of offload. None offloads a tensor of any size.
-        device: Device of the engine. None takes the tensor's device.
+        device: Device of the engine. None means the tensor's device.
 
     Raises:
         ConfigError: `tensor` is not a strided tensor, or `device` is not a device.
@@ -149,8 +136,8 @@ def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> Offloade
     """Offload `tensor` with `engine`. Without an engine it stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
-        return OffloadedTensor(keep_tensor(tensor, lane.place), tensor, engine=None, lane=lane, group=None)
+        return OffloadedTensor(keep_tensor(tensor, lane.place), None, lane, None)
     group = engine.open_group(Site(chunk=0, layer=0, tag=TAG), lane)
     handle = engine.save(tensor, lane=lane, group=group)
     engine.end(lane, group)
-    return OffloadedTensor(handle, tensor, engine=engine, lane=lane, group=group)
+    return OffloadedTensor(handle, engine, lane, group)

@@ -1,7 +1,4 @@
-"""Offload for transformers' `Trainer` and TRL's trainers, which derive from it.
-
-Trainer(model, args, train_dataset=..., callbacks=[OffloadCallback()])
-"""
+"""Callback for transformers' `Trainer`, and for TRL's trainers, which derive from it."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +10,7 @@ __all__ = ["OffloadCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use, since `launch` must not import transformers.
+    # Imported on first use, since `launch` must not import transformers.
     if name in __all__:
         return getattr(importlib.import_module("fgoffload.integrations.transformers.callback"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,20 +9,20 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.budget.memory import check_memory
-from fgoffload.integrations.pytorch.entry import NO_MEMORY, offload
+from fgoffload.integrations.pytorch.entry import explain, offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import GIB, is_size
+from fgoffload.units import GIB
 
 logger = logging.getLogger(__name__)
 
 KEY = "activation_cpu_offload"
-"""Key of the switch in `fsdp_config`, with or without FSDP."""
+"""Key in `fsdp_config` that disables offload, with or without FSDP."""
 
 REPORTED_STEP = 3
-"""Step after which saved memory is logged. Earlier steps may be warm-up."""
+"""Step after which the saved memory is logged, since earlier steps may be warm-up."""
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -30,16 +30,16 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
 
-    Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. The trainer's
-    log gets three numbers of the last step. `offload/saved_gib` is the memory that was free between a forward and its backward.
-    `offload/percent` is its share of the bytes that the layers save. `offload/wait_ms` is the time that compute waited for
-    copies. `fsdp_config={"activation_cpu_offload": False}` disables offload.
+    Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. Three numbers of
+    the last step are added to the trainer's log: `offload/saved_gib`, the memory freed between a forward and its backward;
+    `offload/percent`, its share of the bytes that the layers save; and `offload/wait_ms`, how long compute waited for copies.
+    `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
-        modules: Globs as for `fgoffload.offload`. None finds the layers.
+        modules: Globs as for `fgoffload.offload`. None selects the layers.
         config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
-        memory: Memory budget as for `fgoffload.offload`, instead of `modules`. It switches the model config's `use_cache` off
-            during the training, since a layer that fills a cache cannot be recomputed.
+        memory: Memory budget as for `fgoffload.offload`, instead of `modules`. It sets the model config's `use_cache` to False
+            during training, since a layer that fills a cache cannot be recomputed.
         memory_reserve: Memory that `auto` leaves free, as for `fgoffload.offload`.
     """
 
@@ -52,39 +52,35 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         memory_reserve: str | int | None = None,
     ) -> None:
         if memory is not None and modules is not None:
-            raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Give one.")
-        if memory is not None:
+            raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
+        if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
-        elif memory_reserve is not None:
-            raise ConfigError(NO_MEMORY.format(memory_reserve))
-        if isinstance(modules, str) and is_size(modules):
-            raise ConfigError(f"modules {modules!r} is a size. Give OffloadCallback(memory={modules!r}) for a memory budget.")
         self.handle: ModelOffload | None = None
         """Handle of the model. None outside of training."""
         self._modules = modules
         self._memory, self._memory_reserve = memory, memory_reserve
         self._config = config or TransferConfig(is_timed=True)
         self._plan = ""
-        """Text of the last plan, after the training."""
+        """Text of the last plan, for `explain` after training."""
         self._steps = 0
         self._uses_cache: bool | None = None
         """Value of the model config's `use_cache` before training with a memory budget."""
 
     def add_to(self, trainer: Trainer) -> None:
-        """Add the callback before all others, so that reporters such as TensorBoard and W&B get its numbers."""
+        """Add the callback to `trainer` before all others, so that reporters such as TensorBoard and W&B see its numbers."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
     ) -> None:
-        """Offload the model. If the training restarts with a smaller batch, the handle is kept."""
+        """Offload the model. A restart with a smaller batch reuses the handle."""
         self._steps = 0
         if not (args.fsdp_config or {}).get(KEY, True):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
         if self.handle is None:
             _warn_of_rivals(args, model)
-        elif not self.handle.is_of(model):
+        elif not self.handle.is_for(model):
             self.handle.close()
         elif self._memory is not None:
             return
@@ -98,7 +94,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         self.handle = offload_sites(model, sites, self._config)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Read the statistics of the step."""
+        """Read the statistics of the step, and log the saved memory once."""
         if self.handle is None:
             return
         self.handle.stats()
@@ -124,7 +120,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if stats is not None and self.handle.config.is_timed:
             found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
         logs.update(found)
-        state.log_history[-1].update(found)  # its last entry is a copy of `logs`
+        state.log_history[-1].update(found)  # the last entry is a copy of `logs`
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
@@ -134,23 +130,23 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             model.config.use_cache = True
         if self.handle is not None:
             if self._memory is not None:
-                self._plan = self.handle.explain()
+                self._plan = explain(self.handle)
             self.handle.close()
             self.handle = None
 
     def explain(self) -> str:
-        """Return the plan of this training or the last one: see `fgoffload.explain`.
+        """Return the plan of the current or last training run. See `fgoffload.explain`.
 
         Raises:
-            ConfigError: The callback has no memory budget, or no training has begun.
+            ConfigError: The callback has no memory budget, or training has not begun.
         """
         if self._memory is None or (self.handle is None and not self._plan):
-            raise ConfigError("this OffloadCallback has no plan yet. Give it memory=..., and ask after the training has begun.")
-        return self._plan if self.handle is None else self.handle.explain()
+            raise ConfigError("this OffloadCallback has no plan yet. Pass memory=..., and call this after training has begun.")
+        return self._plan if self.handle is None else explain(self.handle)
 
 
 def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
-    """Warn once about other switches, in `args` of any version or in wrappers of `model`, that offload activations."""
+    """Warn once if another kind of activation offload is on, either in `args` or as wrappers in `model`."""
     rivals = []
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
@@ -162,8 +158,8 @@ def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
         rivals.append("TRL's activation_offloading")
     if rivals:
         logger.warning(
-            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the "
-            "others off. Results stay bitwise identical.",
+            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the others "
+            "off. Results stay bitwise identical.",
             " and ".join(rivals),
             "are" if len(rivals) > 1 else "is",
         )

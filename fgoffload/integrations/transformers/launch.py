@@ -1,6 +1,6 @@
 """Adds `OffloadCallback` to each `Trainer` of an unchanged script.
 
-This module does not import transformers, since a script without a trainer must not wait for the import.
+This module does not import transformers, so that scripts without a trainer do not wait for that import.
 """
 
 import contextlib
@@ -21,11 +21,7 @@ _MODULE = "transformers.trainer"
 
 @contextlib.contextmanager
 def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
-    """Add the callback to every trainer created in the body. Yields the trainers' class names, in order.
-
-    Args:
-        memory: Memory budget: bytes, a size or `auto`. None offloads the layers.
-    """
+    """Add the callback to every trainer created in the body, with a `memory` budget if given. Yield their class names."""
     made: list[str] = []
 
     def patch(module: ModuleType) -> None:
@@ -59,7 +55,9 @@ def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> No
     made.append(name)
     if any(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks):
         if memory is not None and is_first:
-            logger.warning("The script's %s has its own OffloadCallback, so --offload-memory-budget has no effect on it.", name)
+            logger.warning(
+                "The script's %s has its own OffloadCallback, so --offload-memory-budget does not apply to it.", name
+            )
         return
     OffloadCallback(memory=memory).add_to(trainer)
     if is_first:
@@ -67,7 +65,7 @@ def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> No
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import hook that calls `patch` once the trainer's module is loaded."""
+    """Import hook that calls `patch` on the trainer's module after its import."""
 
     def __init__(self, patch: Callable[[ModuleType], None]) -> None:
         self._patch = patch

@@ -27,15 +27,15 @@ REFUSED = {
     "a device of a block": (lambda: fgoffload.saved_tensors(device="nonsense"), "device 'nonsense' is not a device"),
     "a device of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), device="gpu0"), "device 'gpu0' is not a device"),
     "a device of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, device=1.5), "device 1.5 is not a device"),
-    "a list for a tensor": (lambda: fgoffload.offload_tensor([1]), "was given a list. Give one tensor"),
+    "a list for a tensor": (lambda: fgoffload.offload_tensor([1]), "got a list. Pass a tensor"),
     "a list for a handle's tensor": (
         lambda: fgoffload.saved_tensors().offload_tensor([1]),
-        "was given a list. Give one tensor",
+        "got a list. Pass a tensor",
     ),
     "a sparse tensor": (lambda: fgoffload.offload_tensor(torch.eye(3).to_sparse()), "layout torch.sparse_coo"),
     "modules without a model": (
         lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),
-        "modules \\('layers',\\) are named without a model",
+        "modules \\('layers',\\) are given without a model",
     ),
     "a forward that was run": (lambda: fgoffload.estimate_savings(torch.ones(1)), "forward is a Tensor, which is not callable"),
     "an estimate of no model": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),

@@ -97,7 +97,7 @@ def watch_unraisable(monkeypatch: pytest.MonkeyPatch) -> set[type[BaseException]
     return found
 
 
-UNGUARDED_EXIT = "self._leave(is_failed=error is not None)"
+UNGUARDED_EXIT = "self._exit(is_failed=error is not None)"
 
 
 @pytest.mark.parametrize("kind", ["model", "parts", "failing", "block"])

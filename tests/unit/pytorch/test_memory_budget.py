@@ -79,7 +79,7 @@ def test_parts_below_the_smallest_size_are_kept():
     [
         ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, and the device is cpu"),
         ({"memory": "1GiB", "memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory '1GiB'"),
-        ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect without memory"),
+        ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory None"),
     ],
 )
 def test_a_budget_that_cannot_work_is_refused_at_once(options, message):
@@ -91,7 +91,7 @@ def test_a_closed_handle_cannot_be_entered():
     handle = fgoffload.offload(make_net(), ["layers.*"])
     handle.close()
     with (
-        pytest.raises(fgoffload.StateError, match=r"was removed, so nothing is offloaded\. Call `fgoffload\.offload` again"),
+        pytest.raises(fgoffload.StateError, match=r"was removed\. Call `fgoffload\.offload` again"),
         handle,
     ):
         pass

@@ -197,15 +197,13 @@ def test_what_is_not_enabled_replaces_nothing():
         assert not handle.offload_tensor(torch.ones(8)).is_on_host
 
 
-def test_a_removed_handle_has_an_engine_that_moves_nothing_for_a_copy_of_its_model():
+def test_a_removed_handle_has_no_engine_for_a_copy_of_its_model():
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     other = copy.deepcopy(net)
-    assert handle.engine is None
     handle.close()
     other(make_inputs()).backward()
-    assert handle.engine.finish_step().tags == {}
-    assert handle.engine.arena.reserved_bytes == 0
+    assert handle.engine is None
 
 
 def test_a_device_that_torch_does_not_know_is_refused():

@@ -83,7 +83,7 @@ def test_a_tag_that_is_not_one_word_is_refused(tag):
 
 def test_two_patterns_that_give_one_module_two_tags_are_refused_with_both():
     with pytest.raises(
-        ConfigError, match=r"'layers\.0\.attn' is given two tags, 'a' by 'layers\.\*\.attn' and 'b' by 'layers\.0\.\*'"
+        ConfigError, match=r"'layers\.0\.attn' has two tags, 'a' by 'layers\.\*\.attn' and 'b' by 'layers\.0\.\*'"
     ):
         find_sites(make_net(), {"layers.*.attn": "a", "layers.0.*": "b"})
 

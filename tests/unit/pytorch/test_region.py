@@ -124,7 +124,7 @@ def test_a_region_that_is_entered_twice_is_refused_and_leaves_no_hooks(is_nested
     hidden = make_inputs().requires_grad_() * 2
     with fgoffload.saved_tensors(ALL, device="cpu") as block:
         region = fgoffload.region(hidden, "sine")
-        with pytest.raises(StateError, match="region 'sine' was entered before"):
+        with pytest.raises(StateError, match="region 'sine' was already entered"):
             enter_twice(region, is_nested=is_nested)
         with fgoffload.region(hidden, "other"):
             hidden.sin().sum().backward()
@@ -144,7 +144,7 @@ def enter_twice(region: fgoffload.PlacedRegion, *, is_nested: bool) -> None:
 @pytest.mark.parametrize("output", ["text", (torch.ones(1),), None], ids=["text", "tuple", "nothing"])
 def test_an_end_that_is_no_tensor_is_refused_where_it_is_told(output):
     region = fgoffload.region(torch.ones(1), "sine")
-    with pytest.raises(ConfigError, match=f"the end of region 'sine' was given a {type(output).__name__}"):
+    with pytest.raises(ConfigError, match=f"`end` of region 'sine' got a {type(output).__name__}"):
         region.end(output)
 
 
@@ -160,7 +160,7 @@ def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane
     assert block.stats().tags["linear"].d2h_bytes > 0
 
 
-@pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "was given a list"), (torch.ones(1), "a b", "not one word")])
+@pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not one word")])
 def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
     with pytest.raises(ConfigError, match=says):
         fgoffload.region(tensor, tag)

@@ -164,14 +164,14 @@ def test_the_same_offload_again_returns_the_same_handle_and_another_one_is_refus
 
 
 def test_an_offload_that_raises_leaves_the_model_as_it_was(monkeypatch):
-    net, put = make_net(), ReplacedForward.put
+    net, install = make_net(), ReplacedForward.install
 
     def fail_late(self: ReplacedForward) -> None:
-        put(self)
+        install(self)
         if self._tag == "mlp":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReplacedForward, "put", fail_late)
+    monkeypatch.setattr(ReplacedForward, "install", fail_late)
     with pytest.raises(KeyboardInterrupt):
         fgoffload.offload(net, PATTERNS, ALL)
     assert is_plain(net)

@@ -38,11 +38,11 @@ def train(net: nn.Module, steps: int = 1) -> None:
 def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     handle = fgoffload.offload(net := make_net(), PATTERNS, ALL)
     assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
-    assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), no forward yet>"
+    assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), 0 B offloaded in the last step>"
     train(net)
     moved = format_bytes(handle.stats().d2h_bytes)
     assert repr(handle) == f"<ModelOffload of Net (tags: attn mlp), {moved} offloaded in the last step>"
-    handle.put_back()
+    handle.restore_forwards()
 
 
 def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and_when_it_is_reloaded(caplog):
@@ -71,9 +71,9 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
     # 264 KiB a forward: three layers of two and nine tensors of 8 KiB. Those that were still to leave are not counted.
     (line,) = logged(logging.INFO)
     assert line.startswith(
-        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions of one saved, 264.00 KiB (100.0%)"
+        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions save per forward, 264.00 KiB (100.0%)"
     )
-    assert line.endswith("at most 264.00 KiB of host memory in use")
+    assert line.endswith("peak host memory 264.00 KiB")
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
