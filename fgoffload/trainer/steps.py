@@ -1,4 +1,4 @@
-"""Results of steps, and the first differences between two trainings."""
+"""Results of steps, and the first differences between two training runs."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ class StepResult:
     step: int = 0
     """Number of the step, from 0."""
     losses: tuple[float, ...]
-    """Losses of the rank's microbatches, in order, over the rank's tokens; empty on all pipeline stages but the last."""
+    """Mean loss of each microbatch, in order; empty on all pipeline stages except the last."""
     gradient_digests: Mapping[str, str]
-    """SHA-256 of each gradient's bytes, reduced over all ranks, by parameter name as `chunk.name`. Empty if not requested."""
+    """SHA-256 of each reduced gradient's bytes, by parameter name with its chunk. Empty if not requested."""
     seconds: float
     """Seconds from the start of forward until the device finished the optimizer, without digests."""
     loss_names: tuple[str, ...] = ()
-    """Names of the losses; empty if the number of the microbatch is the name."""
+    """Names of the losses of merged steps."""
 
     @property
     def loss(self) -> float:
@@ -27,28 +27,27 @@ class StepResult:
         return statistics.fmean(self.losses) if self.losses else math.nan
 
     def name_loss(self, index: int) -> str:
-        """Return the name of the loss at `index` for messages."""
+        """Return the name of the loss at `index`, for messages."""
         return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where two trainings differ bitwise."""
+    """The first place where two training runs differ bitwise."""
 
     step: int
     """Number of the step, from 1."""
     what: str
-    """Name of the parameter whose gradient differs, or of the microbatch whose loss differs."""
+    """The parameter whose gradient differs, or the microbatch whose loss differs."""
 
 
 def find_differences(before: Sequence[StepResult], after: Sequence[StepResult]) -> dict[str, Difference]:
-    """Return the first difference of the `losses` and of the `gradients`. Bitwise identical trainings have none."""
+    """Return the first differences under the keys `losses` and `gradients`. Bitwise identical training runs have none."""
     found: dict[str, Difference] = {}
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
-        if "losses" not in found and (loss := _find_loss(one, other)) is not None:
-            found["losses"] = Difference(step=number, what=loss)
-        if "gradients" not in found and (name := _find_gradient(one, other)) is not None:
-            found["gradients"] = Difference(step=number, what=name)
+        for what, name in (("losses", _find_loss(one, other)), ("gradients", _find_gradient(one, other))):
+            if name is not None:
+                found.setdefault(what, Difference(step=number, what=name))
     return found
 
 
@@ -61,7 +60,7 @@ def _find_loss(one: StepResult, other: StepResult) -> str | None:
 
 
 def _find_gradient(one: StepResult, other: StepResult) -> str | None:
-    """Return the first gradient, in parameter order, that differs or exists in only one training."""
+    """Return the first gradient, in parameter order, that differs or exists only in one step."""
     names = dict.fromkeys((*one.gradient_digests, *other.gradient_digests))
     return next((name for name in names if one.gradient_digests.get(name) != other.gradient_digests.get(name)), None)
 
