@@ -96,10 +96,5 @@ class Crashed:
     """Reason in one line."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finished:
-    """All runs have ended."""
-
-
-Message = Surroundings | Run | Stepped | Outcome | Crashed | Finished
+Message = Surroundings | Run | Stepped | Outcome | Crashed
 """Message from a process: its machine once it is ready, each run as it begins, each step, and the outcome."""

@@ -158,20 +158,20 @@ def summarize(outcomes: Sequence[Outcome]) -> tuple[Summary, ...]:
     found: dict[tuple[ProcessKind, Setting], list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault((outcome.process, outcome.setting), []).append(outcome)
-    return tuple(_summarize(outcomes, own) for own in found.values())
-
-
-def _summarize(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Summary:
-    measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
-    ratios = (find_ratio(outcomes, outcome) for outcome in own)
-    return Summary(
-        setting=own[0].setting,
-        process=own[0].process,
-        step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
-        ratios=tuple(ratio for ratio in ratios if ratio is not None),
-        worst=_merge(measured, step_seconds=measured[0].step_seconds) if measured else None,
-        failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
-    )
+    summaries = []
+    for (process, setting), own in found.items():
+        measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
+        ratios = (find_ratio(outcomes, outcome) for outcome in own)
+        summary = Summary(
+            setting=setting,
+            process=process,
+            step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
+            ratios=tuple(ratio for ratio in ratios if ratio is not None),
+            worst=_merge(measured, step_seconds=measured[0].step_seconds) if measured else None,
+            failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
+        )
+        summaries.append(summary)
+    return tuple(summaries)
 
 
 def _merge(measurements: Sequence[Measurement], *, step_seconds: tuple[float, ...], sums: Sequence[str] = ()) -> Measurement:

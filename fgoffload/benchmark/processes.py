@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from fgoffload.benchmark.job import Crashed, Finished, Job, Message
+from fgoffload.benchmark.job import Crashed, Job, Message
 from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
@@ -21,8 +21,8 @@ from fgoffload.benchmark.worker import run_worker
 SILENCE_SECONDS = 300.0
 """Seconds without a message after which a session ends. Loading libraries from a slow disk takes a minute."""
 
-_JOIN_SECONDS = 10.0
-"""Timeout in seconds for a process to exit after its last message."""
+_JOIN_SECONDS = 60.0
+"""Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
 
 Messages = Iterator[tuple[int, Message]]
@@ -73,13 +73,14 @@ def _listen(processes: Sequence[SpawnProcess], readers: dict[Connection, int], l
                 message: Message = reader.recv()
             except (EOFError, OSError):
                 processes[rank].join(_JOIN_SECONDS)
+                if processes[rank].exitcode == 0:
+                    del readers[reader]
+                    reader.close()
+                    continue
                 message = Crashed(f"rank {rank} ended with exit code {processes[rank].exitcode}; see {log}")
             yield rank, message
             if isinstance(message, Crashed):
                 return
-            if isinstance(message, Finished):
-                del readers[reader]
-                reader.close()
 
 
 def run_sessions(

@@ -21,7 +21,7 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.tags import RECOMPUTE_MODULES, default_tags
+from fgoffload.tags import RECOMPUTE_MODULES
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
@@ -161,7 +161,7 @@ _EXAMPLES = {
 """An example for each system that needs more than its name."""
 
 _NAME = re.compile(
-    r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
+    r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[0-9]*\.?[0-9]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
 )
 
 
@@ -191,18 +191,22 @@ def parse_setting(text: str) -> Setting:
     setting = Setting(
         system=system,
         modules=tuple(what.split("+")) if has_modules else (),
-        fraction=_read_fraction(text, match["fraction"]),
+        fraction=float(match["fraction"] or 1),
         is_delayed=match["delay"] is not None,
         recompute=() if recompute == ("",) else recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
         budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
     )
-    if system is System.OURS:
-        OffloadConfig(offload_modules=setting.modules)  # checks the tags
-    # Check only names. If this version's engine does not support a module, only that row fails.
-    _check_known(text, "module of Megatron-Core's engine", setting.modules, default_tags().names)
-    if setting.recompute != (FULL,):
-        _check_known(text, "recompute module", setting.recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
+    if has_modules:
+        try:
+            OffloadConfig(offload_modules=setting.modules, activation_offload_fraction=setting.fraction)
+        except ConfigError as error:
+            raise ConfigError(f"--settings {text!r}: {error}") from error
+    known = (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES)
+    for name in setting.recompute:
+        # Check only the name. If this version does not support the module, only that row fails.
+        if name not in known and setting.recompute != (FULL,):
+            raise ConfigError(f"--settings {text!r}: {name!r} is not a recompute module. Use one of: {' '.join(known)}.")
     return setting
 
 
@@ -281,22 +285,6 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
     # With the experts recomputed, only tensors of attention are left to offload.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
-
-
-def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--settings {text!r}: {name!r} is not a {kind}. Use one of: {' '.join(known)}.")
-
-
-def _read_fraction(text: str, fraction: str | None) -> float:
-    try:
-        value = 1.0 if fraction is None else float(fraction)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise ConfigError(f"--settings {text!r}: {fraction!r} is not a number above 0 and up to 1. Use, for example, @0.5.")
-    return value
 
 
 def _read_layers(text: str, what: str) -> int:

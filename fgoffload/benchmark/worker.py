@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fgoffload.benchmark.job import Crashed, Finished, Job, Stepped
+from fgoffload.benchmark.job import Crashed, Job, Stepped
 from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import ProcessKind
 from fgoffload.environment import set_environment
@@ -36,8 +36,10 @@ def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Pa
         _run_all(job, runs, connection, kind=kind, **place)
     except BaseException as error:  # noqa: BLE001 - report any error to the parent process
         traceback.print_exc()
-        _end(connection, Crashed(_describe_error(error)), exit_code=1)
-    _end(connection, Finished(), exit_code=0)
+        with contextlib.suppress(OSError):  # the parent may have closed the pipe
+            connection.send(Crashed(_describe_error(error)))
+        _end(exit_code=1)
+    _end(exit_code=0)
 
 
 def _describe_error(error: BaseException) -> str:
@@ -95,10 +97,7 @@ def redirect_output(path: Path) -> None:
     os.close(log)
 
 
-def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int) -> None:
-    with contextlib.suppress(OSError):  # the parent may have closed the pipe
-        connection.send(message)
-        connection.close()
+def _end(*, exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit at once: torch's shutdown may wait forever for another rank.

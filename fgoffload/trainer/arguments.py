@@ -62,17 +62,7 @@ _OF_OPTIMIZER = frozenset(
 )
 """Flags that the planner reads and the trainer ignores, since it has its own optimizer."""
 
-_OFFLOAD_FIELDS = frozenset(
-    {
-        "fine_grained_activation_offloading",
-        "offload_modules",
-        "min_offloaded_tensor_size",
-        # Since 0.19:
-        "delay_offload_until_cuda_graph",
-        "delta_offload_bytes_across_pp_ranks",
-        "activation_offload_fraction",
-    }
-)
+_OFFLOAD_FIELDS = {field.name for field in dataclasses.fields(OffloadConfig)} | {"fine_grained_activation_offloading"}
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
 
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})

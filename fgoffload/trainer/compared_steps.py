@@ -4,7 +4,6 @@
 There are two plans. The first offloads in all layers as many tags as compute can hide, which adds little CPU work besides
 copies. The second is for a budget halfway between full recompute and the baseline, which adds a lot of CPU work. A plan without
 copies is skipped. Plans and the baseline take turns, a few steps each, since the speed of a host changes from minute to minute.
-The first step after each change is not timed.
 """
 
 import collections
@@ -87,7 +86,12 @@ def _take_turns(
     for number in range(MAX_ROUNDS):
         for seconds, plan in zip(times, (NOTHING, *plans), strict=True):
             measurement.apply(plan)
-            seconds += _time_steps(trainer, on_step)
+            for step in range(1 + TIMED_STEPS):
+                settle()
+                step_s = trainer.run_step(with_digests=False).seconds
+                on_step()
+                if step > 0:  # memory settles in the first step after a change
+                    seconds.append(step_s)
         if number + 1 >= MIN_ROUNDS and broadcast(time.perf_counter() - start_s) > ENOUGH_S:
             break
     keeping_s, *steps_s = [statistics.median(max(step) for step in zip(*gather(seconds), strict=True)) for seconds in times]
@@ -104,16 +108,6 @@ def settle() -> None:
         torch.distributed.barrier()
 
 
-def _time_steps(trainer: Trainer, on_step: Callable[[], None]) -> list[float]:
-    """Return the seconds of `TIMED_STEPS` steps, after one untimed step."""
-    seconds = []
-    for _ in range(1 + TIMED_STEPS):
-        settle()
-        seconds.append(trainer.run_step(with_digests=False).seconds)
-        on_step()
-    return seconds[1:]
-
-
 def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan, ...]:
     """Return the plans to time. See [Note: Which plans are compared]."""
     ranks = make_rank_models(profile)
@@ -128,7 +122,12 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
     keeping_s = simulate(ranks, NOTHING).step_s
     best = NOTHING
     chosen: tuple[str, ...] = ()
-    for tag in _list_largest(ranks, tags.names):
+    saved: collections.Counter[str] = collections.Counter()
+    for rank in ranks:
+        for tensor in (tensor for chunk in rank.chunks for layer in chunk.layers for tensor in layer.model.tensors):
+            if not tensor.is_below(rank.min_offloaded_numel):
+                saved.update({tag: tensor.size_bytes for tag in tensor.tags if tag in tags.names})
+    for tag, _ in saved.most_common():
         wanted = tuple(dict.fromkeys((*chosen, tag, *tags.get(tag).requires)))
         try:
             tags.check(wanted)
@@ -141,16 +140,6 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
         if is_hidden and all(rank.host_peak_bytes <= host_budget_bytes for rank in result.ranks):
             best, chosen = plan, wanted
     return best
-
-
-def _list_largest(ranks: Sequence[RankModel], tags: Sequence[str]) -> list[str]:
-    """Return the `tags` that have saved tensors, in descending order of total bytes over all layers."""
-    saved: collections.Counter[str] = collections.Counter()
-    for rank in ranks:
-        for tensor in (tensor for chunk in rank.chunks for layer in chunk.layers for tensor in layer.model.tensors):
-            if not tensor.is_below(rank.min_offloaded_numel):
-                saved.update({tag: tensor.size_bytes for tag in tensor.tags if tag in tags})
-    return [tag for tag, _ in saved.most_common()]
 
 
 def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:

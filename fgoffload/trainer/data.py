@@ -20,9 +20,6 @@ from fgoffload.units import MIB
 MAX_TEXT_BYTES = 4 * MIB
 """Maximum bytes to read."""
 
-_FP8_ROWS = 16
-"""Number of which the row counts of FP8 matrix products must be multiples. Source: Transformer Engine."""
-
 
 class Microbatch(NamedTuple):
     """Inputs of one forward pass. Shapes are `[b, s]`: sequences, tokens."""
@@ -117,7 +114,8 @@ class TextData(TokenSource):
             ConfigError: `path` does not exist, cannot be read, or is empty.
         """
         if path is None:
-            return cls(_read(_find_library_files()), name="Python standard library")
+            files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            return cls(_read(iter(files)), name="Python standard library")
         fix = "Use a text file or a folder of them, or remove --data."
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {fix}")
@@ -155,17 +153,9 @@ def _draw_length(arguments: TrainingArguments, place: str) -> int:
     """Return the sequence length of a microbatch, which is the same on all ranks."""
     if not arguments.has_variable_lengths:
         return arguments.seq_length
-    multiple = arguments.sequence_shares * (_FP8_ROWS if arguments.transformer.get("fp8") else 1)
+    multiple = arguments.sequence_shares
     shortest = max(multiple, arguments.seq_length // 2)
     return multiple * random.Random(f"length {place}").randint(-(-shortest // multiple), arguments.seq_length // multiple)
-
-
-def _find_library_files() -> Iterator[Path]:
-    # These folders differ between installations of the same version.
-    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
-    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = sorted(set(folders) - skipped)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
 def _find_files(folder: Path) -> Iterator[Path]:

@@ -18,17 +18,11 @@ class StepResult:
     """SHA-256 of each reduced gradient's bytes, by parameter name with its chunk. Empty if not requested."""
     seconds: float
     """Seconds from the start of forward until the device finished the optimizer, without digests."""
-    loss_names: tuple[str, ...] = ()
-    """Names of the losses of merged steps."""
 
     @property
     def loss(self) -> float:
         """The mean loss over the microbatches; NaN without losses."""
         return statistics.fmean(self.losses) if self.losses else math.nan
-
-    def name_loss(self, index: int) -> str:
-        """Return the name of the loss at `index`, for messages."""
-        return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +50,7 @@ def _find_loss(one: StepResult, other: StepResult) -> str | None:
         return f"{len(one.losses)} and {len(other.losses)} losses"
     # Compare hex forms: for `==`, -0.0 equals 0.0, and a NaN differs from itself.
     pairs = enumerate(zip(one.losses, other.losses, strict=True))
-    return next((one.name_loss(index) for index, (first, second) in pairs if first.hex() != second.hex()), None)
+    return next((f"microbatch {index + 1}" for index, (first, second) in pairs if first.hex() != second.hex()), None)
 
 
 def _find_gradient(one: StepResult, other: StepResult) -> str | None:
@@ -66,15 +60,12 @@ def _find_gradient(one: StepResult, other: StepResult) -> str | None:
 
 
 def merge_steps(steps: Sequence[StepResult]) -> StepResult:
-    """Merge the results of all ranks for one step. The names of losses and gradients include the rank."""
+    """Merge the results of all ranks for one step. Losses are in rank order, and the names of gradients include the rank."""
     if len(steps) == 1:
         return steps[0]
     return StepResult(
         step=steps[0].step,
         losses=tuple(loss for step in steps for loss in step.losses),
-        loss_names=tuple(
-            f"{step.name_loss(index)} of rank {rank}" for rank, step in enumerate(steps) for index in range(len(step.losses))
-        ),
         gradient_digests={
             f"{name} of rank {rank}": digest
             for rank, step in enumerate(steps)

@@ -22,9 +22,6 @@ _ROUTER_TOPK = 2
 _GRAPH_WARMUP_STEPS = 3
 """Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
-_NODE_SIZE = 8
-"""Number of GPUs of a typical node. Errors do not suggest more processes than this."""
-
 _MAX_SEED = 2**32 - 1
 """NumPy's largest seed. Other generators accept larger ones."""
 
@@ -260,12 +257,9 @@ class TrainingArguments:
             if self.world_size % size:
                 needed = math.lcm(model, experts)
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
-                command = f"torchrun --nproc-per-node {needed} -m fgoffload train"
-                yield f"{what} {size} processes ({factors} parallel sizes), but {started}. " + (
-                    f"Start a multiple of {needed}, for example {command}."
-                    if needed <= _NODE_SIZE
-                    else "Plan without GPUs, for example fgoffload plan deepseek_v3 --gpu h100, or train a smaller model, for "
-                    f"example fgoffload train tiny_moe. This model needs a multiple of {needed} processes."
+                yield (
+                    f"{what} {size} processes ({factors} parallel sizes), but {started}. Start a multiple of {needed} with "
+                    f"torchrun --nproc-per-node {needed} -m fgoffload train, or plan without GPUs with fgoffload plan."
                 )
 
     def _check_batch(self) -> Iterator[str]:

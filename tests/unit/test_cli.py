@@ -33,7 +33,7 @@ AFTER_TORCH = [
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--step", "3"), "the command line: --step is an unknown flag. Did you mean --steps?"),
     (("--pipeline-model-parallel-size", "2"), "one copy of the model needs 2 processes (tensor x pipeline x context parallel"),
-    (("--pipeline-model-parallel-size", "16"), "Plan without GPUs, for example fgoffload plan deepseek_v3 --gpu h100"),
+    (("--pipeline-model-parallel-size", "16"), "or plan without GPUs with fgoffload plan"),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),
     (("--data", "none.txt"), "--data none.txt does not exist. Use a text file"),
 ]

@@ -22,7 +22,10 @@ REFUSED = [
     ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
     ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Give it after the flag, as in --repeats 2."),
     ((ARGUMENTS, "--settings", "recompute:layernorm+bogus"), "--settings 'recompute:layernorm+bogus': 'bogus' is no"),
-    ((ARGUMENTS, "--settings", "megatron:expert_fc1+core"), "--settings 'megatron:expert_fc1+core': 'core' is not a module of"),
+    (
+        (ARGUMENTS, "--settings", "megatron:expert_fc1+core"),
+        "--settings 'megatron:expert_fc1+core': --offload-modules 'core' is not a tag",
+    ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
     ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),

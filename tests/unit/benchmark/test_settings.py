@@ -64,7 +64,7 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("te-layers", "Use, for example, te-layers:3."),
         ("plan", "Use, for example, plan:plan.json."),
         ("baseline:much", "is not a setting of that system. Use, for example, baseline."),
-        ("ours:expert_fc1@0", "'0' is not a number above 0 and up to 1"),
+        ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is outside 0 to 1"),
         ("baseline~delay", "a fraction (@), ~delay and recompute (/) need megatron or ours with modules."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),

@@ -116,7 +116,7 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
         (
             "--expert-model-parallel-size 4",
             2,
-            r"the experts of a model need 4 processes .* for example torchrun --nproc-per-node 4",
+            r"the experts of a model need 4 processes .* multiple of 4 with torchrun --nproc-per-node 4",
         ),
         ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 2, r"the experts of a model need 4 processes"),
         ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Use 2\."),
