@@ -21,7 +21,6 @@ class Job:
     source: str
     """Path of the argument file, as the user typed it."""
     file_flags: tuple[str, ...]
-    """Megatron's flags in that file."""
     typed_flags: tuple[str, ...] = ()
     """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
@@ -43,7 +42,7 @@ class Job:
     has_optimizer: bool = False
     """Update the parameters in each step."""
     folder: Path
-    """Folder of all output files."""
+    """All output files are in this folder."""
     profile: Path | None = None
     """Profile to plan and predict from."""
     measures_profile: bool = False
@@ -71,13 +70,11 @@ class Workload:
     """Size of the training run, for titles and throughput."""
 
     arguments_file: str
-    """Path of the argument file, as the user typed it."""
     layers: int
     """Number of decoder layers."""
     tokens: int
     """Tokens per step over all ranks."""
     world_size: int
-    """Number of processes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +90,6 @@ class Crashed:
     """The process ended before it finished its runs."""
 
     reason: str
-    """Reason in one line."""
 
 
 Message = Surroundings | Run | Stepped | Outcome | Crashed

@@ -32,8 +32,6 @@ class Measurement:
     """Peak bytes of tensors during the timed steps; None on a CPU."""
     peak_reserved_bytes: int | None = None
     """Peak bytes that the allocator reserved during the timed steps."""
-    resident_bytes: int | None = None
-    """Bytes of tensors between steps: weights and gradients."""
     activation_peak_bytes: int | None = None
     """Peak bytes saved for backward, from a separate step. Only measured on a CPU."""
     host_bytes: int | None = None

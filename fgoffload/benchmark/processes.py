@@ -24,7 +24,6 @@ SILENCE_SECONDS = 300.0
 _JOIN_SECONDS = 60.0
 """Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
-
 Messages = Iterator[tuple[int, Message]]
 """Rank and message, until all processes have finished or one has crashed."""
 

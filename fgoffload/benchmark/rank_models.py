@@ -56,11 +56,7 @@ def load_profile(job: Job, device: str) -> Profile | None:
 
 
 def check_profile(job: Job, arguments: TrainingArguments) -> None:
-    """Check that the job's profile, if any, has the model's number of layers and the benchmark's optimizer.
-
-    Raises:
-        ConfigError: The profile does not match. The error names the difference and the fix.
-    """
+    """Raise ConfigError if the job has a profile with another number of layers, or measured with other steps."""
     if job.profile is None:
         return
     profile, source = Profile.load(job.profile), f"--profile {job.profile}"
@@ -77,11 +73,7 @@ def check_profile(job: Job, arguments: TrainingArguments) -> None:
 
 
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
-    """Return the planner's model of each pipeline rank, with the times of a profile.
-
-    Raises:
-        ConfigError: The schedule does not support the number of microbatches.
-    """
+    """Return the planner's model of each pipeline rank, with the times of a profile."""
     arguments = parse_setting_arguments(job, BASELINE)
     offload: Any = parse_setting_arguments(job, ANY_OF_OURS).offload
     ranks = make_rank_models(profile, policy=offload.transfer_policy, microbatches=arguments.num_microbatches)
@@ -127,11 +119,7 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
 def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
     """Return `setting` with the first plan whose trial stays within its budget, or else with the last plan.
 
-    Args:
-        setting: A setting with a budget.
-        ranks: The planner's model of the training run.
-        path: Where the plan is written.
-        try_plan: Called on all ranks together. None accepts the first plan without a trial.
+    The plan is written to `path`. Without `try_plan`, the first plan is accepted.
 
     Raises:
         PlanError: No plan fits the budget.

@@ -43,9 +43,23 @@ def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Pre
     source = Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
     rows = []
     for summary in summaries:
-        if summary.worst is not None:
-            prediction = predictions.get(summary.setting, {}).get(source)
-            rows.append(_list_cells(summary, summary.worst, workload, prediction))
+        worst, simulated = summary.worst, predictions.get(summary.setting, {}).get(source)
+        if worst is None:
+            continue
+        low, middle, high = find_quantiles(summary.step_seconds)
+        cells = (
+            name_row(summary.setting, summary.process),
+            f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
+            _format_ratio(summary),
+            ABSENT if simulated is None else f"{simulated.ratio:.3f}",
+            _format_size(summary.peak_bytes),
+            _format_size(None if simulated is None else simulated.find_peak(worst)),
+            _format_size(worst.peak_reserved_bytes),
+            _format_size(worst.host_bytes),
+            _format_size(worst.d2h_bytes),
+            f"{workload.tokens / middle:.0f}",
+        )
+        rows.append(cells)
     return rows
 
 
@@ -131,9 +145,7 @@ def format_json(
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """Compare each outcome with the first `baseline` of its session.
-
-    A second `baseline` shows whether the training reproduces itself. If it does not, the other rows are meaningless.
+    """Compare each outcome with the first `baseline` of its session. A second `baseline` shows whether it reproduces itself.
 
     Returns:
         For each outcome the setting; `yes`, `no` or `not run`; and the first differences or the reason.
@@ -194,22 +206,6 @@ def _start_table(title: str) -> Table:
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 
-def _list_cells(summary: Summary, worst: Measurement, workload: Workload, simulated: Prediction | None) -> tuple[str, ...]:
-    low, middle, high = find_quantiles(summary.step_seconds)
-    return (
-        name_row(summary.setting, summary.process),
-        f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
-        _format_ratio(summary),
-        ABSENT if simulated is None else f"{simulated.ratio:.3f}",
-        _format_size(summary.peak_bytes),
-        _format_size(None if simulated is None else simulated.find_peak(worst)),
-        _format_size(worst.peak_reserved_bytes),
-        _format_size(worst.host_bytes),
-        _format_size(worst.d2h_bytes),
-        f"{workload.tokens / middle:.0f}",
-    )
-
-
 def _format_size(size_bytes: int | None) -> str:
     return ABSENT if size_bytes is None else format_bytes(size_bytes)
 
@@ -217,7 +213,5 @@ def _format_size(size_bytes: int | None) -> str:
 def _format_ratio(summary: Summary) -> str:
     if summary.ratio is None:
         return ABSENT
-    if summary.setting == BASELINE:
-        return f"{summary.ratio:.3f}"
-    interval = find_ratio_interval(summary.ratios)
+    interval = None if summary.setting == BASELINE else find_ratio_interval(summary.ratios)
     return f"{summary.ratio:.3f}" if interval is None else f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"

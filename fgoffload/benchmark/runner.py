@@ -48,12 +48,7 @@ _TRIED_STEPS = 4
 
 
 class Runner:
-    """Measures settings of one job in this process, which is connected to the other ranks.
-
-    Args:
-        job: The benchmark's options.
-        on_step: Called after each step.
-    """
+    """Measures settings of one job, on all ranks together."""
 
     def __init__(self, job: Job, on_step: OnStep) -> None:
         self._job = job
@@ -70,9 +65,8 @@ class Runner:
             for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
-            resident_bytes = None if needs_cpu_support() else torch.cuda.memory_allocated()
             seconds = tuple(self._run_step(trainer).seconds for _ in range(self._job.steps))
-            measurement = _read_measurement(trainer, seconds, resident_bytes)
+            measurement = _read_measurement(trainer, seconds)
             if needs_cpu_support() and setting.system not in OWN_HOOKS:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.writes_traces and run.repeat == 0:
@@ -90,15 +84,13 @@ class Runner:
         return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
 
     def measure_profile(self) -> None:
-        """Profile the training, and write the profile on rank 0."""
+        """Profile the training run, and write the profile on rank 0."""
         empty_caches()
         with quiet_collector():
             arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
+            has_optimizer = self._job.has_optimizer
             profile = profile_training(
-                arguments,
-                self._tokens,
-                has_optimizer=self._job.has_optimizer,
-                on_step=lambda: self._on_step(None),
+                arguments, self._tokens, has_optimizer=has_optimizer, on_step=lambda: self._on_step(None)
             )
         empty_caches()
         if torch.distributed.get_rank() == 0 and self._job.profile is not None:
@@ -209,7 +201,7 @@ def find_peak() -> int | None:
     return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
 
 
-def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:
+def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measurement:
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
@@ -218,7 +210,6 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_byt
         memory = {
             "peak_allocated_bytes": find_peak(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-            "resident_bytes": resident_bytes,
             "host_bytes": int(max(host.get("allocated_bytes.current", 0), host.get("reserved_bytes.current", 0))),
         }
     if stats is not None:

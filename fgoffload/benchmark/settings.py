@@ -112,11 +112,7 @@ class Setting:
         return own.get(self.system, ProcessKind.MAIN)
 
     def list_flags(self) -> tuple[str, ...]:
-        """Return the Megatron flags that this setting adds to the argument file.
-
-        Raises:
-            ConfigError: The setting needs a plan and has none; see `with_plan`.
-        """
+        """Return the Megatron flags that this setting adds. Raises ConfigError for a budget without a plan."""
         recompute: tuple[str, ...] = ()
         if self.recompute == (FULL,):
             recompute = _FULL_RECOMPUTE
@@ -166,11 +162,7 @@ _NAME = re.compile(
 
 
 def parse_setting(text: str) -> Setting:
-    """Parse the name of a setting.
-
-    Raises:
-        ConfigError: `text` is not a setting. The error names the fault and an example.
-    """
+    """Parse the name of a setting. Raises ConfigError with an example if `text` is not a setting."""
     if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
         # A path may contain characters that have a meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
@@ -244,13 +236,8 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
     """Return the settings to measure, without duplicates and with `baseline` first.
 
-    Args:
-        words: Names of settings. The name of a system selects its default settings. Without names, all defaults are selected.
-        defaults: Default settings of the model.
-        given: Plans and budgets to measure as well.
-
-    Raises:
-        ConfigError: A word is not a setting.
+    Each of `words` is a setting, or a system that stands for its `defaults`. Without words, all defaults are chosen. Plans and
+    budgets in `given` are always measured.
     """
     systems = {one.value: one for one in System}
     chosen = [BASELINE]
@@ -261,11 +248,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Se
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Check that no two settings have the same name, such as plan files in different folders.
-
-    Raises:
-        ConfigError: Two settings have the same name.
-    """
+    """Raise ConfigError if two settings have the same name, such as plan files in different folders."""
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:

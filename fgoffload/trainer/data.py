@@ -38,7 +38,7 @@ class TokenSource(abc.ABC):
     """Source of a training run's microbatches."""
 
     def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens have no length
-        """Check that there is enough text for one sequence."""
+        """Raise ConfigError if there is not enough text for one sequence."""
 
     @abc.abstractmethod
     def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
@@ -50,9 +50,6 @@ class TokenSource(abc.ABC):
         """Return a microbatch of whole sequences. The same source and arguments give identical bits.
 
         Steps and microbatches are counted from 0. Data-parallel ranks and splits get different text.
-
-        Raises:
-            ConfigError: The text is shorter than a sequence.
         """
         self.check_length(arguments.seq_length)
         # `random` hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
@@ -104,11 +101,9 @@ class TextData(TokenSource):
 
     @classmethod
     def load(cls, path: Path | None = None) -> "TextData":
-        """Load the text at `path`.
+        """Load at most `MAX_TEXT_BYTES` from a file, or from all files of a folder in name order.
 
-        Args:
-            path: A file, or a folder whose files are read in name order, including subfolders. None reads the Python standard
-                library. At most `MAX_TEXT_BYTES` are read.
+        Without `path`, loads the Python standard library.
 
         Raises:
             ConfigError: `path` does not exist, cannot be read, or is empty.
@@ -132,11 +127,7 @@ class TextData(TokenSource):
         return self._bytes.numel()
 
     def check_length(self, seq_length: int) -> None:
-        """Check that there is enough text for one sequence and its last label.
-
-        Raises:
-            ConfigError: The text is shorter.
-        """
+        """Raise ConfigError if the text is too short for one sequence and its last label."""
         if len(self) < seq_length + 1:
             raise ConfigError(
                 f"--data {self.name} has {len(self)} bytes, but --seq-length {seq_length} needs {seq_length + 1}. "

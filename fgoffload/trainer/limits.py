@@ -18,11 +18,7 @@ _INSTALL = "needs Transformer Engine, which cannot be imported here. Install it:
 
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
-    """Check that this version can run the training run `arguments` on this machine.
-
-    Raises:
-        ConfigError: It cannot. The error names the flag and the fix.
-    """
+    """Raise ConfigError with the flag and the fix if this version or machine does not support `arguments`."""
     for check in (_list_unsupported, _list_missing_packages, _list_local_layer_faults, _list_graph_faults):
         for fault in check(arguments):
             raise arguments.source.refuse(fault)

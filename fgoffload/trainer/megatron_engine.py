@@ -17,15 +17,15 @@ _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def prepare(offload: OffloadConfig, config: Any) -> None:
-    """Check that Megatron's engine supports `offload`, reset it, and set the fraction to offload in Megatron's `config`.
+    """Check that Megatron's engine supports `offload`, and reset it. Call this before the model is built.
 
-    Call this before the model is built.
+    The fraction to offload is set in Megatron's `config`.
 
     Raises:
         ConfigError: The engine does not support an option of `offload`.
         IntegrationError: The engine cannot run in this process.
     """
-    for fault in _find_faults():
+    for fault in _list_faults():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
     fraction, older = offload.activation_offload_fraction, f"the engine of megatron-core {get_version()} does not support it"
     if offload.delay_offload_until_cuda_graph and not hasattr(config, "delay_offload_until_cuda_graph"):
@@ -46,7 +46,7 @@ def reset() -> None:
     load_module(_INTERFACE).FineGrainedActivationOffloadingInterface.reset_instance()
 
 
-def _find_faults() -> Iterator[str]:
+def _list_faults() -> Iterator[str]:
     if needs_cpu_support():
         yield "needs a GPU, but there is none. Run it on a machine with a GPU"
     if not has_transformer_engine():

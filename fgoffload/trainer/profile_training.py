@@ -47,11 +47,8 @@ def profile_training(
 ) -> Profile:
     """Profile a training run. All processes of the run must call this, and all return the profile.
 
-    Args:
-        arguments: The training run. Of its offload options, only the minimum tensor size and the host budget matter.
-        text: Training text.
-        has_optimizer: Whether a step updates the parameters.
-        on_step: Called after each step except the unmeasured ones.
+    Of the offload options, only the minimum tensor size and the host budget matter. `on_step` is called after each step except
+    the unmeasured ones.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
@@ -63,8 +60,8 @@ def profile_training(
             arguments.cuda_graph_impl,
         )
         arguments = arguments.without_graphs()
-    # Deterministic kernels take longer, and some save other tensors.
     link = profile_link().link
+    # Deterministic kernels take longer, and some save other tensors.
     policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)

@@ -27,12 +27,10 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where two training runs differ bitwise."""
+    """The first step, from 1, in which two training runs differ, and the microbatch or the parameter with the difference."""
 
     step: int
-    """Number of the step, from 1."""
     what: str
-    """The parameter whose gradient differs, or the microbatch whose loss differs."""
 
 
 def find_differences(before: Sequence[StepResult], after: Sequence[StepResult]) -> dict[str, Difference]:

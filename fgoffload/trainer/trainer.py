@@ -136,11 +136,7 @@ class Trainer:
             yield from chunk.named_parameters(prefix=str(index))
 
     def run_step(self, *, with_digests: bool = True) -> StepResult:
-        """Run one optimizer step: all microbatches forward and backward, then the update.
-
-        Raises:
-            StateError: The trainer is closed.
-        """
+        """Run one optimizer step: all microbatches forward and backward, then the update."""
         self._check_open()
         for chunk in self._wrapped_chunks:
             chunk.train()
@@ -171,9 +167,6 @@ class Trainer:
         """Run one global batch forward in eval mode, before, between or after steps, and return `StepResult.losses`.
 
         Each call uses new text that no training step uses.
-
-        Raises:
-            StateError: The trainer is closed.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:
@@ -184,10 +177,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the activation bytes of the body in `ledger`, including bytes that our engine reloads.
-
-        Tensors that other saved-tensor hooks replace are not counted.
-        """
+        """Count the activation bytes of the body in `ledger`, except those of saved-tensor hooks that are not ours."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield

@@ -68,20 +68,8 @@ class TrainingArguments:
     """Pack several sequences into each, which do not attend to each other. Megatron-LM has no such flag."""
 
     def __post_init__(self) -> None:
-        """Check settings that Megatron's own config does not check.
-
-        Raises:
-            ConfigError: A setting is invalid. The error names the flag, the value, the limit and the fix.
-        """
-        checks = (
-            self._check_sizes,
-            self._check_ranges,
-            self._check_attention,
-            self._check_experts,
-            self._check_processes,
-            self._check_batch,
-            self._check_length,
-        )
+        """Raise ConfigError for settings that Megatron's own config does not check."""
+        checks = (self._check_sizes, self._check_ranges, self._check_layers, self._check_processes, self._check_batch)
         for check in checks:
             for fault in check():
                 raise self.source.refuse(fault)
@@ -225,7 +213,7 @@ class TrainingArguments:
                 f"Use --vocab-size {_BYTE_VALUES}."
             )
 
-    def _check_attention(self) -> Iterator[str]:
+    def _check_layers(self) -> Iterator[str]:
         heads, hidden = self.transformer["num_attention_heads"], self.transformer["hidden_size"]
         groups = self.transformer.get("num_query_groups")
         if groups is not None and heads % groups:
@@ -237,8 +225,6 @@ class TrainingArguments:
                 f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0, and even with "
                 f"--position-embedding-type rope, which rotates pairs of channels. Use --kv-channels {channels + 1}."
             )
-
-    def _check_experts(self) -> Iterator[str]:
         experts = self.transformer.get("num_moe_experts")
         topk = self.transformer.get("moe_router_topk", _ROUTER_TOPK)
         if experts is not None and topk > experts:
@@ -275,20 +261,6 @@ class TrainingArguments:
                 f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences form "
                 "one sequence. Use --micro-batch-size 1."
             )
-        if self.rampup_batch_size is None:
-            return
-        start, increment, samples = (*self.rampup_batch_size, 0, 0, 0)[:3]
-        batch_sizes = range(start, self.global_batch_size + 1, max(1, increment))
-        multiples = start % one_microbatch == increment % one_microbatch == 0
-        is_three = len(self.rampup_batch_size) == 3 and min(start, increment, samples) > 0
-        if not (is_three and multiples) or self.global_batch_size not in batch_sizes[1:]:
-            yield (
-                f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
-                f"{self.global_batch_size}. Use START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
-                f"multiples of {one}, so that the global batch is START plus a whole number of INCREMENTs."
-            )
-
-    def _check_length(self) -> Iterator[str]:
         if self.seq_length > self.max_position_embeddings:
             yield (
                 f"--seq-length {self.seq_length} is above --max-position-embeddings "
@@ -300,6 +272,18 @@ class TrainingArguments:
                 f"--seq-length {self.seq_length} is not a multiple of {shares}, the number of parts into which "
                 f"--sequence-parallel and --context-parallel-size {self.context_parallel_size} split a sequence. "
                 f"Use {max(1, self.seq_length // shares) * shares}."
+            )
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = (*self.rampup_batch_size, 0, 0, 0)[:3]
+        batch_sizes = range(start, self.global_batch_size + 1, max(1, increment))
+        multiples = start % one_microbatch == increment % one_microbatch == 0
+        is_three = len(self.rampup_batch_size) == 3 and min(start, increment, samples) > 0
+        if not (is_three and multiples) or self.global_batch_size not in batch_sizes[1:]:
+            yield (
+                f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
+                f"{self.global_batch_size}. Use START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
+                f"multiples of {one}, so that the global batch is START plus a whole number of INCREMENTs."
             )
 
 
