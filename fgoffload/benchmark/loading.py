@@ -8,8 +8,9 @@ from fgoffload.benchmark.job import Job, Workload
 from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
-from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
+from fgoffload.trainer.training_arguments import TrainingArguments
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 """Fields of Megatron's config that no flag can reset, so only settings may set them."""

@@ -41,7 +41,7 @@ _INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% con
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
     """Return the cells of each measured setting under `HEADINGS`. Predictions from a profile are preferred."""
     source = Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for summary in summaries:
         worst, simulated = summary.worst, predictions.get(summary.setting, {}).get(source)
         if worst is None:
