@@ -1,4 +1,4 @@
-"""Parses the training of each setting from flags, and checks it as far as possible before a model is built. Loads torch."""
+"""Parses the flags of each setting and checks them before a model is built. Loads torch."""
 
 from collections.abc import Iterable
 
@@ -8,40 +8,37 @@ from fgoffload.benchmark.job import Job, Workload
 from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
-from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config, parse_arguments
+from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
+from fgoffload.trainer.training_arguments import TrainingArguments
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 """Fields of Megatron's config that no flag can reset, so only settings may set them."""
 
 
 def load_arguments(job: Job) -> TrainingArguments:
-    """Return the arguments of a job's baseline training, without any memory saving.
+    """Return the arguments of the baseline, and check that this machine can run them.
 
     Raises:
-        ConfigError: A flag has an invalid value, conflicts with the settings, or needs something that is not available.
+        ConfigError: A flag is invalid, conflicts with the settings, or needs more than this machine has.
     """
     arguments = parse_setting_arguments(job, BASELINE)
     for name in _CHOSEN_BY_SETTINGS:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"
-            raise arguments.source.refuse(f"{flag} is chosen by settings here. Leave it out, and give it as a setting.")
+            raise arguments.source.refuse(f"{flag} is set by the settings of a benchmark. Remove it and add --settings.")
     refuse_what_is_not_built(arguments)
     build_transformer_config(arguments, offload=None)
     if not needs_cpu_support() and arguments.world_size > torch.cuda.device_count():
         raise ConfigError(
             f"{arguments.source}: the model needs {arguments.world_size} GPUs, but there are {torch.cuda.device_count()}. "
-            "Give smaller parallel sizes."
+            "Use smaller parallel sizes."
         )
     return arguments
 
 
 def parse_setting_arguments(job: Job, setting: Setting) -> TrainingArguments:
-    """Return the training arguments of one setting, whose flags override all others.
-
-    Raises:
-        ConfigError: A flag has an invalid value, or a combination is refused.
-    """
+    """Return the training arguments of one setting, whose flags override all others."""
     return parse_arguments(
         job.file_flags,
         source=job.source,
@@ -52,11 +49,11 @@ def parse_setting_arguments(job: Job, setting: Setting) -> TrainingArguments:
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
-    """Check the settings' plan files early. A process would find an error only when it reaches the setting.
+    """Check the settings' plan files now, since a process would find an error only when it reaches the setting.
 
     Raises:
-        ConfigError: Megatron-Core refuses the training with offload, or a plan offloads a tag that cannot be offloaded.
-        PlanError: A file cannot be read, or was made for another training.
+        ConfigError: Megatron-Core refuses the flags, or a plan offloads an unknown tag.
+        PlanError: A file cannot be read, or was made for another training run.
     """
     for setting in settings:
         if setting.plan is not None:
@@ -66,7 +63,7 @@ def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
 
 
 def describe_workload(arguments: TrainingArguments) -> Workload:
-    """Return the description of a training for tables and rates."""
+    """Return the size of a training run for titles and throughput."""
     return Workload(
         arguments_file=arguments.source.places[0],
         layers=arguments.transformer["num_layers"],

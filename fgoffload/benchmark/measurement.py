@@ -9,11 +9,8 @@ from typing import Any
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
-CONFIDENCE = 0.95
-"""Confidence level of a ratio's interval."""
-
-FEWEST_REPEATS = 3
-"""Minimum number of repeats for an interval. With two, the interval would be ten times as wide as their difference."""
+MIN_REPEATS = 3
+"""Minimum number of repeats for a confidence interval. With two, it would be ten times as wide as their difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +29,19 @@ class Measurement:
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None = None
-    """Peak bytes of tensors during the timed steps; None if the device's allocator does not count them."""
+    """Peak bytes of tensors during the timed steps; None on a CPU."""
     peak_reserved_bytes: int | None = None
     """Peak bytes that the allocator reserved during the timed steps."""
-    resident_bytes: int | None = None
-    """Bytes of tensors between steps: weights and gradients."""
     activation_peak_bytes: int | None = None
-    """Peak bytes held by autograd, from a separate step. Only measured if no allocator counts bytes."""
+    """Peak bytes saved for backward, from a separate step. Only measured on a CPU."""
     host_bytes: int | None = None
-    """Pinned host bytes, including cached ones; None if they are not counted."""
+    """Pinned host bytes, including cached ones; None on a CPU without our engine."""
     d2h_bytes: int | None = None
-    """Bytes that our engine offloads in a step; None for other engines."""
+    """Bytes per step that our engine offloads; None for other engines."""
     prefetch_misses: int | None = None
-    """Number of storages per step whose reload our engine started only when backward requested them."""
+    """Number of storages per step that were reloaded only after backward had reached their group."""
     window_waits: int | None = None
-    """Number of times per step that compute waited for copies to the host, with our engine."""
+    """Number of times per step that compute waited for copies to the host."""
 
     @property
     def seconds(self) -> float:
@@ -55,7 +50,7 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak that a memory budget limits: the allocator's, or the activation peak if no allocator counts bytes."""
+        """The peak that a memory budget limits: the allocator's, or on a CPU the activation peak."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
@@ -69,7 +64,7 @@ class Outcome:
 
     run: Run
     process: ProcessKind
-    """Kind of process of the run. `baseline` runs in each kind."""
+    """Kind of process that ran it. `baseline` runs in each kind."""
     session: int
     """Number of the run's session, from 0 over the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
@@ -91,25 +86,19 @@ class Summary:
 
     setting: Setting
     process: ProcessKind
-    """Kind of process of the runs. `baseline` runs in each kind."""
     step_seconds: tuple[float, ...] = ()
     """Seconds of all timed steps of all repeats; empty if all failed."""
     ratios: tuple[float, ...] = ()
-    """Median step time of each repeat, relative to the baseline's; see `find_ratio`."""
+    """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats, except `step_seconds`, which come from the first one."""
+    """Maximum of each number over all repeats, except `step_seconds`, which come from the first repeat."""
     failure: str = ""
     """Reason for the last failure."""
 
     @property
     def ratio(self) -> float | None:
-        """The step time relative to the baseline, over all repeats, or None.
-
-        With `FEWEST_REPEATS` or more it is the geometric mean, which is the middle of the interval; with fewer, the median.
-        """
-        if len(self.ratios) >= FEWEST_REPEATS:
-            return statistics.geometric_mean(self.ratios)
-        return statistics.median(self.ratios) if self.ratios else None
+        """The step time relative to the baseline: the geometric mean over all repeats, or None without any."""
+        return statistics.geometric_mean(self.ratios) if self.ratios else None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -118,23 +107,22 @@ class Summary:
 
 
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `FEWEST_REPEATS` ratios.
+    """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    Ratios multiply, so this is Student's t-interval of their logarithms. Its middle is the geometric mean, not a median.
-    Repeats are paired: each has its own `baseline`, so drift of the machine affects both.
+    This is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so drift of the machine affects both.
     """
-    if len(ratios) < FEWEST_REPEATS:
+    if len(ratios) < MIN_REPEATS:
         return None
     from scipy import stats
 
     logs = [math.log(ratio) for ratio in ratios]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    reach = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1))
-    return math.exp(mean - reach), math.exp(mean + reach)
+    margin = error * float(stats.t.ppf(0.975, len(logs) - 1))
+    return math.exp(mean - margin), math.exp(mean + margin)
 
 
 def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return p20, p50 and p80, interpolated between the two nearest values."""
+    """Return p20, p50 and p80, with linear interpolation."""
     import numpy
 
     low, middle, high = numpy.quantile(seconds, (0.2, 0.5, 0.8))
@@ -148,11 +136,10 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
-    """Return the step time of `outcome` relative to the baseline's, or None if either is missing.
+    """Return the step time of `outcome` relative to the baseline, or None if either is missing.
 
     The baseline time is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` is
-    faster or slower as a whole, so the runs right before and after a setting are not better references than the others.
-    `baseline` itself is compared with its own steps.
+    faster or slower as a whole, so the runs next to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None
@@ -169,20 +156,20 @@ def summarize(outcomes: Sequence[Outcome]) -> tuple[Summary, ...]:
     found: dict[tuple[ProcessKind, Setting], list[Outcome]] = {}
     for outcome in outcomes:
         found.setdefault((outcome.process, outcome.setting), []).append(outcome)
-    return tuple(_summarize(outcomes, own) for own in found.values())
-
-
-def _summarize(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Summary:
-    measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
-    ratios = (find_ratio(outcomes, outcome) for outcome in own)
-    return Summary(
-        setting=own[0].setting,
-        process=own[0].process,
-        step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
-        ratios=tuple(ratio for ratio in ratios if ratio is not None),
-        worst=_merge(measured, step_seconds=measured[0].step_seconds) if measured else None,
-        failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
-    )
+    summaries = []
+    for (process, setting), own in found.items():
+        measured = [outcome.measurement for outcome in own if outcome.measurement is not None]
+        ratios = (find_ratio(outcomes, outcome) for outcome in own)
+        summary = Summary(
+            setting=setting,
+            process=process,
+            step_seconds=tuple(seconds for one in measured for seconds in one.step_seconds),
+            ratios=tuple(ratio for ratio in ratios if ratio is not None),
+            worst=_merge(measured, step_seconds=measured[0].step_seconds) if measured else None,
+            failure=next((outcome.failure for outcome in reversed(own) if outcome.failure), ""),
+        )
+        summaries.append(summary)
+    return tuple(summaries)
 
 
 def _merge(measurements: Sequence[Measurement], *, step_seconds: tuple[float, ...], sums: Sequence[str] = ()) -> Measurement:

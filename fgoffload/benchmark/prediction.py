@@ -1,4 +1,4 @@
-"""Predicts step times and peaks of settings, in the process that shows results. Loads torch."""
+"""Predicts step times and memory peaks of settings. Loads torch."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from typing import Any
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.rank_models import build_profile_ranks, build_table_ranks, load_profile
-from fgoffload.benchmark.settings import BASELINE, FULL, Setting, System
+from fgoffload.benchmark.settings import BASELINE, FULL, OWN_HOOKS, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.plan import OffloadPlan
@@ -23,15 +23,12 @@ from fgoffload.tags import find_recompute_unit
 
 logger = logging.getLogger(__name__)
 
-SIMULATED = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
-"""Systems whose copies the simulator can schedule."""
-
 
 class Source(enum.Enum):
-    """Origin of a prediction's times and bytes."""
+    """Where a prediction's times and bytes come from."""
 
-    TABLE = "table"  # the hardware table, and formulas
-    PROFILE = "profile"  # one measured step with everything kept on the device
+    TABLE = "table"  # formulas and the hardware table
+    PROFILE = "profile"  # one measured baseline step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class Prediction:
     """Bytes of `peak_bytes` that are always allocated."""
 
     def find_peak(self, measurement: Measurement) -> int:
-        """Return the bytes to compare with the peak of `measurement`: only activations if no allocator counted bytes."""
+        """Return the bytes to compare with the peak of `measurement`, which on a CPU counts only activations."""
         return self.peak_bytes - (self.static_bytes if measurement.peak_allocated_bytes is None else 0)
 
 
@@ -56,16 +53,11 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 """Predictions by setting and source. A source that cannot simulate a setting is missing."""
 
 
-def choose_source(predictions: Predictions) -> Source:
-    """Return the source for the table's columns: the profile if there is one, since it was measured on this training."""
-    return Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
-
-
 class Forecaster:
-    """Predicts step time and peak memory of settings. The hardware table may lack the device.
+    """Predicts step time and peak memory of settings from each source that is available.
 
     Args:
-        job: The benchmark's options. If the benchmark measures a profile, it is written by now.
+        job: The benchmark's options. The profile must exist by now.
         device: Name of the benchmark's device in torch.
     """
 
@@ -81,22 +73,22 @@ class Forecaster:
                 if times is not None:
                     self._ranks[source] = build_ranks(job, times)
             except OffloadError as error:
-                logger.warning("Nothing is predicted from the %s: %s", source.value, error)
+                logger.warning("cannot predict from the %s: %s", source.value, error)
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
-        """Return each source's prediction for a setting. An error costs the prediction, never the measurement."""
+        """Return the predictions for a setting. A source that fails is left out with a warning."""
         found: dict[Source, Prediction] = {}
         planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
-        for source, ranks in self._ranks.items() if setting.system in SIMULATED else ():
+        for source, ranks in self._ranks.items() if setting.system not in OWN_HOOKS else ():
             try:
                 found[source] = predict(ranks, planned)
             except Exception as error:
-                logger.warning("%s is not predicted from the %s: %s", setting.name, source.value, error, exc_info=True)
+                logger.warning("cannot predict %s from the %s: %s", setting.name, source.value, error, exc_info=True)
         return found
 
 
 def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
-    """Simulate a setting whose system is in `SIMULATED`. A setting with a budget needs its plan.
+    """Simulate a setting whose system is not in `OWN_HOOKS`. A setting with a budget needs its plan.
 
     Raises:
         ConfigError: The planner does not know a module of the setting.
@@ -108,10 +100,10 @@ def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
     ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CANCEL) for rank in ranks]
     if setting.plan is None:
         ranks = [copy_outputs(rank) for rank in ranks]
-    result, nothing = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, BASELINE))
+    result, baseline = simulate(ranks, plan), simulate(ranks, _make_plan(ranks, BASELINE))
     return Prediction(
         step_s=result.step_s,
-        ratio=result.step_s / nothing.step_s,
+        ratio=result.step_s / baseline.step_s,
         peak_bytes=result.peak_bytes,
         static_bytes=result.worst_rank.static_bytes,
     )
@@ -127,9 +119,9 @@ def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
         recompute = SelectiveRecompute(modules=setting.recompute)
     flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
     plan = flags.make_plan(ranks)
-    # A profile lacks modules whose recompute may change bits. Do not predict them as if nothing were recomputed.
+    # A profile lacks modules whose recompute may change bits. The simulator would silently recompute nothing.
     units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
     recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
     if missing := [module for module in setting.recompute if module not in recomputed]:
-        raise PlanError(f"the recompute of {missing[0]} by itself was not measured.")
+        raise PlanError(f"the profile has no recompute time for {missing[0]}.")
     return plan

@@ -1,8 +1,7 @@
 """Starts the processes of a benchmark, receives their messages, and continues without settings that fail.
 
-A session has one process for each rank and runs settings one after another. A refused setting only loses its row. A setting
-that crashes, runs out of memory or stops sending messages ends its session. The remaining settings run in the next session,
-which measures `baseline` first, since times are only compared within a session.
+A session has one process per rank and runs settings one after another. It ends at a setting that crashes, runs out of memory
+or stops sending messages. The other settings then run in a new session, which measures its own `baseline` first.
 """
 
 import contextlib
@@ -14,37 +13,35 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from fgoffload.benchmark.job import Crashed, Finished, Job, Message, Task
+from fgoffload.benchmark.job import Crashed, Job, Message
 from fgoffload.benchmark.measurement import Outcome, Run
 from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
 SILENCE_SECONDS = 300.0
-"""Seconds without a message after which a session is ended. Building a large model from a slow disk takes a minute."""
+"""Seconds without a message after which a session ends. Loading libraries from a slow disk takes a minute."""
 
-_JOIN_SECONDS = 10.0
-"""Timeout in seconds for a process to exit after its last message."""
-
+_JOIN_SECONDS = 60.0
+"""Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
 Messages = Iterator[tuple[int, Message]]
-"""Each rank and message until all processes have finished. If one is lost, the last message is `Crashed`."""
+"""Rank and message, until all processes have finished or one has crashed."""
 
 
 @contextlib.contextmanager
 def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> Iterator[Messages]:
-    """Start the processes of one session, and yield their messages. Leaving the context ends them, even if they are busy."""
+    """Start the processes of one session, yield their messages, and kill the processes at the end."""
     log = job.folder / f"log_{kind.value}_{session}.txt"
-    # Spawn, since a forked process would inherit imports that have already read their environment switches.
+    # A forked process would inherit libraries that have already read their environment variables.
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     readers: dict[Connection, int] = {}
     with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
         try:
             for rank in range(job.world_size or 1):
-                store = Path(folder) / "store"
-                task = Task(job=job, runs=tuple(runs), kind=kind, session=session, rank=rank, store=store, log=log)
+                options = {"kind": kind, "session": session, "rank": rank, "store": Path(folder) / "store", "log": log}
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=run_worker, args=(task, writer), daemon=True)
+                process = context.Process(target=run_worker, args=(job, tuple(runs), writer), kwargs=options, daemon=True)
                 process.start()
                 writer.close()  # so that the pipe closes when the process ends
                 processes.append(process)
@@ -66,7 +63,7 @@ def _listen(processes: Sequence[SpawnProcess], readers: dict[Connection, int], l
     while readers:
         ready = multiprocessing.connection.wait(list(readers), timeout=SILENCE_SECONDS)
         if not ready:
-            yield min(readers.values()), Crashed(f"no message from it for {SILENCE_SECONDS:.0f} s")
+            yield min(readers.values()), Crashed(f"no message for {SILENCE_SECONDS:.0f} s; see {log}")
             return
         for reader, rank in tuple(readers.items()):
             if reader not in ready:
@@ -75,13 +72,14 @@ def _listen(processes: Sequence[SpawnProcess], readers: dict[Connection, int], l
                 message: Message = reader.recv()
             except (EOFError, OSError):
                 processes[rank].join(_JOIN_SECONDS)
+                if processes[rank].exitcode == 0:
+                    del readers[reader]
+                    reader.close()
+                    continue
                 message = Crashed(f"rank {rank} ended with exit code {processes[rank].exitcode}; see {log}")
             yield rank, message
             if isinstance(message, Crashed):
                 return
-            if isinstance(message, Finished):
-                del readers[reader]
-                reader.close()
 
 
 def run_sessions(
@@ -93,15 +91,9 @@ def run_sessions(
     on_message: Callable[[Message], None] = lambda message: None,
     start: Callable[..., contextlib.AbstractContextManager[Messages]] = start_session,
 ) -> Iterator[Outcome]:
-    """Run `runs` in sessions of one kind, and yield the outcome of each run as it ends.
+    """Run `runs`, `baseline` first, in sessions of one kind. Yield the outcome of each run as it ends.
 
-    Args:
-        job: The benchmark's options.
-        runs: Runs in order, `baseline` first.
-        kind: Kind of the processes.
-        first_session: Number of the first session; later ones count up.
-        on_message: Called with each message of rank 0.
-        start: Starts a session, as `start_session` does.
+    `on_message` is called with each message of rank 0. `start` has the signature of `start_session`.
     """
     pending, session = list(runs), first_session
     while pending:
@@ -120,22 +112,19 @@ def run_sessions(
         failed, *rest = pending[ended:]
         yield Outcome(run=failed, process=kind, session=session, failure=crash.reason)
         if ended == 0:
-            # The first `baseline` crashed, so no other session would get further. After a later crash, it is known to run.
+            # The first `baseline` crashed, so it would also crash in another session.
+            reason = f"not measured because the baseline failed: {crash.reason}"
             for run in rest:
-                reason = f"not measured, since the baseline failed: {crash.reason}"
                 yield Outcome(run=run, process=kind, session=session, failure=reason)
             return
-        pending, session = plan_rest(failed, rest, baselines=2 if job.compares_bits else 1), session + 1
+        pending, session = _list_remaining(failed, rest, baselines=2 if job.compares_bits else 1), session + 1
 
 
-def plan_rest(failed: Run, rest: Sequence[Run], *, baselines: int) -> list[Run]:
-    """Return the runs of the session that follows the crash of `failed`: `baseline`, then the rest without that setting.
-
-    If bits are compared, `baseline` runs twice. It must reproduce itself in each process that compares other settings.
-    """
-    left = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
-    if all(run.setting == BASELINE for run in left):
-        return []  # without other settings, `baseline` has no use
-    while [run.setting for run in left[:baselines]].count(BASELINE) < baselines:
-        left.insert(0, Run(setting=BASELINE, repeat=left[0].repeat))
-    return left
+def _list_remaining(failed: Run, rest: Sequence[Run], *, baselines: int) -> list[Run]:
+    """Return the runs of the session after a crash: `baselines` runs of `baseline`, then `rest` without the failed setting."""
+    remaining = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
+    if all(run.setting == BASELINE for run in remaining):
+        return []  # nothing is left to compare with it
+    while [run.setting for run in remaining[:baselines]].count(BASELINE) < baselines:
+        remaining.insert(0, Run(setting=BASELINE, repeat=remaining[0].repeat))
+    return remaining

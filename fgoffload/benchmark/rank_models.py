@@ -1,14 +1,14 @@
-"""Builds the planner's model of a training for the benchmark, and plans for a memory budget.
+"""Builds the planner's model of a training run, and plans for a memory budget.
 
-A profile has the times of each layer of this model on this device; the hardware table does not. Neither predicts the temporary
-memory of operators to the byte. So a plan that exceeds the budget is replaced by one that leaves the excess free, as with
-`--offload-modules auto`.
+Predictions of temporary memory are not exact. So a plan that exceeds the budget is replaced by one that leaves the excess free,
+as with `--offload-modules auto`.
 """
 
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import parse_setting_arguments
@@ -32,117 +32,100 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Any setting of our engine. All of them share the flags for the window and the sizes."""
+"""Some setting of our engine. All of them have the same flags for the window and sizes."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
-"""Parameter state without an optimizer. Gradients have the parameters' type, bf16."""
+"""Parameter state without an optimizer. Gradients are bf16 like the parameters."""
 
-
-MOST_PLANS = 3
-"""Maximum number of plans tried for a budget. The last one is used, whatever its peak."""
+_MAX_PLANS = 3
+"""Maximum number of plans to try for a budget. The last one is used even if it exceeds the budget."""
 
 TryPlan = Callable[[Setting], int | None]
-"""Runs a setting for a few steps on all ranks together, and returns its peak bytes; None if no allocator counts bytes."""
+"""Runs a setting for a few steps on all ranks together, and returns its peak bytes; None on a CPU."""
 
 
 def load_profile(job: Job, device: str) -> Profile | None:
-    """Return the job's profile, or None without one. A profile of another device is left out with a warning."""
+    """Return the job's profile, or None without one. Warns about a profile of another device and ignores it."""
     if job.profile is None:
         return None
     profile = Profile.load(job.profile)
     if profile.device == device:
         return profile
-    logger.warning("The profile is not used: it is of %s, and this is %s", profile.device, device)
+    logger.warning("ignoring the profile of %s, since this device is %s", profile.device, device)
     return None
 
 
 def check_profile(job: Job, arguments: TrainingArguments) -> None:
-    """Check that the job's profile, if any, matches the training, and was measured as the benchmark measures.
-
-    Raises:
-        ConfigError: The profile does not match. The error names the difference and the fix.
-    """
+    """Raise ConfigError if the job has a profile with another number of layers, or measured with other steps."""
     if job.profile is None:
         return
     profile, source = Profile.load(job.profile), f"--profile {job.profile}"
-    here = "Give --profile without a file, and it is measured here."
+    fix = "Use --profile without a file to measure a profile now."
     layers, wanted = sum(len(rank.layers) for rank in profile.ranks), arguments.transformer["num_layers"]
     if layers not in (wanted, wanted + (arguments.transformer.get("mtp_num_layers") or 0)):
-        raise ConfigError(f"{source} has {layers} layers, but the model has {wanted}. {here}")
+        raise ConfigError(f"{source} has {layers} layers, but the model has {wanted}. {fix}")
     if profile.has_optimizer != job.has_optimizer:
         words = ("without an optimizer", "with an optimizer")
         raise ConfigError(
-            f"{source} was measured {words[profile.has_optimizer]}, and this benchmark runs {words[not profile.has_optimizer]} "
-            f"(--with-optimizer). {here}"
+            f"{source} was measured {words[profile.has_optimizer]}, but this benchmark runs {words[job.has_optimizer]} "
+            f"(--with-optimizer). {fix}"
         )
 
 
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
-    """Return the planner's model of each pipeline rank of a job, from a profile and the job's steps and sizes.
-
-    Raises:
-        ConfigError: The schedule does not support the number of microbatches.
-    """
+    """Return the planner's model of each pipeline rank, with the times of a profile."""
     arguments = parse_setting_arguments(job, BASELINE)
-    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
-    policy = None if offload is None else offload.transfer_policy
-    ranks = make_rank_models(profile, policy=policy, microbatches=arguments.num_microbatches)
+    offload: Any = parse_setting_arguments(job, ANY_OF_OURS).offload
+    ranks = make_rank_models(profile, policy=offload.transfer_policy, microbatches=arguments.num_microbatches)
     has_shared_overlap = bool(arguments.transformer.get("moe_shared_expert_overlap"))
     graphs = read_graphs(arguments.transformer)
     return tuple(capture_rank(rank, graphs, has_shared_overlap=has_shared_overlap) for rank in ranks)
 
 
 def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, ...]:
-    """Return the planner's model of each pipeline rank of a job, with the times of a device.
-
-    Args:
-        job: The benchmark's options.
-        hardware: The device; None if it is not in the table.
+    """Return the planner's model of each pipeline rank, with times from the hardware table.
 
     Raises:
         ConfigError: The device is not in the table, or the planner does not support the model.
     """
     if hardware is None:
-        raise ConfigError(f"{job.source}: the planner's hardware table lacks this device. Give plan files with --plans.")
+        raise ConfigError(f"{job.source}: this device is not in the planner's hardware table. Use --profile or --plans.")
     arguments = parse_setting_arguments(job, BASELINE)
-    offload = parse_setting_arguments(job, ANY_OF_OURS).offload
+    offload: Any = parse_setting_arguments(job, ANY_OF_OURS).offload
     flags = (*job.file_flags, *job.typed_flags)
     model, parallelism = read_model(flags, source=job.source, num_gpus=arguments.world_size)
     if model.experts is not None:
-        # Tokens are random, so all experts receive about the same number.
+        # Tokens are random, so the experts are balanced.
         model = dataclasses.replace(model, experts=dataclasses.replace(model.experts, imbalance=1.0))
     fields = arguments.transformer
-    # The kernels here follow Megatron-Core's defaults. `read_model` assumes Megatron-LM's defaults, which fuse more.
+    # The trainer uses Megatron-Core's defaults. `read_model` assumes Megatron-LM's defaults, which fuse more.
     model = dataclasses.replace(model, has_fused_rotary=bool(fields.get("apply_rope_fusion", False)))
     execution = Execution(
         has_fused_dropout_add=bool(fields.get("bias_dropout_fusion", False)),
         has_fused_gradient_accumulation=bool(fields.get("gradient_accumulation_fusion", False)),
     )
     state = ADAM if job.has_optimizer else _GRADIENTS_ALONE
-    assumptions = Assumptions(state=state, reserve_bytes=0, execution=execution, graphs=read_graphs(fields))
-    if offload is not None:
-        assumptions = dataclasses.replace(
-            assumptions,
-            policy=offload.transfer_policy,
-            min_offloaded_numel=offload.min_offloaded_tensor_size,
-        )
+    assumptions = Assumptions(
+        state=state,
+        reserve_bytes=0,
+        execution=execution,
+        graphs=read_graphs(fields),
+        policy=offload.transfer_policy,
+        min_offloaded_numel=offload.min_offloaded_tensor_size,
+    )
     return build_ranks(model, parallelism, hardware, assumptions=assumptions)
 
 
 def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
-    """Return `setting` with the first plan whose trial stays within its budget, or else with the last one tried.
+    """Return `setting` with the first plan whose trial stays within its budget, or else with the last plan.
 
-    Args:
-        setting: A setting with a budget.
-        ranks: The planner's model of the training.
-        path: File of the plan.
-        try_plan: Called on all ranks together. None takes the first plan without a trial.
+    The plan is written to `path`. Without `try_plan`, the first plan is accepted.
 
     Raises:
         PlanError: No plan fits the budget.
     """
     budget_bytes, free_bytes, planned = setting.budget_bytes or 0, 0, setting.with_plan(path)
-    for number in range(MOST_PLANS):
+    for number in range(_MAX_PLANS):
         try:
             solution = solve_leaving_free(
                 ranks, budget_bytes=budget_bytes, free_bytes=free_bytes, layer_passes=THOROUGH_LAYER_PASSES
@@ -150,14 +133,14 @@ def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_pl
         except PlanError as error:
             if number == 0:
                 raise
-            logger.warning("%s: keeping the plan, since no other plan takes less. %s", setting.name, error)
+            logger.warning("%s: using a plan above the budget, since no plan needs less. %s", setting.name, error)
             break
         write_file(path, solution.plan.to_json())
         peak_bytes = None if try_plan is None else try_plan(planned)
         if peak_bytes is None or peak_bytes <= budget_bytes:
             break
-        beyond_bytes = peak_bytes - solution.result.peak_bytes
-        taken, beyond = format_bytes(peak_bytes), format_bytes(max(0, beyond_bytes))
-        logger.warning("%s: a plan took %s, %s more than predicted", setting.name, taken, beyond)
-        free_bytes = max(free_bytes, beyond_bytes)
+        excess_bytes = max(0, peak_bytes - solution.result.peak_bytes)
+        peak, excess = format_bytes(peak_bytes), format_bytes(excess_bytes)
+        logger.warning("%s: the plan's peak is %s, which is %s above the prediction", setting.name, peak, excess)
+        free_bytes = max(free_bytes, excess_bytes)
     return planned

@@ -12,15 +12,14 @@ from rich.text import Text
 
 from fgoffload.benchmark.job import Workload
 from fgoffload.benchmark.measurement import Measurement, Outcome, Summary, find_quantiles, find_ratio, find_ratio_interval
-from fgoffload.benchmark.prediction import Prediction, Predictions, Source, choose_source
+from fgoffload.benchmark.prediction import Prediction, Predictions, Source
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting, System
 from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.trainer.steps import find_differences
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
-"""Cell of an unknown or inapplicable value."""
-
+"""Cell without a value."""
 
 HEADINGS = (
     "setting",
@@ -36,16 +35,32 @@ HEADINGS = (
 )
 """Headings of the table of times."""
 
-INTERVALS = (
-    "Over baseline: the geometric mean of the repeats with its 95% interval; with fewer than three repeats, each of them."
-)
-"""Caption of a table with intervals."""
+_INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% confidence interval."
 
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
-    """Return the cells of each setting under `HEADINGS`. The second cell of a failed setting has the reason."""
-    source = choose_source(predictions)
-    return [_list_cells(summary, workload, predictions.get(summary.setting, {}).get(source)) for summary in summaries]
+    """Return the cells of each measured setting under `HEADINGS`. Predictions from a profile are preferred."""
+    source = Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
+    rows: list[tuple[str, ...]] = []
+    for summary in summaries:
+        worst, simulated = summary.worst, predictions.get(summary.setting, {}).get(source)
+        if worst is None:
+            continue
+        low, middle, high = find_quantiles(summary.step_seconds)
+        cells = (
+            name_row(summary.setting, summary.process),
+            f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
+            _format_ratio(summary),
+            ABSENT if simulated is None else f"{simulated.ratio:.3f}",
+            _format_size(summary.peak_bytes),
+            _format_size(None if simulated is None else simulated.find_peak(worst)),
+            _format_size(worst.peak_reserved_bytes),
+            _format_size(worst.host_bytes),
+            _format_size(worst.d2h_bytes),
+            f"{workload.tokens / middle:.0f}",
+        )
+        rows.append(cells)
+    return rows
 
 
 def build_times_table(
@@ -55,10 +70,9 @@ def build_times_table(
     table = _start_table(name_run(workload, surroundings))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for summary, cells in zip(summaries, list_rows(summaries, workload, predictions), strict=True):
-        if summary.worst is not None:
-            table.add_row(*map(Text, cells))
-    legend = [INTERVALS] if has_intervals(summaries) else []
+    for cells in list_rows(summaries, workload, predictions):
+        table.add_row(*map(Text, cells))
+    legend = [_INTERVALS] if has_intervals(summaries) else []
     failed = (f"{name_row(one.setting, one.process)}: {one.failure}" for one in summaries if one.failure)
     table.caption = Text("\n".join((name_versions(surroundings), *legend, *failed)))
     return table
@@ -77,7 +91,7 @@ def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Pre
 def _make_row(
     outcomes: Sequence[Outcome], outcome: Outcome, workload: Workload, predictions: Mapping[Source, Prediction]
 ) -> dict[str, Any]:
-    """Return all columns of a run. Repeats do not agree to a microsecond, so numbers are rounded to it."""
+    """Return all columns of a run. Times are rounded to a microsecond."""
     measurement, ratio = outcome.measurement or Measurement(step_seconds=()), find_ratio(outcomes, outcome)
     seconds = measurement.step_seconds
     low, middle, high = (round(one, 6) for one in find_quantiles(seconds)) if seconds else (None, None, None)
@@ -108,14 +122,7 @@ def _make_row(
 def format_json(
     outcomes: Sequence[Outcome], workload: Workload, surroundings: Surroundings | None, about: Mapping[str, Any]
 ) -> str:
-    """Return all data of a benchmark as JSON, including the time of each step.
-
-    Args:
-        outcomes: Outcomes in the order of their runs.
-        workload: Description of the training.
-        surroundings: Machine and versions; None until a process reports them.
-        about: Date, command and other metadata.
-    """
+    """Return all data of a benchmark as JSON, including the time of each step. `about` has the date and the command."""
     document = {
         **about,
         "surroundings": None if surroundings is None else dataclasses.asdict(surroundings),
@@ -123,7 +130,7 @@ def format_json(
         "runs": [
             {
                 "setting": outcome.setting.name,
-                # The flags of a budget are in its plan.
+                # A budget has no flags before it has a plan.
                 "flags": None if outcome.setting.system is System.BUDGET else list(outcome.setting.list_flags()),
                 "process": outcome.process.value,
                 "session": outcome.session,
@@ -138,12 +145,10 @@ def format_json(
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """Compare each later outcome with the first `baseline` of its process.
-
-    A second `baseline` shows whether the training reproduces itself. If it does not, the other rows are meaningless.
+    """Compare each outcome with the first `baseline` of its session. A second `baseline` shows whether it reproduces itself.
 
     Returns:
-        For each the setting; `yes`, `no` or `not run`; and the first differences or the reason.
+        For each outcome the setting; `yes`, `no` or `not run`; and the first differences or the reason.
     """
     references: dict[int, Outcome] = {}
     rows = []
@@ -152,7 +157,7 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
         if reference is outcome and not outcome.failure:
             continue
         name = f"{outcome.setting.name}, again" if outcome.setting == BASELINE else outcome.setting.name
-        if failure := outcome.failure or ("" if reference.bits else "no baseline to compare with"):
+        if failure := outcome.failure or ("" if reference.bits else "the baseline failed"):
             rows.append((name, "not run", failure))
             continue
         differences = find_differences(reference.bits, outcome.bits)
@@ -174,12 +179,12 @@ def build_bits_table(rows: Sequence[tuple[str, str, str]], workload: Workload, s
 
 
 def has_intervals(summaries: Iterable[Summary]) -> bool:
-    """Return whether a table of `summaries` shows an interval, and so needs the caption."""
+    """Return whether a table of `summaries` shows confidence intervals."""
     return any(one.setting != BASELINE and find_ratio_interval(one.ratios) is not None for one in summaries)
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return the name of a setting's row. The name of `baseline` includes the kind of process, since each kind has one."""
+    """Return the name of a setting's row. For `baseline` it includes the kind of process, since each kind has one."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 
@@ -191,34 +196,14 @@ def name_run(workload: Workload, surroundings: Surroundings) -> str:
 
 
 def name_versions(surroundings: Surroundings) -> str:
-    """Return one line with the versions that the run depends on."""
+    """Return one line with the versions of the packages and the driver."""
     driver = f", driver {surroundings.driver}" if surroundings.driver else ""
     return ", ".join(f"{name} {version}" for name, version in surroundings.packages.items()) + driver
 
 
 def _start_table(title: str) -> Table:
-    # Use Text, since brackets in names and errors are not markup.
+    # A plain string would be parsed as markup, and names and errors may contain brackets.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
-
-
-def _list_cells(summary: Summary, workload: Workload, simulated: Prediction | None) -> tuple[str, ...]:
-    name = name_row(summary.setting, summary.process)
-    worst = summary.worst
-    if worst is None:
-        return name, f"not measured: {summary.failure}", *(ABSENT for _ in HEADINGS[2:])
-    low, middle, high = find_quantiles(summary.step_seconds)
-    return (
-        name,
-        f"{1e3 * middle:.1f} ({1e3 * low:.1f} {1e3 * high:.1f})",
-        _format_ratio(summary),
-        ABSENT if simulated is None else f"{simulated.ratio:.3f}",
-        _format_size(summary.peak_bytes),
-        _format_size(None if simulated is None else simulated.find_peak(worst)),
-        _format_size(worst.peak_reserved_bytes),
-        _format_size(worst.host_bytes),
-        _format_size(worst.d2h_bytes),
-        f"{workload.tokens / middle:.0f}",
-    )
 
 
 def _format_size(size_bytes: int | None) -> str:
@@ -228,10 +213,5 @@ def _format_size(size_bytes: int | None) -> str:
 def _format_ratio(summary: Summary) -> str:
     if summary.ratio is None:
         return ABSENT
-    if summary.setting == BASELINE:
-        return f"{summary.ratio:.3f}"
-    interval = find_ratio_interval(summary.ratios)
-    if interval is not None:
-        return f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
-    # With two repeats, show both: drift of the machine makes them differ.
-    return " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
+    interval = None if summary.setting == BASELINE else find_ratio_interval(summary.ratios)
+    return f"{summary.ratio:.3f}" if interval is None else f"{summary.ratio:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"

@@ -1,4 +1,4 @@
-"""Runs a whole benchmark: settings in order for each kind of process. Result files are updated after each setting."""
+"""Runs all settings of a benchmark, and writes the result files after each setting."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,22 +22,20 @@ class Results:
     """The results of a benchmark so far."""
 
     job: Job
-    """The benchmark's options."""
     workload: Workload
-    """Description of the training."""
     about: Mapping[str, Any]
     """Date and command for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     """Outcomes in the order of their runs."""
     surroundings: Surroundings | None = None
-    """Versions and device; None until a process reports them."""
+    """Machine and versions; None until a process reports them."""
     forecaster: Forecaster | None = None
-    """Forecaster of the settings; None if bits are compared, and until a process reports its device."""
+    """Predicts the measured settings; None if bits are compared, and until a process reports its device."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
     """Predictions of the measured settings."""
 
     def add(self, outcome: Outcome) -> None:
-        """Record the outcome of a run, and write the result files."""
+        """Record the outcome of a run, predict its setting, and write the result files."""
         self.outcomes.append(outcome)
         if self.forecaster is not None and outcome.measurement is not None and outcome.setting not in self.predictions:
             self.predictions[outcome.setting] = self.forecaster.predict(outcome.setting)
@@ -45,14 +43,6 @@ class Results:
         document = format_json(self.outcomes, self.workload, self.surroundings, self.about)
         write_file(self.job.folder / CSV_NAME, rows)
         write_file(self.job.folder / JSON_NAME, document)
-
-    def meet(self, surroundings: Surroundings) -> None:
-        """Record the machine and versions that the first process reports."""
-        if self.surroundings is not None:
-            return
-        self.surroundings = surroundings
-        if not self.job.compares_bits:
-            self.forecaster = Forecaster(self.job, surroundings.device)
 
 
 def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple[Run, ...]:
@@ -66,31 +56,31 @@ def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple
         return ()
     if job.compares_bits:
         return tuple(Run(setting=setting, repeat=0) for setting in (BASELINE, BASELINE, *own))
-    size = job.baseline_every or max(1, len(own))
     listed: list[Setting] = []
-    for begin in range(0, max(1, len(own)), size):
-        listed += (BASELINE, *own[begin : begin + size])
-    if job.baseline_every and own:
-        listed.append(BASELINE)
+    for index, setting in enumerate(own):
+        if job.baseline_every and index % job.baseline_every == 0:
+            listed.append(BASELINE)
+        listed.append(setting)
+    # With --baseline-every, `baseline` also ends each repeat. Otherwise, it only begins it.
+    listed = [*listed, BASELINE] if job.baseline_every else [BASELINE, *listed]
     return tuple(Run(setting=setting, repeat=repeat) for repeat in range(job.repeats) for setting in listed)
 
 
 def collect_results(results: Results, settings: Sequence[Setting], *, on_message: Callable[[Message], None]) -> None:
-    """Run all settings, and add each outcome to `results` and its files as soon as it is known.
+    """Run `settings` after `baseline`, and add each outcome to `results` as soon as it is known.
 
-    Args:
-        results: Receives the outcomes.
-        settings: Settings to run; `baseline` may be missing.
-        on_message: Called with each message of rank 0 of each session.
+    `on_message` is called with each message of rank 0 of each session.
     """
 
-    def hear(message: Message) -> None:
-        if isinstance(message, Surroundings):
-            results.meet(message)
+    def receive(message: Message) -> None:
+        if isinstance(message, Surroundings) and results.surroundings is None:
+            results.surroundings = message
+            if not results.job.compares_bits:
+                results.forecaster = Forecaster(results.job, message.device)
         on_message(message)
 
     for kind in ProcessKind:
         runs = list_runs(settings, kind, results.job)
         first = 1 + max((outcome.session for outcome in results.outcomes), default=-1)
-        for outcome in run_sessions(results.job, runs, kind=kind, first_session=first, on_message=hear):
+        for outcome in run_sessions(results.job, runs, kind=kind, first_session=first, on_message=receive):
             results.add(outcome)

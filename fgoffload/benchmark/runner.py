@@ -1,9 +1,6 @@
-"""Trains and measures one setting on each rank. Loads torch: only the processes of a benchmark import this.
+"""Trains and measures one setting on each rank. Loads torch.
 
-[Note: Common to all settings]
-All settings have the same model, seed, tokens and kernels. Python's garbage collector runs before each step, outside of the
-timed part, and never within a step. A collection takes as long as a layer, and is triggered by the number of objects. Objects
-from before the first step are frozen. Between settings, the model is freed and the allocators are empty.
+All settings have the same model, seed, tokens and kernels. Between settings, the model is freed and the allocators are emptied.
 """
 
 import contextlib
@@ -27,7 +24,7 @@ from fgoffload.benchmark.rank_models import (
     load_profile,
     plan_budget,
 )
-from fgoffload.benchmark.settings import BASELINE, Setting, System
+from fgoffload.benchmark.settings import BASELINE, OWN_HOOKS, Setting, System
 from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
@@ -44,29 +41,20 @@ from fgoffload.trainer.steps import StepResult, merge_steps
 from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
 OnStep = Callable[[float | None], None]
-"""Called with the mean loss of each step, or with None for a step of a profile or of a plan's trial."""
+"""Called with the mean loss of each step, or with None while a profile is measured or a plan is tried."""
 
 _TRIED_STEPS = 4
-"""Number of steps in a plan's trial, after one warm-up step or, with graphs, the first replay."""
-
-_SEEN_BY_LEDGER = (System.BASELINE, System.RECOMPUTE, System.OURS, System.PLAN, System.BUDGET)
-"""Systems that the ledger can observe. The others install saved-tensor hooks below the ledger's, which then sees nothing."""
+"""Number of measured steps in a plan's trial, after one warm-up step or, with graphs, the first replay."""
 
 
 class Runner:
-    """Measures settings of one job in this process, which is connected to the other ranks.
-
-    Args:
-        job: The benchmark's options.
-        on_step: Called after each step.
-    """
+    """Measures settings of one job, on all ranks together."""
 
     def __init__(self, job: Job, on_step: OnStep) -> None:
         self._job = job
         self._on_step = on_step
         self._tokens = RandomTokens(vocab_size=parse_setting_arguments(job, BASELINE).vocab_size, device=parallel.get_device())
         self._ranks: Sequence[RankModel] = ()
-        """The planner's model of the training, once it is needed."""
         self._planned: dict[Setting, Setting] = {}
         """Settings with a budget, and the same settings with their plans."""
 
@@ -77,13 +65,12 @@ class Runner:
             for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
-            resident_bytes = None if needs_cpu_support() else torch.cuda.memory_allocated()
             seconds = tuple(self._run_step(trainer).seconds for _ in range(self._job.steps))
-            measurement = _read_measurement(trainer, seconds, resident_bytes)
-            if needs_cpu_support() and setting.system in _SEEN_BY_LEDGER:
+            measurement = _read_measurement(trainer, seconds)
+            if needs_cpu_support() and setting.system not in OWN_HOOKS:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.writes_traces and run.repeat == 0:
-                # All ranks run the step together and write a trace each: a rank's trace shows why another rank waits.
+                # Every rank writes a trace, since one rank's trace shows why another rank waits.
                 rank = torch.distributed.get_rank()
                 name = f"trace_{make_file_name(run.setting.name)}{f'_rank{rank}' if rank else ''}.json.gz"
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.folder / name)
@@ -91,21 +78,19 @@ class Runner:
 
     def record_bits(self, setting: Setting) -> tuple[StepResult, ...]:
         """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
-        # No trial: deterministic kernels have temporary tensors that the budget does not cover.
+        # Plans are not tried, since deterministic kernels need temporary memory that the budget does not cover.
         with self.train(self._plan(setting, None), is_deterministic=True) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps_of_run)]
         return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
 
     def measure_profile(self) -> None:
-        """Profile the training, and write the profile on rank 0."""
+        """Profile the training run, and write the profile on rank 0."""
         empty_caches()
         with quiet_collector():
             arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
+            has_optimizer = self._job.has_optimizer
             profile = profile_training(
-                arguments,
-                self._tokens,
-                has_optimizer=self._job.has_optimizer,
-                on_step=lambda: self._on_step(None),
+                arguments, self._tokens, has_optimizer=has_optimizer, on_step=lambda: self._on_step(None)
             )
         empty_caches()
         if torch.distributed.get_rank() == 0 and self._job.profile is not None:
@@ -116,7 +101,7 @@ class Runner:
 
     @contextlib.contextmanager
     def train(self, setting: Setting, *, is_deterministic: bool = False, has_optimizer: bool = False) -> Iterator[Trainer]:
-        """Yield the trainer of a setting, and free everything at the end."""
+        """Yield the trainer of a setting, and free it at the end."""
         arguments = parse_setting_arguments(self._job, setting)
         empty_caches()
         policy = TrainingPolicy(
@@ -131,7 +116,7 @@ class Runner:
         empty_caches()
 
     def _plan(self, setting: Setting, try_plan: TryPlan | None) -> Setting:
-        """Return `setting` with its plan, if it has a budget. Later calls return the same plan."""
+        """Return `setting`, with a plan if it has a budget. Plans are cached."""
         if setting.budget_bytes is None:
             return setting
         if setting not in self._planned:
@@ -141,7 +126,7 @@ class Runner:
         return self._planned[setting]
 
     def _try_plan(self, setting: Setting) -> int | None:
-        """Return the peak bytes of a few steps of a setting on any rank; None if no allocator counts them, as on a CPU."""
+        """Return the maximum over ranks of the peak bytes of a few steps; None on a CPU."""
         if needs_cpu_support():
             return None
         with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
@@ -159,7 +144,7 @@ class Runner:
                 return torch.cuda.mem_get_info()[1]
 
     def _build_ranks(self) -> Sequence[RankModel]:
-        """Return the planner's model of the training, from the profile or else the hardware table."""
+        """Return the planner's model of the training run, from the profile or else the hardware table."""
         device = parallel.name_device()
         if (profile := load_profile(self._job, device)) is not None:
             return build_profile_ranks(self._job, profile)
@@ -173,7 +158,7 @@ class Runner:
 
 
 def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
-    """Save tensors of each chunk's forward in host memory, as PyTorch's documentation shows."""
+    """Wrap each chunk's forward in PyTorch's `save_on_cpu`."""
     for chunk in chunks:
         original = chunk.forward
 
@@ -186,7 +171,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Disable the garbage collector within the body. See [Note: Common to all settings]."""
+    """Disable the garbage collector within the body. A collection takes as long as a layer."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -198,7 +183,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 def empty_caches() -> None:
-    """Release the cached memory of the device and host allocators, so that each setting starts like the first."""
+    """Collect garbage and release the cached memory of the device and host allocators."""
     gc.collect()
     if not needs_cpu_support():
         torch.cuda.empty_cache()
@@ -212,19 +197,20 @@ def reset_peaks() -> None:
 
 
 def find_peak() -> int | None:
-    """Return the peak bytes of tensors since `reset_peaks`; None if no allocator counts them."""
+    """Return the peak bytes of tensors since `reset_peaks`; None on a CPU."""
     return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
 
 
-def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_bytes: int | None) -> Measurement:
+def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measurement:
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
+        # Only pinned memory of torch's allocator, which was emptied before the setting. Our engine has its own arena.
+        host = torch.cuda.host_memory_stats()
         memory = {
             "peak_allocated_bytes": find_peak(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-            "resident_bytes": resident_bytes,
-            "host_bytes": _count_torch_host_bytes(),
+            "host_bytes": int(max(host.get("allocated_bytes.current", 0), host.get("reserved_bytes.current", 0))),
         }
     if stats is not None:
         memory |= {
@@ -236,15 +222,8 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...], resident_byt
     return Measurement(step_seconds=seconds, **memory)
 
 
-def _count_torch_host_bytes() -> int:
-    """Return the pinned bytes of torch's allocator. Our engine's bytes are not included, since it has its own arena."""
-    # The allocator was emptied before the setting, so all of its memory belongs to the setting. Block sizes are powers of two.
-    stats = torch.cuda.host_memory_stats()
-    return int(max(stats.get("allocated_bytes.current", 0), stats.get("reserved_bytes.current", 0)))
-
-
 def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurement:
-    """Run one more step and add its activation peak to `measurement`. The step is separate, since counting slows it."""
+    """Add the activation peak to `measurement`. Runs another step, since counting slows it down."""
     ledger = ActivationLedger(parameters=trainer.parameters())
     with trainer.observe(ledger):
         trainer.run_step(with_digests=False)

@@ -7,9 +7,9 @@
     te-layers:3                         save_on_cpu
     plan:plan.json                      budget:18.9GiB
 
-The part after a colon is offloaded, the part after @ is the fraction (`--activation-offload-fraction`), and the part after / is
-recomputed. ~delay offloads after the launch of the next CUDA graph (`--delay-offload-until-cuda-graph`). The argument file
-selects the graphs to capture, so that `baseline` captures them too.
+The modules after a colon are offloaded, and those after / are recomputed. The number after @ is the fraction to offload
+(`--activation-offload-fraction`). ~delay adds `--delay-offload-until-cuda-graph`. The flags for CUDA graphs belong in the
+argument file, so that `baseline` captures the same graphs.
 """
 
 import dataclasses
@@ -21,17 +21,16 @@ from typing import Any
 
 from fgoffload.config import OffloadConfig
 from fgoffload.errors import ConfigError
-from fgoffload.tags import RECOMPUTE_MODULES, default_tags
+from fgoffload.tags import RECOMPUTE_MODULES
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
-"""Name of full recompute, used in place of recompute modules."""
+"""Stands for full recompute in place of recompute modules."""
 
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
 _OFF = "--no-fine-grained-activation-offloading"
 _DELAY, _NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-until-cuda-graph"
-
 
 _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 """Additional values of `--recompute-modules` in Megatron-Core's development branch of 2026-08-22."""
@@ -41,19 +40,23 @@ class System(enum.Enum):
     """Systems to compare. Each has a line in the picture."""
 
     BASELINE = "baseline"  # everything stays on the device
-    RECOMPUTE = "recompute"  # Megatron-Core's own recompute, full or of modules
-    MEGATRON = "megatron"  # Megatron-Core's own offload engine
+    RECOMPUTE = "recompute"  # Megatron-Core's recompute, full or of modules
+    MEGATRON = "megatron"  # Megatron-Core's offload engine
     LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
-    SAVE_ON_CPU = "save_on_cpu"  # PyTorch's own offload of all saved tensors
+    SAVE_ON_CPU = "save_on_cpu"  # PyTorch's offload of all saved tensors
     OURS = "ours"  # this package, by modules
     PLAN = "plan"  # this package, by a plan file
-    BUDGET = "budget"  # this package, by the planner's plan for a memory budget
+    BUDGET = "budget"  # this package, with a plan for a memory budget
+
+
+OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
+"""Systems that offload by their own saved-tensor hooks. The simulator does not model them, and the ledger cannot count them."""
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Not all settings can share one, since libraries read some switches once, at import."""
+    """Kinds of processes. Some settings need their own, since libraries read environment variables only at import."""
 
-    MAIN = "main"  # all settings but the next two kinds
+    MAIN = "main"  # all other settings
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
     LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
 
@@ -68,25 +71,24 @@ class Setting:
     """One row of the benchmark."""
 
     system: System
-    """The compared system."""
     modules: tuple[str, ...] = ()
     """Tags to offload, for `megatron` and `ours`."""
     fraction: float = 1.0
-    """Fraction of the modules' sites to offload, from 0 to 1."""
+    """Fraction of the modules' sites to offload, above 0 and up to 1."""
     is_delayed: bool = False
-    """Whether the offload of groups waits for the launch of the next CUDA graph, for `megatron` and `ours`."""
+    """Whether to offload only after the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
-    """Megatron's recompute modules, or `full` alone."""
+    """Megatron's recompute modules, or only `full`."""
     layers: int | None = None
     """Number of layers that Transformer Engine offloads."""
     plan: Path | None = None
-    """Path of the plan file, for `plan`."""
+    """Plan file, for `plan` and for a `budget` that has been planned."""
     budget_bytes: int | None = None
-    """Memory budget in device bytes, for `budget`."""
+    """Budget of device memory in bytes, for `budget`."""
 
     @property
     def name(self) -> str:
-        """The name as users type it, without the folder of a plan file."""
+        """The name as users type it, but without the folder of a plan file."""
         recomputed = "+".join(self.recompute)
         what = {
             System.RECOMPUTE: recomputed,
@@ -110,14 +112,13 @@ class Setting:
         return own.get(self.system, ProcessKind.MAIN)
 
     def list_flags(self) -> tuple[str, ...]:
-        """Return the Megatron flags that this setting adds to the argument file's.
-
-        The flags of `budget` are known once it has a plan; see `with_plan`.
-
-        Raises:
-            ConfigError: The setting needs a plan and has none.
-        """
-        return (*self._list_offload_flags(), *self._list_recompute_flags())
+        """Return the Megatron flags that this setting adds. Raises ConfigError for a budget without a plan."""
+        recompute: tuple[str, ...] = ()
+        if self.recompute == (FULL,):
+            recompute = _FULL_RECOMPUTE
+        elif self.recompute:
+            recompute = ("--recompute-granularity", "selective", "--recompute-modules", *self.recompute)
+        return (*self._list_offload_flags(), *recompute)
 
     def with_plan(self, plan: Path) -> "Setting":
         """Return a setting that executes `plan` under the name of this one."""
@@ -130,26 +131,20 @@ class Setting:
             yield from (_SWITCH, "--offload-modules", *self.modules, "--activation-offload-fraction", str(self.fraction))
             yield _DELAY if self.is_delayed else _NO_DELAY
         elif self.plan is not None:
-            # The modules come from the plan, not from the argument file.
+            # An empty list overrides the modules of the argument file.
             yield from (_SWITCH, "--offload-modules", "--activation-offload-fraction", "1.0", "--offload-plan", str(self.plan))
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
         else:
-            # Never run such a setting without offload: its row would look like a plan's.
+            # Do not run it without offload: its row would look like the result of a plan.
             raise ConfigError(
-                f"{self.name} needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench --budgets, which "
-                "makes one."
+                f"{self.name} needs a plan. Pass a plan file, for example plan:plan.json, or use fgoffload bench --budgets, "
+                "which makes a plan."
             )
-
-    def _list_recompute_flags(self) -> Iterator[str]:
-        if self.recompute == (FULL,):
-            yield from _FULL_RECOMPUTE
-        elif self.recompute:
-            yield from ("--recompute-granularity", "selective", "--recompute-modules", *self.recompute)
 
 
 BASELINE = Setting(system=System.BASELINE)
-"""The setting that all others are compared with."""
+"""The setting that all others are compared to."""
 
 _EXAMPLES = {
     System.RECOMPUTE: "recompute:full",
@@ -159,19 +154,15 @@ _EXAMPLES = {
     System.PLAN: "plan:plan.json",
     System.BUDGET: "budget:18.9GiB",
 }
-"""A setting of each system that needs more than its name."""
+"""An example for each system that needs more than its name."""
 
 _NAME = re.compile(
-    r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[^/~]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
+    r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[0-9]*\.?[0-9]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
 )
 
 
 def parse_setting(text: str) -> Setting:
-    """Parse the name of a setting.
-
-    Raises:
-        ConfigError: `text` is not a setting. The error names the fault and an example.
-    """
+    """Parse the name of a setting. Raises ConfigError with an example if `text` is not a setting."""
     if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
         # A path may contain characters that have a meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
@@ -179,38 +170,40 @@ def parse_setting(text: str) -> Setting:
     system = next((one for one in System if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
-            f"--settings {text!r} is not a setting. Give one that begins with "
-            f"{', '.join(one.value for one in System)}, as in ours:core_attn+attn_proj."
+            f"--settings {text!r} is not a setting. Settings begin with {', '.join(one.value for one in System)}, for example "
+            "ours:core_attn+attn_proj."
         )
     what, has_modules = match["what"] or "", system in (System.MEGATRON, System.OURS)
     if bool(what) != (system in _EXAMPLES):
         example = _EXAMPLES.get(system, system.value)
-        raise ConfigError(f"--settings {text!r} is not a setting of that system. Give one as in {example}.")
+        raise ConfigError(f"--settings {text!r} is not a setting of that system. Use, for example, {example}.")
     if not has_modules and any(match[name] is not None for name in ("fraction", "delay", "recompute")):
-        raise ConfigError(
-            f"--settings {text!r}: a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."
-        )
+        raise ConfigError(f"--settings {text!r}: a fraction (@), ~delay and recompute (/) need megatron or ours with modules.")
     recompute = tuple((what if system is System.RECOMPUTE else match["recompute"] or "").split("+"))
     setting = Setting(
         system=system,
         modules=tuple(what.split("+")) if has_modules else (),
-        fraction=_read_fraction(text, match["fraction"]),
+        fraction=float(match["fraction"] or 1),
         is_delayed=match["delay"] is not None,
         recompute=() if recompute == ("",) else recompute,
         layers=_read_layers(text, what) if system is System.LAYERS else None,
         budget_bytes=parse_bytes(what, name=f"--settings {text}:", needs_unit=True) if system is System.BUDGET else None,
     )
-    if system is System.OURS:
-        OffloadConfig(offload_modules=setting.modules)  # checks the tags
-    # Check only names: a module that this version's engine does not support loses its row, not the benchmark.
-    _check_known(text, "module of Megatron-Core's engine", setting.modules, default_tags().names)
-    if setting.recompute != (FULL,):
-        _check_known(text, "recompute module", setting.recompute, (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES))
+    if has_modules:
+        try:
+            OffloadConfig(offload_modules=setting.modules, activation_offload_fraction=setting.fraction)
+        except ConfigError as error:
+            raise ConfigError(f"--settings {text!r}: {error}") from error
+    known = (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES)
+    for name in setting.recompute:
+        # Check only the name. If this version does not support the module, only that row fails.
+        if name not in known and setting.recompute != (FULL,):
+            raise ConfigError(f"--settings {text!r}: {name!r} is not a recompute module. Use one of: {' '.join(known)}.")
     return setting
 
 
 def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
-    """Return the settings that are informative for a model with the given fields of Megatron's config, `baseline` first."""
+    """Return the settings to measure by default for a model with these fields of Megatron's config, `baseline` first."""
     recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
     found = [BASELINE, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
@@ -226,12 +219,12 @@ def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]
 
 
 def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
-    """Return sets of recompute modules that are informative for a model, `full` first."""
+    """Return the sets of recompute modules to measure by default for a model, `full` first."""
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
-    norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the linears after them
+    norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the next linears
     # Only grouped experts have their activation as a separate module.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
-    # A dense MLP only without a bias: with one, Megatron's checkpoint around the MLP recurses in backward.
+    # Recompute of an MLP with biases hangs in backward; see `trainer.limits`.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
     sets = [(FULL,), norms, activations, whole, (*norms, *activations), (*norms, *whole), ("core_attn",)]
     if is_latent:
@@ -243,13 +236,8 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
     """Return the settings to measure, without duplicates and with `baseline` first.
 
-    Args:
-        words: Names of settings. The name of a system stands for its default settings. Without names, all defaults are taken.
-        defaults: Default settings of the model.
-        given: Plans and budgets to measure too.
-
-    Raises:
-        ConfigError: A word is not a setting.
+    Each of `words` is a setting, or a system that stands for its `defaults`. Without words, all defaults are chosen. Plans and
+    budgets in `given` are always measured.
     """
     systems = {one.value: one for one in System}
     chosen = [BASELINE]
@@ -260,20 +248,16 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Se
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Check that no two settings have the same name, as plan files in different folders may.
-
-    Raises:
-        ConfigError: Two settings have the same name.
-    """
+    """Raise ConfigError if two settings have the same name, such as plan files in different folders."""
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:
-            raise ConfigError(f"two settings have the name {setting.name}. Give their plan files different names.")
+            raise ConfigError(f"two settings have the name {setting.name}. Rename one of the plan files.")
         seen.add(setting.name)
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield sets of modules that Megatron-Core's engine supports too, each with the modules to recompute."""
+    """Yield sets of modules that Megatron-Core's engine also supports, each with the modules to recompute."""
     attention = ("core_attn", "attn_proj")
     if not transformer.get("num_moe_experts"):
         yield from ((attention, ()), (("qkv_linear", *attention), ()))
@@ -282,29 +266,11 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
-    # These tensors remain to be offloaded when the experts are recomputed as a whole.
+    # With the experts recomputed, only tensors of attention are left to offload.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
-
-
-def _check_known(text: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--settings {text!r}: {name!r} is not a {kind}. Give some of: {' '.join(known)}.")
-
-
-def _read_fraction(text: str, fraction: str | None) -> float:
-    try:
-        value = 1.0 if fraction is None else float(fraction)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise ConfigError(
-            f"--settings {text!r}: {fraction!r} is not a fraction. Give a number above 0 and up to 1, as in @0.5."
-        )
-    return value
 
 
 def _read_layers(text: str, what: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", what):
-        raise ConfigError(f"--settings {text!r}: {what!r} is not a number of layers. Give a whole number from 1.")
+        raise ConfigError(f"--settings {text!r}: {what!r} is not a number of layers. Use a whole number from 1.")
     return int(what)

@@ -1,4 +1,4 @@
-"""Versions, device and relevant environment variables of a benchmark."""
+"""Finds the versions, the device and the environment variables that affect a benchmark."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ _VARIABLES = re.compile(
 )
 
 _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
-"""Other variants of the H100 and H200. Their rates are lower than in the hardware table, which has the SXM variants."""
+"""Slower variants of the H100 and H200. The hardware table has only the SXM variants."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,10 @@ class Surroundings:
     """Machine and versions of a process."""
 
     device: str
-    """Manufacturer's name of the device, or `CPU`."""
+    """Name of the device in torch, or `CPU`."""
     driver: str | None
     """Driver version of the GPU; None without a GPU or if it is unknown."""
     python: str
-    """Python version."""
     packages: Mapping[str, str]
     """Versions of installed packages, by distribution."""
     cuda: str | None
@@ -42,7 +41,7 @@ class Surroundings:
 
 
 def find_surroundings(*, device: str) -> Surroundings:
-    """Return the machine and versions of this process, whose device has the name `device` in torch."""
+    """Return the machine and versions of this process. `device` is the device's name in torch."""
     machine = Machine()
     gpus, _ = find_gpus(machine)
     versions = {name: machine.find_version(name) for name in PACKAGES}
@@ -58,11 +57,7 @@ def find_surroundings(*, device: str) -> Surroundings:
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Look up a device in the hardware table by the name that its driver reports, as in `NVIDIA H100 80GB HBM3`.
-
-    Returns:
-        None if the table does not have the device, or has another variant of it.
-    """
+    """Return the entry of the hardware table for a device name such as `NVIDIA H100 80GB HBM3`, or None without one."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     for key, hardware in HARDWARE.items():
         if key in words and not (key in ("h100", "h200") and _OTHER_FORMS.search(device)):

@@ -9,11 +9,9 @@ from fgoffload.output_files import replacing
 
 
 def write_trace(run: Callable[[], object], path: Path) -> None:
-    """Call `run` under the profiler and write its trace.
+    """Call `run` under the profiler and write its trace to `path`, compressed if the name ends in `.gz`.
 
-    Args:
-        run: Function to trace. It must return only when the device is done: later work is not in the trace.
-        path: Output file; compressed if the name ends in `.gz`.
+    `run` must synchronize with the device before it returns.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

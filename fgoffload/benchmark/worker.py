@@ -1,6 +1,6 @@
-"""Entry point of one benchmark process: executes the runs of its task and reports results through a pipe.
+"""Entry point of a benchmark process: executes its runs and sends the results through a pipe.
 
-Nothing heavy may be imported before `run_worker` has set the environment: libraries read their switches at import.
+Libraries read environment variables at import. So this file must import none of them before `run_worker` sets the variables.
 """
 
 import contextlib
@@ -9,81 +9,86 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fgoffload.benchmark.job import Crashed, Finished, Stepped, Task
+from fgoffload.benchmark.job import Crashed, Job, Stepped
 from fgoffload.benchmark.measurement import Outcome, Run
+from fgoffload.benchmark.settings import ProcessKind
 from fgoffload.environment import set_environment
 from fgoffload.errors import OffloadError
 
 if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
-LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 """Maximum characters of an error in a table. The log has the whole error."""
 
 
-def run_worker(task: Task, connection: Connection) -> None:
-    """Execute `task` and end the process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that shows results handles Ctrl-C
-    redirect_output(task.log)
-    set_environment(task.kind.environment)
+def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Path, kind: ProcessKind, **place: Any) -> None:
+    """Execute `runs`, with output to the file `log`, and end the process. `place` has the other arguments of `_run_all`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process handles Ctrl-C
+    redirect_output(log)
+    set_environment(kind.environment)
     try:
-        _run_task(task, connection)
-    except BaseException as error:  # noqa: BLE001 - report any error to the waiting process
+        _run_all(job, runs, connection, kind=kind, **place)
+    except BaseException as error:  # noqa: BLE001 - report any error to the parent process
         traceback.print_exc()
-        _end(connection, Crashed(describe_error(error)), exit_code=1)
-    _end(connection, Finished(), exit_code=0)
+        with contextlib.suppress(OSError):  # the parent may have closed the pipe
+            connection.send(Crashed(_describe_error(error)))
+        _end(exit_code=1)
+    _end(exit_code=0)
 
 
-def describe_error(error: BaseException) -> str:
-    """Return `error` as one line for a row of a table."""
+def _describe_error(error: BaseException) -> str:
+    """Return `error` as one line."""
     text = " ".join(str(error).split())
     described = text if isinstance(error, OffloadError) else f"{type(error).__name__}: {text}".rstrip(": ")
-    return described if len(described) <= LONGEST_REASON else f"{described[:LONGEST_REASON]}..."
+    return described if len(described) <= _MAX_REASON_LENGTH else f"{described[:_MAX_REASON_LENGTH]}..."
 
 
-def _run_task(task: Task, connection: Connection) -> None:
+def _run_all(
+    job: Job, runs: Sequence[Run], connection: Connection, *, kind: ProcessKind, session: int, rank: int, store: Path
+) -> None:
+    """Execute `runs` on one rank. The ranks connect through the file `store`."""
     # Imported here, since it loads torch, Megatron-Core and Transformer Engine.
     from fgoffload.benchmark.loading import load_arguments
     from fgoffload.benchmark.runner import Runner
     from fgoffload.benchmark.surroundings import find_surroundings
     from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 
-    job = task.job
     arguments = load_arguments(job)
     if arguments.world_size > 1:
-        join_processes(rank=task.rank, world_size=arguments.world_size, local_rank=task.rank, store=task.store)
+        join_processes(rank=rank, world_size=arguments.world_size, local_rank=rank, store=store)
     initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda loss: connection.send(Stepped(loss)))
-    if job.measures_profile and task.session == 0:
+    if job.measures_profile and session == 0:
         runner.measure_profile()
     connection.send(find_surroundings(device=name_device()))
-    for run in task.runs:
+    for run in runs:
         connection.send(run)
-        connection.send(_measure(task, runner, run))
+        connection.send(_measure(job, runner, Outcome(run=run, process=kind, session=session)))
     with contextlib.suppress(Exception):  # all results are sent by now
         destroy_parallel()
 
 
-def _measure(task: Task, runner: "Runner", run: Run) -> Outcome:
-    outcome = Outcome(run=run, process=task.kind, session=task.session)
+def _measure(job: Job, runner: "Runner", outcome: Outcome) -> Outcome:
     try:
-        if task.job.compares_bits:
-            return dataclasses.replace(outcome, bits=runner.record_bits(run.setting))
-        return dataclasses.replace(outcome, measurement=runner.measure_times(run))
+        if job.compares_bits:
+            return dataclasses.replace(outcome, bits=runner.record_bits(outcome.setting))
+        return dataclasses.replace(outcome, measurement=runner.measure_times(outcome.run))
     except OffloadError as error:
-        # The process is intact after a refusal, but another rank may be waiting for it.
-        if task.job.world_size != 1:
+        # This process could continue, but another rank may be waiting for it.
+        if job.world_size != 1:
             raise
         traceback.print_exc()
-        return dataclasses.replace(outcome, failure=describe_error(error))
+        return dataclasses.replace(outcome, failure=_describe_error(error))
 
 
 def redirect_output(path: Path) -> None:
-    """Redirect all output of this process to the log at `path`, including output of C libraries."""
+    """Redirect all output of this process to the file `path`, including output of C libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -92,10 +97,7 @@ def redirect_output(path: Path) -> None:
     os.close(log)
 
 
-def _end(connection: Connection, message: Crashed | Finished, *, exit_code: int) -> None:
-    with contextlib.suppress(OSError):  # the other end may be closed
-        connection.send(message)
-        connection.close()
+def _end(*, exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit at once: torch's shutdown may wait forever for another rank.

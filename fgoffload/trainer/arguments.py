@@ -1,6 +1,6 @@
 """Parses the flags of `fgoffload train`: Megatron's model flags, training flags and offload flags.
 
-The model flags are the fields of Megatron's config classes (see `field_flags.py`), the training flags are the fields of
+The model flags are derived from the fields of Megatron's config classes, and the training flags from the fields of
 `TrainingArguments`. This file only lists flags that Megatron-LM spells differently from the field.
 """
 
@@ -22,11 +22,9 @@ from fgoffload.integrations.megatron.flags.field_flags import FlagParser, add_fi
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE, FlagSources
 from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS, add_graph_flags, read_graph_fields, to_config_fields
 from fgoffload.integrations.megatron.flags.other_flags import has_no_effect
-from fgoffload.integrations.megatron.flags.parallel_flags import describe_two_virtual_sizes
+from fgoffload.integrations.megatron.flags.parallel_flags import count_chunks
 from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
-from fgoffload.trainer.training_arguments import TrainingArguments
-
-__all__ = ["TrainingArguments", "build_transformer_config", "parse_arguments"]
+from fgoffload.trainer.training_arguments import TrainingArguments, count_processes
 
 _logger = logging.getLogger(__name__)
 
@@ -43,18 +41,17 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""Megatron-LM's spelling of flags by config field, where it differs from the field. Each boolean flag has a `--no-` form:
-`--no-bias-swiglu-fusion`."""
+"""Megatron-LM's spelling of flags by config field, where it differs from the field."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Megatron-LM fuses SwiGLU by default. The fused kernel saves less for backward, so the default matters here.
+    # Megatron-LM fuses SwiGLU by default, and the fused kernel saves less for backward.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Flags of Megatron-LM that set several fields. A flag for one of these fields overrides the preset."""
+"""Megatron-LM's flags that set other fields, with their values. Flags for these fields override them."""
 
 _LAUNCHER = ("--nproc", "--nnodes", "--help")
-"""Prefixes of flags that the trainer must not ignore, since the user expects more processes or the help."""
+"""Prefixes of flags that must not be ignored, since the user expects more processes or help."""
 
 _OF_OPTIMIZER = frozenset(
     f"--{name}"
@@ -63,26 +60,13 @@ _OF_OPTIMIZER = frozenset(
         *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
     )
 )
-"""Flags that a plan reads and the trainer ignores, since it has an optimizer of its own."""
+"""Flags that the planner reads and the trainer ignores, since it has its own optimizer."""
 
-_MOST_SHOWN = 20
-"""Maximum number of ignored flags that a warning names."""
-
-_OFFLOAD_FIELDS = frozenset(
-    {
-        "fine_grained_activation_offloading",
-        "offload_modules",
-        "min_offloaded_tensor_size",
-        # Since 0.19:
-        "delay_offload_until_cuda_graph",
-        "delta_offload_bytes_across_pp_ranks",
-        "activation_offload_fraction",
-    }
-)
+_OFFLOAD_FIELDS = {field.name for field in dataclasses.fields(OffloadConfig)} | {"fine_grained_activation_offloading"}
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
 
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
-"""Fields of Megatron's latent-attention config that are training flags for every model with rotary embeddings."""
+"""Fields of Megatron's latent-attention config that `TrainingArguments` has for all models."""
 
 _MLA_DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
@@ -95,12 +79,12 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "mscale_all_dim": 0.0,
     "normalization": "LayerNorm",
 }
-"""Defaults of absent flags with latent attention. The config's own defaults describe another model. For example, it projects
-queries through a rank of 512, where Megatron-LM projects them directly. Source: `_add_mla_args` of
-megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in 0.20."""
+"""Megatron-LM's defaults with latent attention, which differ from the defaults of Megatron-Core's config. Source:
+`_add_mla_args` of megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in
+0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
-"""Fields that must be given, with examples."""
+"""Required fields, with examples."""
 
 
 def parse_arguments(
@@ -111,17 +95,17 @@ def parse_arguments(
     typed: Sequence[str] = (),
     known_elsewhere: Collection[str] = (),
 ) -> TrainingArguments:
-    """Parse the training that `argv` describes.
+    """Parse the flags of a training run.
 
     Args:
-        argv: Flags as Megatron-LM takes them. Later flags override earlier ones.
-        source: Source of the flags, for errors.
-        world_size: Number of processes; None takes the fewest that one copy of the model needs.
-        typed: Further flags from the command line, which override `argv`.
-        known_elsewhere: Command-line flags that other code parses, for suggestions.
+        argv: Flags of Megatron-LM. Later flags override earlier ones.
+        source: Name of the source of `argv`, for errors.
+        world_size: Number of processes; None for the minimum that holds one copy of the model.
+        typed: More flags from the command line, which override `argv`.
+        known_elsewhere: Command-line flags that other code parses, to suggest after a typing error.
 
     Raises:
-        ConfigError: A flag is unknown or has an invalid value; the error names source, flag, value and fix.
+        ConfigError: A flag is unknown or has an invalid value. The error names source, flag, value and fix.
     """
     parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
     values = _parse_and_skip(typed_parser, typed, earlier=_parse_and_skip(parser, argv))
@@ -133,7 +117,7 @@ def parse_arguments(
         raise sources.refuse(str(error)) from error
     if offload is None and values.get("offload_modules") and "--fine-grained-activation-offloading" not in given:
         _logger.warning(
-            "--offload-modules has no effect without --fine-grained-activation-offloading. Add that flag to offload."
+            "--offload-modules has no effect without --fine-grained-activation-offloading. Add this flag to enable offload."
         )
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     training = {name: value for name, value in values.items() if name in names}
@@ -142,14 +126,12 @@ def parse_arguments(
     transformer = _collect_transformer_fields(values, sources)
     for name, example in _REQUIRED.items():
         if name not in training and name not in transformer:
-            raise sources.refuse(f"{to_flag(name)} is missing. Give it, as in {to_flag(name)} {example}.")
-    world_size = max(1, _count_processes(transformer)) if world_size is None else world_size
+            raise sources.refuse(f"{to_flag(name)} is missing. Add it, for example {to_flag(name)} {example}.")
+    model_size, experts_size = count_processes(transformer)
+    world_size = math.lcm(model_size, experts_size) if world_size is None else world_size
     training.setdefault("max_position_embeddings", training["seq_length"])
     # Megatron-LM's default: one microbatch per step on every data-parallel rank.
-    training.setdefault(
-        "global_batch_size",
-        max(1, training["micro_batch_size"]) * max(1, world_size // max(1, _count_model_parallel(transformer))),
-    )
+    training.setdefault("global_batch_size", max(1, training["micro_batch_size"]) * max(1, world_size // model_size))
     return TrainingArguments(
         transformer=MappingProxyType(transformer), offload=offload, source=sources, world_size=world_size, **training
     )
@@ -159,9 +141,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     """Return Megatron's TransformerConfig for `arguments`.
 
     Args:
-        arguments: The training.
-        offload: Offload options; None disables offload. Megatron receives the tags that its config accepts, and only the engine
-            receives the others. If Megatron accepts none, its own flag is off.
+        arguments: The training run.
+        offload: Offload options; None disables offload. The config receives only the tags that Megatron knows.
 
     Raises:
         ConfigError: Megatron refuses the combination. The error includes Megatron's message.
@@ -169,8 +150,8 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)
     dtype = torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
-    # With two stages, the interleaved schedule sends to one neighbour in both directions. Batched sends match by order only and
-    # would silently swap an activation for a gradient; overlapped sends use two groups. Megatron-LM does the same.
+    # With two stages, the interleaved schedule sends to the same rank in both directions. Batched sends match by order only and
+    # would silently swap an activation and a gradient; overlapped sends use two groups. Megatron-LM does the same.
     fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
     fields.setdefault("transformer_impl", "local")
     fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -203,7 +184,6 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
     parser = FlagParser(source=source, known_elsewhere=known_elsewhere)
     add_fine_grained_offload_args(parser)
     add_field_flags(parser, TrainingArguments, leave_out=("transformer", "offload", "source", "world_size"))
-    # BooleanOptionalAction adds the --no- form to each spelling. Megatron-LM uses it for most booleans that are on by default.
     add_field_flags(parser, module.TransformerConfig, leave_out=_OFFLOAD_FIELDS | GRAPH_FIELDS, aliases=_ALIASES)
     add_graph_flags(parser)
     add_field_flags(parser, module.MLATransformerConfig, leave_out=model_fields | _MLA_FIELDS_OF_TRAINING)
@@ -216,7 +196,7 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
 
 
 def _parse_and_skip(parser: FlagParser, words: Sequence[str], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the values of the flags, and name those that this training ignores in one warning."""
+    """Return the values of the flags, and warn once about flags that are ignored."""
     values, left = parser.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
     ignored: list[str] = []
     skips = False
@@ -227,15 +207,14 @@ def _parse_and_skip(parser: FlagParser, words: Sequence[str], earlier: Mapping[s
             if skips and flag not in ignored:
                 ignored.append(flag)
         if not skips:
-            parser.parse_flags([word])  # raises, and names the most similar flag
+            parser.parse_flags([word])  # raises
     if ignored:
-        shown = " ".join(ignored[:_MOST_SHOWN]) + (f" and {len(ignored) - _MOST_SHOWN} more" if ignored[_MOST_SHOWN:] else "")
-        _logger.warning("%s: this command ignores %s, which its small trainer does not need.", parser.source, shown)
+        _logger.warning("%s: this command ignores %s: its small trainer does not need them.", parser.source, " ".join(ignored))
     return vars(values)
 
 
 def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
-    """Return the given fields of Megatron's config, with Megatron-LM's flags translated."""
+    """Return the fields of Megatron's config that flags set."""
     module = load_module(_CONFIG_MODULE)
     known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
     latent_only = {field.name for field in dataclasses.fields(module.MLATransformerConfig)} - known - _MLA_FIELDS_OF_TRAINING
@@ -246,49 +225,23 @@ def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources)
     fields |= {name: value for name, value in values.items() if name in (known | latent_only) - _OFFLOAD_FIELDS - GRAPH_FIELDS}
     fields |= read_graph_fields(values)
     if (latent := latent_only & fields.keys()) and not fields.get("multi_latent_attention"):
-        raise sources.refuse(
-            f"{to_flag(min(latent))} has no effect without --multi-latent-attention. Add that or leave it out."
-        )
+        raise sources.refuse(f"{to_flag(min(latent))} has no effect without --multi-latent-attention. Add this flag.")
     if values["group_query_attention"]:
         fields.setdefault("num_query_groups", 1)
     elif "num_query_groups" in fields:
         raise sources.refuse(
-            f"--num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. "
-            "Add that or leave it out."
+            f"--num-query-groups {fields['num_query_groups']} has no effect without --group-query-attention. Add this flag."
         )
+    virtual, stages = "virtual_pipeline_model_parallel_size", fields.get("pipeline_model_parallel_size", 1)
     if "num_layers_per_virtual_pipeline_stage" in values:
-        fields["virtual_pipeline_model_parallel_size"] = _count_chunks(values, fields, sources)
-    if (fields.get("virtual_pipeline_model_parallel_size") or 1) > 1 and fields.get("pipeline_model_parallel_size", 1) < 2:
+        both = {**values, "num_virtual_stages_per_pipeline_rank": fields.get(virtual)}
+        try:
+            fields[virtual] = count_chunks(both, fields.get("num_layers", 0), max(1, stages))
+        except ConfigError as error:
+            raise sources.refuse(str(error)) from error
+    if (fields.get(virtual) or 1) > 1 and stages < 2:
         raise sources.refuse(
             "the interleaved schedule (virtual pipeline) needs 2 stages or more. "
-            "Give --pipeline-model-parallel-size 2 or leave the virtual pipeline out."
+            "Add --pipeline-model-parallel-size 2 or remove the virtual pipeline."
         )
     return fields
-
-
-def _count_chunks(values: Mapping[str, Any], fields: Mapping[str, Any], sources: FlagSources) -> int | None:
-    """Return the virtual pipeline size for `--num-layers-per-virtual-pipeline-stage`."""
-    per_chunk = int(values["num_layers_per_virtual_pipeline_stage"])
-    if (chunks := fields.get("virtual_pipeline_model_parallel_size")) is not None:
-        raise sources.refuse(describe_two_virtual_sizes(per_chunk, chunks))
-    layers, stages = int(fields.get("num_layers", 0)), int(fields.get("pipeline_model_parallel_size", 1))
-    if per_chunk < 1 or stages < 1 or layers % (stages * per_chunk):
-        raise sources.refuse(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide --num-layers "
-            f"{layers}. Give a number of layers per chunk that divides the {layers // max(1, stages)} layers of a stage."
-        )
-    return layers // (stages * per_chunk)
-
-
-def _count_model_parallel(transformer: Mapping[str, Any]) -> int:
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    tensor, pipeline, context = (int(transformer.get(name, 1)) for name in sizes)
-    return tensor * pipeline * context
-
-
-def _count_processes(transformer: Mapping[str, Any]) -> int:
-    """Return the fewest processes that hold whole copies of the model and all of its experts."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    tensor, pipeline, expert = (int(transformer.get(name, 1)) for name in sizes)
-    experts = expert * pipeline * int(transformer.get("expert_tensor_parallel_size") or tensor)
-    return math.lcm(max(1, _count_model_parallel(transformer)), max(1, experts))

@@ -1,11 +1,9 @@
-"""Provides text as training data, one token per byte: no tokenizer, no download, the same microbatches in every run.
+"""Provides training data without a tokenizer or a download: the bytes of a text, or random tokens.
 
-The default text is the source of Python's own standard library, which every machine has. If only times are measured, tokens
-can be random.
+The default text is the source of Python's standard library.
 """
 
 import abc
-import math
 import os
 import random
 import sysconfig
@@ -19,11 +17,8 @@ from fgoffload.errors import ConfigError
 from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
-LARGEST_TEXT_BYTES = 4 * MIB
-"""Maximum bytes to read. A demonstration needs far less."""
-
-FP8_ROWS = 16
-"""Number that must divide the row counts of FP8 matrix products. Source: Transformer Engine."""
+MAX_TEXT_BYTES = 4 * MIB
+"""Maximum bytes to read."""
 
 
 class Microbatch(NamedTuple):
@@ -34,7 +29,7 @@ class Microbatch(NamedTuple):
     labels: torch.Tensor
     """Successor of each token, int64."""
     loss_mask: torch.Tensor
-    """Mask of counted losses, float32: 1 everywhere, since text has no padding."""
+    """Weight of each token's loss, float32: 1 everywhere, since text has no padding."""
     position_ids: torch.Tensor
     """Positions, int64, from 0 in every sequence."""
 
@@ -42,35 +37,22 @@ class Microbatch(NamedTuple):
 class TokenSource(abc.ABC):
     """Source of a training run's microbatches."""
 
-    @abc.abstractmethod
-    def check_length(self, seq_length: int) -> None:
-        """Check that there is enough text for one sequence.
-
-        Raises:
-            ConfigError: The text is too short.
-        """
+    def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens have no length
+        """Raise ConfigError if there is not enough text for one sequence."""
 
     @abc.abstractmethod
-    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return int64 tokens, `[sequences, length]`, which only depend on the state of `draw`."""
+    def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return int64 tokens, `[sequences, length]`, which only depend on the state of `generator`."""
 
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
     ) -> Microbatch:
         """Return a microbatch of whole sequences. The same source and arguments give identical bits.
 
-        Args:
-            arguments: The training.
-            step: Number of the step, from 0.
-            microbatch: Number of the microbatch in the step, from 0.
-            data_parallel_rank: Data-parallel rank. Each copy of the model sees different text.
-            split: Name of the split. Each split has different text.
-
-        Raises:
-            ConfigError: The text is shorter than a sequence.
+        Steps and microbatches are counted from 0. Data-parallel ranks and splits get different text.
         """
         self.check_length(arguments.seq_length)
-        # Python hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
+        # `random` hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
         place = f"{split}{arguments.seed}/{step}/{microbatch}"
         length = _draw_length(arguments, place)
         rows = self.draw_rows(random.Random(f"{place}/{data_parallel_rank}"), arguments.micro_batch_size, length + 1)
@@ -83,10 +65,9 @@ class TokenSource(abc.ABC):
 
 
 class RandomTokens(TokenSource):
-    """Random tokens from the whole vocabulary, drawn once. Every step has the same microbatches, already on the device.
+    """Random tokens from the whole vocabulary. They are drawn once and then reused in every step, already on the device.
 
-    So no step draws or copies tokens, experts receive about equal numbers of tokens, and all steps have the same gradients. All
-    trainings must have the same shapes.
+    So experts receive about equal numbers of tokens. All training runs that share this source must have the same shapes.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
@@ -94,18 +75,15 @@ class RandomTokens(TokenSource):
         self._device = device
         self._drawn: dict[tuple[int, int, str], Microbatch] = {}
 
-    def check_length(self, seq_length: int) -> None:
-        """Do nothing: random tokens do not run out."""
-
-    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
+    def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
         """Return random tokens on the device."""
-        generator = torch.Generator().manual_seed(draw.getrandbits(63))
-        return torch.randint(self._vocab_size, (sequences, length), generator=generator).to(self._device)
+        seeded = torch.Generator().manual_seed(generator.getrandbits(63))
+        return torch.randint(self._vocab_size, (sequences, length), generator=seeded).to(self._device)
 
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
     ) -> Microbatch:
-        """Return a microbatch of whole sequences, the same in every step."""
+        """Return a microbatch, which is the same in every step."""
         key = microbatch, data_parallel_rank, split
         if key not in self._drawn:
             self._drawn[key] = super().get_microbatch(
@@ -115,45 +93,33 @@ class RandomTokens(TokenSource):
 
 
 class TextData(TokenSource):
-    """A text in memory that is cut into microbatches.
-
-    Args:
-        text: At least two bytes, which are copied.
-        name: Name of the text, for messages and errors.
-
-    Raises:
-        ConfigError: The text is too short for one token and its successor.
-    """
+    """Text in memory, with a token for each byte. `name` is the name of the text in errors."""
 
     def __init__(self, text: bytes, *, name: str) -> None:
-        if len(text) < 2:
-            raise ConfigError(f"--data {name} has {len(text)} bytes. Give a text of at least one sequence.")
         self.name = name
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod
     def load(cls, path: Path | None = None) -> "TextData":
-        """Load the text at `path`.
+        """Load at most `MAX_TEXT_BYTES` from a file, or from all files of a folder in name order.
 
-        Args:
-            path: A file, or a folder whose files are read in name order, subfolders included. None takes the Python standard
-                library. At most `LARGEST_TEXT_BYTES` are read.
+        Without `path`, loads the Python standard library.
 
         Raises:
-            ConfigError: `path` does not exist, or has nothing to read.
+            ConfigError: `path` does not exist, cannot be read, or is empty.
         """
         if path is None:
-            return cls(_read(_find_library_files()), name="Python standard library")
-        other = "Give a text file or a folder of them, or leave --data out."
+            files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+            return cls(_read(iter(files)), name="Python standard library")
+        fix = "Use a text file or a folder of them, or remove --data."
         if not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {other}")
+            raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {fix}")
         try:
             text = _read(iter([path]) if path.is_file() else _find_files(path))
         except OSError as error:
-            why = f"{error.filename} cannot be read: {error.strerror}"
-            raise ConfigError(f"--data {why}. Make it readable or leave it out.") from error
+            raise ConfigError(f"--data {error.filename} cannot be read: {error.strerror}. {fix}") from error
         if not text:
-            raise ConfigError(f"--data {path} is empty. {other}")
+            raise ConfigError(f"--data {path} is empty. {fix}")
         return cls(text, name=str(path))
 
     def __len__(self) -> int:
@@ -161,58 +127,42 @@ class TextData(TokenSource):
         return self._bytes.numel()
 
     def check_length(self, seq_length: int) -> None:
-        """Check that there is enough text for one sequence.
-
-        Raises:
-            ConfigError: The text is shorter than a sequence and its last label.
-        """
+        """Raise ConfigError if the text is too short for one sequence and its last label."""
         if len(self) < seq_length + 1:
             raise ConfigError(
-                f"--data {self.name} has {len(self)} bytes and --seq-length {seq_length} needs {seq_length + 1}. "
-                "Give a longer text or a shorter sequence."
+                f"--data {self.name} has {len(self)} bytes, but --seq-length {seq_length} needs {seq_length + 1}. "
+                "Use a longer text or a shorter sequence."
             )
 
-    def draw_rows(self, draw: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return sequences that begin anywhere in the text, on the CPU."""
-        starts = [draw.randrange(len(self) + 1 - length) for _ in range(sequences)]
+    def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
+        """Return sequences from random positions of the text, on the CPU."""
+        starts = [generator.randrange(len(self) + 1 - length) for _ in range(sequences)]
         return torch.stack([self._bytes[start : start + length] for start in starts]).to(torch.int64)
 
 
 def _draw_length(arguments: TrainingArguments, place: str) -> int:
-    """Return the sequence length of the microbatch at `place`, equal on all ranks: all of it, or from half of it on."""
+    """Return the sequence length of a microbatch, which is the same on all ranks."""
     if not arguments.has_variable_lengths:
         return arguments.seq_length
     multiple = arguments.sequence_shares
-    if arguments.transformer.get("fp8"):
-        multiple = math.lcm(multiple, FP8_ROWS * multiple)
     shortest = max(multiple, arguments.seq_length // 2)
     return multiple * random.Random(f"length {place}").randint(-(-shortest // multiple), arguments.seq_length // multiple)
 
 
-def _find_library_files() -> Iterator[Path]:
-    # Installed packages, tests and optional parts differ between machines; the rest comes with every Python.
-    left_out = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "ensurepip"}
-    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = sorted(set(folders) - left_out)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-
 def _find_files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files under `folder` in name order. Each folder is listed only when it is reached."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             yield path
-        # Do not follow links: a link to a parent folder would never end.
-        elif path.is_dir() and not path.is_symlink():
+        elif path.is_dir() and not path.is_symlink():  # a link to a parent folder would recurse forever
             yield from _find_files(path)
 
 
 def _read(files: Iterator[Path]) -> bytes:
-    """Return the first `LARGEST_TEXT_BYTES` of `files`. Later files are neither opened nor read."""
+    """Return the first `MAX_TEXT_BYTES` of `files`."""
     text = bytearray()
     for path in files:
         with path.open("rb") as file:
-            text += file.read(LARGEST_TEXT_BYTES - len(text))
-        if len(text) >= LARGEST_TEXT_BYTES:
+            text += file.read(MAX_TEXT_BYTES - len(text))
+        if len(text) >= MAX_TEXT_BYTES:
             break
     return bytes(text)

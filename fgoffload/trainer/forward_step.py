@@ -1,4 +1,4 @@
-"""Runs one microbatch through a model chunk, as Megatron's schedules require."""
+"""Runs microbatches through model chunks, as Megatron's schedules require."""
 
 import functools
 import itertools
@@ -16,9 +16,9 @@ LOSS = "lm loss"
 
 
 class ForwardStep:
-    """Runs a chunk on the next prepared microbatch.
+    """Runs a chunk on the next microbatch from `prepare`.
 
-    A call neither waits for the device nor copies to it, so that a CUDA graph can capture the call. `prepare` does both first.
+    A CUDA graph can capture a call, since only `prepare` copies to the device and synchronizes with it.
     """
 
     def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:
@@ -26,16 +26,18 @@ class ForwardStep:
         self._device = device
 
     def prepare(self, batch: Microbatch) -> dict[str, Any]:
-        """Return this rank's part of a microbatch, on its device, as keyword arguments of the chunk."""
-        length = batch.tokens.shape[1]
-        bounds = find_packed_bounds(length, self._share) if self._arguments.packed_sequences else None
-        positions = batch.position_ids if bounds is None else restart_positions(batch.position_ids, bounds)
-        indices = self._find_own_tokens(bounds or [0, length])
-        tensors = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask, "position_ids": positions}
-        own = {
-            name: (tensor if indices is None else tensor.index_select(1, indices)).to(self._device)
-            for name, tensor in tensors.items()
-        }
+        """Return this rank's part of a microbatch on the rank's device."""
+        length, size = batch.tokens.shape[1], self._arguments.context_parallel_size
+        bounds = None
+        if self._arguments.packed_sequences:
+            bounds = find_packed_bounds(length, 2 * size if size > 1 else 1)
+            batch = batch._replace(position_ids=_restart_positions(batch.position_ids, bounds))
+        tensors = batch._asdict()
+        if size > 1:
+            rank = int(load_module("megatron.core.parallel_state").get_context_parallel_rank())
+            indices = find_context_parallel_tokens(bounds or [0, length], rank=rank, size=size)
+            tensors = {name: tensor.index_select(1, indices) for name, tensor in tensors.items()}
+        own = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         return {**own, "packed_seq_params": None if bounds is None else self._pack(bounds)}
 
     def __call__(
@@ -47,30 +49,16 @@ class ForwardStep:
         """Return the chunk's output, or its schedule plan, and a function that computes the loss from the output."""
         batch = next(microbatches)
         loss_mask = batch["loss_mask"]
-        run = get_unwrapped(chunk).build_schedule_plan if return_schedule_plan else chunk
+        run = _unwrap(chunk).build_schedule_plan if return_schedule_plan else chunk
         output = run(
             batch["tokens"],
             batch["position_ids"],
-            None,  # no mask: attention builds the causal mask itself
+            None,  # attention makes its own causal mask
             labels=batch["labels"],
             loss_mask=loss_mask,
             packed_seq_params=batch["packed_seq_params"],
         )
         return output, functools.partial(_compute_loss, loss_mask)
-
-    @property
-    def _share(self) -> int:
-        """Number of parts into which context-parallel ranks cut a sequence."""
-        size = self._arguments.context_parallel_size
-        return 2 * size if size > 1 else 1
-
-    def _find_own_tokens(self, bounds: Sequence[int]) -> torch.Tensor | None:
-        """Return the tokens of a microbatch that belong to this context-parallel rank, or None for all."""
-        size = self._arguments.context_parallel_size
-        if size == 1:
-            return None
-        rank = int(load_module("megatron.core.parallel_state").get_context_parallel_rank())
-        return find_context_parallel_tokens(bounds, rank=rank, size=size)
 
     def _pack(self, bounds: Sequence[int]) -> Any:
         lengths = torch.tensor(bounds, dtype=torch.int32, device=self._device)
@@ -84,7 +72,7 @@ class ForwardStep:
         )
 
 
-def get_unwrapped(chunk: Any) -> Any:
+def _unwrap(chunk: Any) -> Any:
     """Return the model inside its wrappers for data parallelism and half precision."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -92,21 +80,16 @@ def get_unwrapped(chunk: Any) -> Any:
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
-    """Return the bounds of the sequences packed into one of `length` tokens: a half, a quarter, and the rest."""
+    """Return the bounds of packed sequences that take a half, a quarter and a quarter of `length` tokens."""
     parts = length // multiple
     return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
 
 
 def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int) -> torch.Tensor:
-    """Return the tokens of one context-parallel rank, as Megatron and Transformer Engine cut sequences.
+    """Return the token indices of one context-parallel rank, split as in Megatron and Transformer Engine.
 
-    Each sequence is cut into `2 * size` parts. A rank gets one part from the front and the matching one from the back, since
-    later parts cost more in causal attention.
-
-    Args:
-        bounds: Bounds of the sequences, whose lengths are multiples of `2 * size`.
-        rank: Context-parallel rank, from 0.
-        size: Number of context-parallel ranks.
+    Each sequence between two `bounds` is split into `2 * size` parts. A rank gets one part from the front and the matching one
+    from the back, since later parts cost more in causal attention.
     """
     indices = []
     for begin, end in itertools.pairwise(bounds):
@@ -116,7 +99,7 @@ def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int)
     return torch.cat(indices)
 
 
-def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+def _restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
     """Restart positions, `[b, s]`, at 0 in every packed sequence."""
     starts = torch.zeros(position_ids.shape[1], dtype=position_ids.dtype)
     for begin, end in itertools.pairwise(bounds):
@@ -125,13 +108,9 @@ def restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torc
 
 
 def _compute_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a microbatch, its number of tokens, and the mean for reports.
+    """Return the summed loss of a microbatch, its number of tokens, and the mean loss. Both arguments are `[b, s]`.
 
     Megatron divides the sum in place, by the tokens and by the number of microbatches.
-
-    Args:
-        loss_mask: Mask of counted losses, `[b, s]`.
-        output: Loss of each token, `[b, s]`.
     """
     loss = (output.float() * loss_mask).sum()
     tokens = loss_mask.sum()

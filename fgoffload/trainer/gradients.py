@@ -1,4 +1,4 @@
-"""Gradients in Megatron's data-parallel wrapper, which reduces them over all groups, and the optimizer that uses them."""
+"""Reduces gradients with Megatron's data-parallel wrapper, hashes them, and updates the parameters."""
 
 import concurrent.futures
 import hashlib
@@ -13,18 +13,14 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _MAX_DIGEST_THREADS = 8
-"""Maximum number of threads. Each holds one tensor in host memory, and the ranks of a machine share its cores."""
+"""Maximum number of threads. Each copies one tensor to host memory, and the ranks of a machine share its cores."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: TrainingArguments) -> list[Any]:
-    """Wrap model chunks for data parallelism, so that the schedules reduce gradients over every group.
+    """Wrap each model chunk for data parallelism.
 
-    Each parameter's gradient is then summed in its `main_grad`. At the end of a step's backward Megatron averages it over the
-    copies of the model, and sums gradients of norms over sequence-parallel ranks and of an embedding that two stages share.
-    Communication does not overlap and optimizer state is not sharded, since this is for bitwise comparison.
-
-    Returns:
-        One wrapper per chunk, for Megatron's schedules.
+    Gradients accumulate in `main_grad` of each parameter, and Megatron reduces them over all groups at the end of backward.
+    For bitwise comparison, communication does not overlap with compute, and optimizer state is not sharded.
     """
     distributed = load_module("megatron.core.distributed")
     settings = distributed.DistributedDataParallelConfig(
@@ -43,8 +39,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
 def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
     """Release the autograd graph of the last microbatch, which token dispatchers hold through their routing probabilities.
 
-    The graph ends in the parameters' gradients, whose hooks hold the data-parallel wrapper, the model and so the dispatchers.
-    Python's collector cannot see this cycle through autograd. Without this call no model with experts is freed.
+    The graph holds the model, and so the dispatchers. Python's garbage collector cannot see this cycle through autograd.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "token_dispatcher"):
@@ -52,7 +47,7 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class MainGradOptimizer:
-    """Plain AdamW over the gradients in `main_grad`."""
+    """AdamW for gradients in `main_grad`."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, lr: float) -> None:
         self._parameters = list(parameters)
@@ -61,15 +56,15 @@ class MainGradOptimizer:
     def step(self) -> None:
         """Update the parameters."""
         for parameter in self._parameters:
-            # AdamW requires gradients of the parameter's type. `to` does not copy if the types match.
+            # AdamW requires gradients of the parameter's type. `to` copies only if the types differ.
             parameter.grad = get_main_grad(parameter).to(parameter.dtype)
         self._optimizer.step()
-        # Autograd then creates new gradients, which the wrapper adds to the buffer. Otherwise it adds to a view of the buffer.
+        # Otherwise, autograd would accumulate into `grad`, which may be a view of the wrapper's buffer.
         self._optimizer.zero_grad(set_to_none=True)
 
 
 def get_main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a wrapped chunk's parameter: a view of the wrapper's buffer."""
+    """Return the gradient of a wrapped chunk's parameter, a view of the wrapper's buffer."""
     gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 
@@ -83,8 +78,7 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return `digest_tensor` of each tensor, in order. The device must be done with the tensors.
 
-    Copies and hashes run in threads, which release the GIL. In one thread, hashing the gradients of a model that fills a GPU
-    takes longer than the step.
+    Copies and hashes run in threads and release the GIL. In one thread, they would take longer than a step.
     """
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))

@@ -1,4 +1,4 @@
-"""Refuses trainings and plans that this version or the installed packages do not support, before anything is built."""
+"""Refuses training runs and plans that this version or the installed packages do not support, before a model is built."""
 
 import os
 from collections.abc import Iterator
@@ -14,107 +14,97 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.plan import MICROBATCHES, TOKENS, OffloadPlan, naming_plan_file
 from fgoffload.trainer.training_arguments import TrainingArguments
 
-_IMPLEMENTATIONS = ("local", "transformer_engine")
-_LAYER_GRAPHS = f"--cuda-graph-impl {TRANSFORMER_ENGINE}"
+_INSTALL = "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]', or"
 
 
 def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
-    """Check that this version can run the training `arguments` on this machine.
-
-    Raises:
-        ConfigError: The training is not supported. The error names the flag and the fix.
-    """
-    for check in (_find_what_is_not_built, _find_missing_packages, _find_what_local_layers_lack, _find_what_graphs_exclude):
+    """Raise ConfigError with the flag and the fix if this version or machine does not support `arguments`."""
+    for check in (_list_unsupported, _list_missing_packages, _list_local_layer_faults, _list_graph_faults):
         for fault in check(arguments):
             raise arguments.source.refuse(fault)
 
 
-def _find_what_is_not_built(arguments: TrainingArguments) -> Iterator[str]:
+def _list_unsupported(arguments: TrainingArguments) -> Iterator[str]:
     given = arguments.transformer
     impl = given.get("transformer_impl", "local")
     is_local = not arguments.uses_transformer_engine
-    for flag, is_given, instead in (
-        ("--fp16, which needs loss scaling,", given.get("fp16"), "give --bf16"),
-        ("--fp8-param-gather, which needs an FP8 optimizer,", given.get("fp8_param"), "leave it out"),
-        (f"--transformer-impl {impl}", impl not in _IMPLEMENTATIONS, f"give one of {', '.join(_IMPLEMENTATIONS)}"),
-        ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "give --cuda-graph-impl local"),
-        ("--external-cuda-graph, a deprecated flag,", given.get("external_cuda_graph"), f"give {_LAYER_GRAPHS}"),
-        ("--masked-softmax-fusion, which needs Apex,", given.get("masked_softmax_fusion") and is_local, "leave it out"),
+    for flag, is_given, fix in (
+        ("--fp16, which needs loss scaling,", given.get("fp16"), "use --bf16"),
+        ("--fp8-param-gather, which needs an FP8 optimizer,", given.get("fp8_param"), "remove it"),
+        (f"--transformer-impl {impl}", impl not in ("local", TRANSFORMER_ENGINE), f"use local or {TRANSFORMER_ENGINE}"),
+        ("--enable-cuda-graph, a deprecated flag,", given.get("enable_cuda_graph"), "use --cuda-graph-impl local"),
+        (
+            "--external-cuda-graph, a deprecated flag,",
+            given.get("external_cuda_graph"),
+            f"use --cuda-graph-impl {TRANSFORMER_ENGINE}",
+        ),
+        ("--masked-softmax-fusion, which needs Apex,", given.get("masked_softmax_fusion") and is_local, "remove it"),
     ):
         if is_given:
-            yield f"{flag} is not supported in this version: {instead}."
-    # The checkpointed MLP returns its bias, a parameter. Autograd then treats the checkpoint as the node that computed the
-    # bias, and the recompute in backward recurses until memory is full. Seen with megatron-core 0.16.1.
+            yield f"{flag} is not supported in this version: {fix}."
+    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for the node that computed the
+    # bias. In backward, the recompute recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
         yield (
-            "--recompute-modules mlp hangs in backward if linear layers have biases "
-            "(megatron-core 0.16.1). Add --disable-bias-linear or leave mlp out."
+            "--recompute-modules mlp hangs in backward if linear layers have biases (megatron-core 0.16.1). "
+            "Add --disable-bias-linear or remove mlp."
         )
 
 
-def _find_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that need a missing package or device."""
-    if arguments.uses_transformer_engine and not has_transformer_engine():
-        yield (
-            "--transformer-impl transformer_engine needs Transformer Engine, which cannot be imported here. Install it: "
-            "pip install 'fgoffload[te]', or give --transformer-impl local."
-        )
-    if arguments.uses_transformer_engine and needs_cpu_support():
-        yield "--transformer-impl transformer_engine needs a GPU, and there is none. Give --transformer-impl local."
+def _list_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
+    if arguments.uses_transformer_engine:
+        flag = f"--transformer-impl {TRANSFORMER_ENGINE}"
+        if not has_transformer_engine():
+            yield f"{flag} {_INSTALL} use --transformer-impl local."
+        if needs_cpu_support():
+            yield f"{flag} needs a GPU, and there is none. Use --transformer-impl local."
 
 
-def _find_what_graphs_exclude(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that CUDA graphs cannot capture, if the training captures graphs."""
-    impl, given = arguments.cuda_graph_impl, arguments.transformer
+def _list_graph_faults(arguments: TrainingArguments) -> Iterator[str]:
+    """Yield settings that CUDA graphs do not support, if any are captured."""
+    impl = arguments.cuda_graph_impl
     if not arguments.captures_graphs:
         return
     flag = f"--cuda-graph-impl {impl}"
     if needs_cpu_support():
-        yield f"{flag} needs a GPU, and there is none. Leave it out."
+        yield f"{flag} needs a GPU, and there is none. Remove it."
     if impl == TRANSFORMER_ENGINE and not has_transformer_engine():
-        yield (
-            f"{flag} needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]', or "
-            "leave it out."
-        )
+        yield f"{flag} {_INSTALL} remove it."
     expandable = "expandable_segments:True"
     if expandable in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield (
             f"{flag} and PYTORCH_CUDA_ALLOC_CONF={expandable} cause illegal memory accesses in NCCL. "
-            "Set NCCL_GRAPH_REGISTER=0, or leave one of them out."
+            "Set NCCL_GRAPH_REGISTER=0, or remove one of the two."
         )
     for other, is_given, reason in (
         ("--variable-seq-lengths", arguments.has_variable_lengths, "a graph has fixed shapes"),
-        ("--packed-sequences", arguments.packed_sequences, "a graph cannot hold packed sequences"),
+        ("--packed-sequences", arguments.packed_sequences, "a graph cannot contain packed sequences"),
         ("--rampup-batch-size", arguments.rampup_batch_size, "graphs have a fixed number of microbatches"),
     ):
         if is_given:
-            yield f"{flag} and {other} exclude each other: {reason}. Leave one of them out."
-    yield from list_dropless_faults(impl, given)
+            yield f"{flag} and {other} exclude each other: {reason}. Remove one of them."
+    yield from list_dropless_faults(impl, arguments.transformer)
 
 
-def _find_what_local_layers_lack(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that Transformer Engine's layers support and Megatron's local ones do not."""
+def _list_local_layer_faults(arguments: TrainingArguments) -> Iterator[str]:
+    """Yield settings that need Transformer Engine's layers, if the layers are Megatron's local ones."""
     if arguments.uses_transformer_engine:
         return
     given, size = arguments.transformer, arguments.context_parallel_size
-    # Users who replace the local layers' attention know what it supports.
-    has_own_attention = _has_megatrons_own_attention()
+    # The user may have replaced the attention of local layers with one that supports more.
+    attention = load_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+    is_megatrons = load_module("megatron.core.models.backends").LocalSpecProvider().core_attention() is attention
     for flag, is_given in (
         (f"--fp8-format {given.get('fp8')}", given.get("fp8")),
         ("--moe-grouped-gemm", given.get("moe_grouped_gemm")),
         (f"--context-parallel-size {size}", size > 1),
-        ("--multi-latent-attention", given.get("multi_latent_attention") and has_own_attention),
-        ("--packed-sequences", arguments.packed_sequences and has_own_attention),
+        ("--multi-latent-attention", given.get("multi_latent_attention") and is_megatrons),
+        ("--packed-sequences", arguments.packed_sequences and is_megatrons),
     ):
         if is_given:
-            instead = "give --transformer-impl transformer_engine (on a GPU) or leave it out"
-            yield f"{flag} needs Transformer Engine's layers: {instead}."
-
-
-def _has_megatrons_own_attention() -> bool:
-    attention = load_module("megatron.core.transformer.dot_product_attention").DotProductAttention
-    return bool(load_module("megatron.core.models.backends").LocalSpecProvider().core_attention() is attention)
+            fix = f"use --transformer-impl {TRANSFORMER_ENGINE} (on a GPU) or remove it"
+            yield f"{flag} needs Transformer Engine's layers: {fix}."
 
 
 def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> None:
@@ -122,12 +112,12 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
 
     Raises:
         ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.
-        PlanError: The file cannot be read, was made for another training, or names a layer that does not exist.
+        PlanError: The file cannot be read, was made for another training run, or names a layer that does not exist.
     """
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
-        MICROBATCHES: arguments.num_microbatches,  # once the batch has ramped up
+        MICROBATCHES: arguments.num_microbatches,  # after the batch has ramped up
     }
     with naming_plan_file(path):
         plan.check_made_for({**read_facts(config), **step})
@@ -138,6 +128,6 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
     for site in plan.actions:
         if site.layer not in range(layers) or site.chunk not in range(chunks):
             raise PlanError(
-                f"{name} names {site} in chunk {site.chunk}, and the model has {layers} layers and {chunks} "
-                "chunk(s) a rank, counted from 0. Plan for this model."
+                f"{name} contains {site} in chunk {site.chunk}, but the model has {layers} layers and {chunks} chunk(s) per "
+                "rank, counted from 0. Plan for this model."
             )

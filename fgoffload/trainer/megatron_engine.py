@@ -1,7 +1,6 @@
-"""Megatron-Core's own offload engine, for comparison with ours.
+"""Runs Megatron-Core's own offload engine, for comparison with ours.
 
-The engine keeps its state in one object for the whole process, and needs a switch that Transformer Engine reads at import. So
-its process starts with `NVTE_CPU_OFFLOAD_V1=1` and does not run our engine.
+It needs a process of its own, in which Transformer Engine reads `NVTE_CPU_OFFLOAD_V1=1` at import.
 """
 
 from collections.abc import Iterator
@@ -18,50 +17,42 @@ _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def prepare(offload: OffloadConfig, config: Any) -> None:
-    """Check that Megatron's engine supports `offload` here, and reset it. Call this before a model is built with `config`.
+    """Check that Megatron's engine supports `offload`, and reset it. Call this before the model is built.
 
-    Args:
-        offload: The options.
-        config: Megatron's TransformerConfig, which receives the fraction of groups to offload.
+    The fraction to offload is set in Megatron's `config`.
 
     Raises:
         ConfigError: The engine does not support an option of `offload`.
         IntegrationError: The engine cannot run in this process.
     """
-    for fault in _find_faults():
+    for fault in _list_faults():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
-    plan, fraction, older = offload.offload_plan, offload.activation_offload_fraction, f"megatron-core {get_version()}"
-    if plan is not None:
-        raise ConfigError(f"--offload-plan {plan}: Megatron-Core's own engine reads no plans. Name the modules.")
+    fraction, older = offload.activation_offload_fraction, f"the engine of megatron-core {get_version()} does not support it"
     if offload.delay_offload_until_cuda_graph and not hasattr(config, "delay_offload_until_cuda_graph"):
-        raise ConfigError(
-            f"--delay-offload-until-cuda-graph: the engine of {older} does not delay. Leave it out, or install 0.19 or newer."
-        )
+        raise ConfigError(f"--delay-offload-until-cuda-graph: {older}. Remove it, or install 0.19 or newer.")
     if fraction != 1.0 and not hasattr(config, "activation_offload_fraction"):
-        raise ConfigError(
-            f"--activation-offload-fraction {fraction}: the engine of {older} does not support it. Give 1, or install a newer."
-        )
+        raise ConfigError(f"--activation-offload-fraction {fraction}: {older}. Use 1, or install 0.19 or newer.")
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
         raise ConfigError(
-            f"--offload-modules {missing[0]!r} is not one of Megatron-Core's own modules. Give one of its own, as in core_attn."
+            f"--offload-modules {missing[0]!r} is not a module of Megatron-Core's engine. Use one, for example core_attn."
         )
     config.activation_offload_fraction = fraction
     reset()
 
 
 def reset() -> None:
-    """Reset Megatron's engine, including its host memory, since another model has other groups."""
+    """Reset Megatron's engine and free its host memory."""
     load_module(_INTERFACE).FineGrainedActivationOffloadingInterface.reset_instance()
 
 
-def _find_faults() -> Iterator[str]:
+def _list_faults() -> Iterator[str]:
     if needs_cpu_support():
-        yield "needs a GPU, but there is none. Run it on one"
+        yield "needs a GPU, but there is none. Run it on a machine with a GPU"
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():
-        yield "is replaced by fgoffload in this process. First call `remove` on the object that `apply` returned"
+        yield "is replaced by fgoffload in this process. Call `remove` on the object that `apply` returned"
     # Transformer Engine before 2.10 neither has nor needs this switch.
     if not getattr(load_module("transformer_engine.pytorch.cpu_offload"), CPU_OFFLOAD_V1, True):
         yield f"needs {CPU_OFFLOAD_V1}=1 before Transformer Engine is imported. Set it when the process starts"

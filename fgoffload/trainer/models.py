@@ -8,7 +8,7 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 
 
 def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
-    """Return this rank's model chunks: one, or as many as the virtual pipeline size.
+    """Return this rank's model chunks: one, or with a virtual pipeline its size.
 
     Raises:
         ConfigError: Megatron refuses to build the model. The error includes Megatron's message.
@@ -22,10 +22,9 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
 
 
 def forget_embeddings(chunks: Iterable[Any]) -> None:
-    """Clear Megatron's cached rotary embeddings of models that are no longer needed.
+    """Clear Megatron's cached rotary embeddings.
 
-    Their forward is an `lru_cache` of the class. For each of the last 32 calls, it holds the module and [s, 1, 1, d] in fp32 on
-    the device: 2 MiB per model at a sequence of 4096 and 128 channels. A live model recomputes its embeddings once.
+    Their forward is an `lru_cache` of the class, which would keep these modules and tensors `[s, 1, 1, d]` on the device.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         forget = getattr(type(module).forward, "cache_clear", None)
@@ -61,13 +60,13 @@ def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None
 
 
 def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
-    """Return the spec of the multi-token prediction layers, or None if this chunk has none."""
+    """Return the spec of the multi-token prediction layers, or None if the model has none."""
     if not config.mtp_num_layers:
         return None
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
     uses_transformer_engine = config.transformer_impl == "transformer_engine"
     if not layer_spec.layer_specs:
-        # A last stage without decoder layers: build them like the decoder's last layer.
+        # The last stage has no decoder layers. Build them like the last layer of the decoder.
         layer_spec = specs.get_gpt_decoder_layer_specs(
             config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
         )[-1]

@@ -1,4 +1,4 @@
-"""Sets up the processes of a training run: groups, device, seeds, and Megatron's process-wide state."""
+"""Sets up the processes of a training run: groups, device, seeds, and global state of Megatron."""
 
 import contextlib
 import os
@@ -14,22 +14,16 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import has_transformer_engine, needs_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.planner.timing.profile import CPU
-from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that Megatron's model sets for Transformer Engine. The next model raises if they name another backend."""
+"""Variables that Megatron's model sets for Transformer Engine. A later model with another backend refuses them."""
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
-    """Create the process group of all launched processes, and select this process's GPU.
+    """Create the process group of all launched processes, and select GPU number `local_rank`.
 
-    Args:
-        rank: Rank of this process, from 0.
-        world_size: Number of processes.
-        local_rank: Rank among the processes of this machine, from 0, which is also the number of its GPU.
-        store: A file that does not exist yet, through which the processes connect. None uses `MASTER_ADDR` and `MASTER_PORT`,
-            which `torchrun` sets.
+    The processes connect through the file `store`, which must not exist yet. None uses the address that `torchrun` sets.
 
     Raises:
         ConfigError: The machine has no GPU of that number, or the environment has no address.
@@ -41,7 +35,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
                 "Start one process per GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)
-        # NVLS may sum in any order. All other algorithms have a fixed order, which bitwise comparison needs.
+        # Bitwise comparison needs a fixed order of summation, which NVLS does not have.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
     try:
         shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
@@ -53,26 +47,23 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
 
 
 def initialize_parallel(arguments: TrainingArguments) -> None:
-    """Create Megatron's process groups: for this process alone, or within the existing process group.
+    """Create Megatron's process groups, within the existing process group or else for this process only.
 
-    A launcher's variables (`WORLD_SIZE`, `RANK`, `MASTER_ADDR`) are ignored, since a single process must not wait for
-    others. `join_processes` reads them.
+    Ignores the variables of a launcher, such as `WORLD_SIZE` and `RANK`. Call `join_processes` before it to use them.
 
     Raises:
-        ConfigError: The sizes do not fit the number of processes, or this version does not support them.
+        ConfigError: The arguments are for another number of processes.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     if not torch.distributed.is_initialized():
-        # An in-process store needs no free port, and reads nothing from the environment.
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group(_choose_backend(), store=store, rank=0, world_size=1)
     world_size = torch.distributed.get_world_size()
     if world_size != arguments.world_size:
         raise ConfigError(
-            f"{arguments.source}: the arguments are for {arguments.world_size} process(es), and the process group has "
+            f"{arguments.source}: the arguments are for {arguments.world_size} process(es), but the process group has "
             f"{world_size}. Call torch.distributed.init_process_group in {arguments.world_size} process(es) first."
         )
-    refuse_what_is_not_built(arguments)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=arguments.tensor_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_parallel_size,
@@ -85,14 +76,14 @@ def initialize_parallel(arguments: TrainingArguments) -> None:
 
 
 def destroy_parallel() -> None:
-    """Destroy Megatron's process groups, and the process group itself."""
+    """Destroy all process groups."""
     load_module("megatron.core.parallel_state").destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def get_device() -> torch.device:
-    """Return the device of the models: the CPU, or the current GPU."""
+    """Return the current GPU, or the CPU without one."""
     return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -101,17 +92,8 @@ def name_device() -> str:
     return CPU if needs_cpu_support() else torch.cuda.get_device_name()
 
 
-def get_data_parallel_rank() -> int:
-    """Return the number of this process's copy of the model, from 0."""
-    return int(load_module("megatron.core.parallel_state").get_data_parallel_rank())
-
-
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Seed all random states like Megatron-LM. If graphs are captured, the generators are ones that graphs can capture.
-
-    Pipeline stages draw different weights. Through Megatron's tracker, tensor- and expert-parallel ranks draw different parts
-    of one weight, but identical shared weights. All copies of the model draw identical weights.
-    """
+    """Seed all random states like Megatron-LM: pipeline stages differ, and all copies of the model are identical."""
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
     random.seed(rank_seed)
@@ -126,7 +108,7 @@ def seed_everything(arguments: TrainingArguments) -> None:
 
 
 def clear_megatron_buffers() -> None:
-    """Clear the process-wide state of Megatron and Transformer Engine: scratch memory, losses by layer, FP8 scales."""
+    """Clear global state of Megatron and Transformer Engine: scratch memory, losses by layer, FP8 scales."""
     parallel_state = load_module("megatron.core.parallel_state")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
@@ -138,13 +120,13 @@ def clear_megatron_buffers() -> None:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. torch warns if it has none for an operator."""
+    """Make torch and Transformer Engine use deterministic kernels. torch warns about operators without one."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # Deterministic matrix products need this before the first CUDA matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    # At 0, Transformer Engine only uses attention kernels whose backward adds in a fixed order.
+    # At 0, Transformer Engine only uses attention kernels with a deterministic backward.
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     try:
         with keep_environment((variable,)):
@@ -155,9 +137,9 @@ def use_deterministic_algorithms() -> Iterator[None]:
 
 
 def get_router_losses() -> MutableMapping[str, Any]:
-    """Return Megatron's own mapping of router losses, not a copy, so that callers can clear it."""
+    """Return Megatron's own mapping of router losses, so that callers can clear it."""
     utils = load_module("megatron.core.transformer.moe.moe_utils")
-    # The development branch keeps them in an object, and the old function returns a copy.
+    # In the development branch, `get_moe_layer_wise_logging_tracker` returns a copy.
     find_tracker = getattr(utils, "get_moe_metrics_tracker", None)
     losses: MutableMapping[str, Any] = find_tracker().metrics if find_tracker else utils.get_moe_layer_wise_logging_tracker()
     return losses

@@ -1,8 +1,4 @@
-"""Profiles a whole training that `fgoffload train` can run.
-
-A profile takes a few unmeasured steps, a warm-up step and the measured step. If the device is not its own host, steps with
-plans follow: see [Note: Which plans are compared] in `compared_steps`.
-"""
+"""Profiles a training run: a few unmeasured steps, a warm-up step, the measured step, and on a GPU steps with plans."""
 
 import contextlib
 import dataclasses
@@ -34,7 +30,7 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Number of steps timed without a measurement, after one warm-up step. The median of three ignores a slow step."""
+"""Number of steps to time without a measurement, after one warm-up step."""
 
 
 def profile_link() -> Profile:
@@ -49,14 +45,10 @@ def profile_training(
     has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Profile a training run. All processes of the run call this and get the profile.
+    """Profile a training run. All processes of the run must call this, and all return the profile.
 
-    Args:
-        arguments: The training, whose process groups exist. Its offload options do not matter, except for the minimum size of
-            offloaded tensors.
-        text: Training text.
-        has_optimizer: Whether a step updates the parameters.
-        on_step: Called after each step except the unmeasured ones.
+    Of the offload options, only the minimum tensor size and the host budget matter. `on_step` is called after each step except
+    the unmeasured ones.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
@@ -68,8 +60,8 @@ def profile_training(
             arguments.cuda_graph_impl,
         )
         arguments = arguments.without_graphs()
-    # Use the kernels of a real training: deterministic ones take longer, and some save other tensors.
     link = profile_link().link
+    # Deterministic kernels take longer, and some save other tensors.
     policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
@@ -85,14 +77,14 @@ def profile_training(
                 has_optimizer=has_optimizer,
                 plain_step_s=plain_step_s,
             )
-            # On a CPU, device and host are one. Steps differ if the batch grows or if sequence lengths vary.
+            # Steps cannot be compared if the batch grows or sequence lengths vary.
             if engine.device.type != "cpu" and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
                 profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
 
 
 def _choose_offload(offload: OffloadConfig | None) -> OffloadConfig:
-    """Return options that give all layers sites. The warm-up step offloads tags; the recorded step offloads none."""
+    """Return options that create sites for all tags in all layers."""
     return OffloadConfig(
         offload_modules=(AUTO,),
         offload_memory_budget_bytes=TIB,
@@ -118,8 +110,7 @@ def _add_compared_steps(
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # Each newly built model is faster or slower as a whole, by 2 to 3% if launch-bound (docs/decisions.md). Averaging two
-        # models reduces this. All compared steps alternated with the same baseline steps.
+        # Each newly built model is faster or slower as a whole, by 2 to 3% if launch-bound (docs/decisions.md).
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)
@@ -131,7 +122,7 @@ def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: Tr
         trainer.run_step(with_digests=False)
         seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]
     del trainer
-    # A model not yet collected would count as static memory in the measured step.
+    # The measured step must not count this model as static memory.
     gc.collect()
     if not needs_cpu_support():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Results of steps, and the first differences between two trainings."""
+"""Results of steps, and the first differences between two training runs."""
 
 import dataclasses
 import math
@@ -13,42 +13,33 @@ class StepResult:
     step: int = 0
     """Number of the step, from 0."""
     losses: tuple[float, ...]
-    """Losses of the rank's microbatches, in order, over the rank's tokens; empty on all pipeline stages but the last."""
+    """Mean loss of each microbatch, in order; empty on all pipeline stages except the last."""
     gradient_digests: Mapping[str, str]
-    """SHA-256 of each gradient's bytes, reduced over all ranks, by parameter name as `chunk.name`. Empty if not requested."""
+    """SHA-256 of each reduced gradient's bytes, by parameter name with its chunk. Empty if not requested."""
     seconds: float
     """Seconds from the start of forward until the device finished the optimizer, without digests."""
-    loss_names: tuple[str, ...] = ()
-    """Names of the losses; empty if the number of the microbatch is the name."""
 
     @property
     def loss(self) -> float:
         """The mean loss over the microbatches; NaN without losses."""
         return statistics.fmean(self.losses) if self.losses else math.nan
 
-    def name_loss(self, index: int) -> str:
-        """Return the name of the loss at `index` for messages."""
-        return self.loss_names[index] if self.loss_names else f"microbatch {index + 1}"
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where two trainings differ bitwise."""
+    """The first step, from 1, in which two training runs differ, and the microbatch or the parameter with the difference."""
 
     step: int
-    """Number of the step, from 1."""
     what: str
-    """Name of the parameter whose gradient differs, or of the microbatch whose loss differs."""
 
 
 def find_differences(before: Sequence[StepResult], after: Sequence[StepResult]) -> dict[str, Difference]:
-    """Return the first difference of the `losses` and of the `gradients`. Bitwise identical trainings have none."""
+    """Return the first differences under the keys `losses` and `gradients`. Bitwise identical training runs have none."""
     found: dict[str, Difference] = {}
     for number, (one, other) in enumerate(zip(before, after, strict=True), start=1):
-        if "losses" not in found and (loss := _find_loss(one, other)) is not None:
-            found["losses"] = Difference(step=number, what=loss)
-        if "gradients" not in found and (name := _find_gradient(one, other)) is not None:
-            found["gradients"] = Difference(step=number, what=name)
+        for what, name in (("losses", _find_loss(one, other)), ("gradients", _find_gradient(one, other))):
+            if name is not None:
+                found.setdefault(what, Difference(step=number, what=name))
     return found
 
 
@@ -57,25 +48,22 @@ def _find_loss(one: StepResult, other: StepResult) -> str | None:
         return f"{len(one.losses)} and {len(other.losses)} losses"
     # Compare hex forms: for `==`, -0.0 equals 0.0, and a NaN differs from itself.
     pairs = enumerate(zip(one.losses, other.losses, strict=True))
-    return next((one.name_loss(index) for index, (first, second) in pairs if first.hex() != second.hex()), None)
+    return next((f"microbatch {index + 1}" for index, (first, second) in pairs if first.hex() != second.hex()), None)
 
 
 def _find_gradient(one: StepResult, other: StepResult) -> str | None:
-    """Return the first gradient, in parameter order, that differs or exists in only one training."""
+    """Return the first gradient, in parameter order, that differs or exists only in one step."""
     names = dict.fromkeys((*one.gradient_digests, *other.gradient_digests))
     return next((name for name in names if one.gradient_digests.get(name) != other.gradient_digests.get(name)), None)
 
 
 def merge_steps(steps: Sequence[StepResult]) -> StepResult:
-    """Merge the results of all ranks for one step. The names of losses and gradients include the rank."""
+    """Merge the results of all ranks for one step. Losses are in rank order, and the names of gradients include the rank."""
     if len(steps) == 1:
         return steps[0]
     return StepResult(
         step=steps[0].step,
         losses=tuple(loss for step in steps for loss in step.losses),
-        loss_names=tuple(
-            f"{step.name_loss(index)} of rank {rank}" for rank, step in enumerate(steps) for index in range(len(step.losses))
-        ),
         gradient_digests={
             f"{name} of rank {rank}": digest
             for rank, step in enumerate(steps)

@@ -1,8 +1,7 @@
-"""A small training on the released Megatron-Core: its GPT model, schedules and parallel layouts, with a plain optimizer.
+"""Trains Megatron-Core's GPT model with its schedules and parallel layouts, and a plain optimizer.
 
-It runs the same training with and without offload for a bitwise comparison. So two trainers with the same arguments and text
-compute the same losses and gradients, in one process or in many. Settings that would break this are refused. The policy of a
-timing measurement omits the parts that it does not need.
+By default, two trainers with the same arguments and text compute bitwise identical losses and gradients, with and without
+offload.
 """
 
 import contextlib
@@ -19,38 +18,32 @@ from fgoffload.engine import ActivationLedger
 from fgoffload.environment import keep_environment
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, apply_local_layer_support, needs_cpu_support
-from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings
+from fgoffload.integrations.megatron.patching.imports import ignore_expected_warnings, load_module
 from fgoffload.trainer import megatron_engine, parallel
-from fgoffload.trainer.arguments import TrainingArguments, build_transformer_config
+from fgoffload.trainer.arguments import build_transformer_config
 from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.forward_step import LOSS, ForwardStep
-from fgoffload.trainer.gradients import (
-    MainGradOptimizer,
-    digest_tensors,
-    get_main_grad,
-    release_graphs,
-    wrap_chunks,
-)
+from fgoffload.trainer.gradients import MainGradOptimizer, digest_tensors, get_main_grad, release_graphs, wrap_chunks
 from fgoffload.trainer.limits import refuse_what_is_not_built
 from fgoffload.trainer.models import build_chunks, forget_embeddings
 from fgoffload.trainer.steps import StepResult
+from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.trainer.training_graphs import choose_graphs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPolicy:
-    """Options of a training run that change neither its model nor its data. The defaults are for bitwise comparison."""
+    """Options of a training run besides its model and data. The defaults are for bitwise comparison."""
 
     is_deterministic: bool = True
-    """Whether kernels are bitwise reproducible but slower. Otherwise torch and Transformer Engine choose the fastest."""
+    """Use bitwise reproducible kernels, which are slower."""
     has_optimizer: bool = True
-    """Whether AdamW updates the parameters. Otherwise a step is forward and backward only, without optimizer memory."""
+    """Update the parameters with AdamW. Otherwise a step is only forward and backward."""
     uses_megatrons_engine: bool = False
-    """Whether Megatron-Core's own engine offloads, see `megatron_engine`. Otherwise ours does, also at its call sites."""
+    """Offload with Megatron-Core's own engine instead of ours; see `megatron_engine`."""
 
 
 DEFAULT_POLICY = TrainingPolicy()
-"""The policy of `fgoffload train`."""
 
 
 class Trainer:
@@ -67,11 +60,10 @@ class Trainer:
         """Build this rank's part of the model.
 
         Args:
-            arguments: The training.
+            arguments: The training run. `arguments.offload` is ignored.
             text: Training text.
-            offload: Options for this training, or None for no offload. `arguments.offload` is ignored, so that one set of
-                arguments serves both.
-            policy: Kernels, update, and the engine that offloads.
+            offload: Offload options, or None for no offload.
+            policy: Kernels, optimizer, and the engine that offloads.
 
         Raises:
             ConfigError: This version or machine does not support the arguments, or the text is too short.
@@ -90,9 +82,8 @@ class Trainer:
         self.integration: Any = None
         """Our engine in Megatron-Core; None without offload or with Megatron's own engine."""
         self.chunks: list[torch.nn.Module] = []
-        """Model chunks of this rank, as Megatron builds them. The schedules use them wrapped for data parallelism."""
+        """Model chunks of this rank, without the data-parallel wrapper."""
         self.graphs = choose_graphs(arguments)
-        """CUDA graphs of this training."""
         self._wrapped_chunks: list[Any] = []
         self._optimizer: MainGradOptimizer | None = None
         self._step = 0
@@ -116,7 +107,7 @@ class Trainer:
         if offload is not None and not self.policy.uses_megatrons_engine:
             from fgoffload.integrations import megatron
 
-            # Before the model is built, since layers look up the offload interface while they are built.
+            # Layers look up the offload interface when they are built.
             self.integration = megatron.apply(offload)
             self._cleanup.callback(self.integration.remove)
         self._device = parallel.get_device()
@@ -126,11 +117,8 @@ class Trainer:
         if offload is not None and self.policy.uses_megatrons_engine:
             megatron_engine.prepare(offload, config)
             self._cleanup.callback(megatron_engine.reset)
-        self.chunks = [
-            # The local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
-            chunk.to(self._device, dtype=config.params_dtype)
-            for chunk in build_chunks(arguments, config)
-        ]
+        # Local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
+        self.chunks = [chunk.to(self._device, dtype=config.params_dtype) for chunk in build_chunks(arguments, config)]
         with self.graphs.wrapping():
             self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
         self.graphs.start(self._wrapped_chunks, config)
@@ -143,20 +131,16 @@ class Trainer:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters of this rank with their names: `chunk.name`."""
+        """Iterate over the parameters of this rank, with names such as `0.output_layer.weight` that begin with the chunk."""
         for index, chunk in enumerate(self.chunks):
             yield from chunk.named_parameters(prefix=str(index))
 
     def run_step(self, *, with_digests: bool = True) -> StepResult:
-        """Run one optimizer step: all microbatches forward and backward, then the update.
-
-        Raises:
-            StateError: The trainer is closed.
-        """
+        """Run one optimizer step: all microbatches forward and backward, then the update."""
         self._check_open()
         for chunk in self._wrapped_chunks:
             chunk.train()
-        self.graphs.prepare_step(self._step)  # a capture is not part of the step
+        self.graphs.prepare_step(self._step)  # may capture graphs, which is not timed
         start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
@@ -164,8 +148,7 @@ class Trainer:
         losses = self._run_schedule(count, is_evaluation=False)
         digests: dict[str, str] = {}
         if with_digests:
-            # Threads copy on their own streams, which are not ordered after this one. Waiting for backward is part of the step;
-            # hashing, between backward and the update, is not.
+            # Threads copy on their own streams, so backward must be done. Hashing is not part of the step time.
             self._synchronize()
             hashing = time.perf_counter()
             digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
@@ -181,13 +164,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, ...]:
-        """Run forward only, for one global batch in eval mode with the same schedule. Allowed before, between and after steps.
+        """Run one global batch forward in eval mode, before, between or after steps, and return `StepResult.losses`.
 
-        Returns:
-            Losses as in `StepResult.losses`, over text that no training step uses. Each call uses another part of that text.
-
-        Raises:
-            StateError: The trainer is closed.
+        Each call uses new text that no training step uses.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:
@@ -198,16 +177,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the activation bytes of the body in `ledger`, including those that our engine reloads.
-
-        The ledger does not see tensors of other saved-tensor hooks, such as those of Megatron's own engine.
-        """
+        """Count the activation bytes of the body in `ledger`, except those of saved-tensor hooks that are not ours."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield
 
     def close(self) -> None:
-        """Free the model and restore everything that was replaced. A second call does nothing."""
+        """Free the model and undo all patches. A second call does nothing."""
         self._is_closed = True
         self.graphs.close()
         release_graphs(self.chunks)
@@ -216,24 +192,23 @@ class Trainer:
         self._wrapped_chunks = []
         self._optimizer = None
         self._cleanup.close()
-        # Megatron's modules have reference cycles (a layer and its bound methods), and the next trainer needs the memory.
-        gc.collect()
+        gc.collect()  # Megatron's modules have reference cycles, and the next trainer needs the memory
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise StateError("this trainer is closed. Build another one.")
+            raise StateError("this trainer is closed. Create a new one.")
 
     def _run_schedule(self, count: int, *, is_evaluation: bool) -> list[torch.Tensor]:
-        """Run `count` microbatches through Megatron's schedule and return their losses, one element each."""
+        """Run `count` microbatches through Megatron's schedule and return their mean losses."""
         arguments = self.arguments
-        rank, step = parallel.get_data_parallel_rank(), self._evaluations if is_evaluation else self._step
-        split = "evaluation" if is_evaluation else ""
+        rank = int(load_module("megatron.core.parallel_state").get_data_parallel_rank())
+        split, step = ("evaluation", self._evaluations) if is_evaluation else ("", self._step)
 
         def prepare(microbatch: int) -> dict[str, Any]:
             batch = self.text.get_microbatch(arguments, step=step, microbatch=microbatch, data_parallel_rank=rank, split=split)
             return self._forward_step.prepare(batch)
 
-        # A stage with several chunks requests the same microbatch once for each chunk.
+        # Each chunk of a stage reads the same microbatches.
         iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]
         with ignore_expected_warnings():
             reports = self.graphs.get_schedule()(

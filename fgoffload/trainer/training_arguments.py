@@ -1,4 +1,4 @@
-"""Arguments of a training run, from Megatron's flags. Adds the checks that Megatron's own config lacks."""
+"""Arguments of a training run, with the checks that Megatron's own config lacks."""
 
 import dataclasses
 import math
@@ -14,20 +14,17 @@ from fgoffload.integrations.megatron.flags.flag_sources import FlagSources
 from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS
 from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 
-BYTE_VALUES = 256
-"""Number of values of a byte. Text is read byte by byte, and each value is a token."""
+_BYTE_VALUES = 256
+"""Minimum vocabulary size, since each byte of the text is a token."""
 
-DEFAULT_ROUTER_TOPK = 2
+_ROUTER_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
-DEFAULT_GRAPH_WARMUP_STEPS = 3
+_GRAPH_WARMUP_STEPS = 3
 """Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
-_PROCESSES_OF_A_NODE = 8
-"""Number of GPUs of a typical machine. Suggesting more processes would not help."""
-
-LARGEST_SEED = 2**32 - 1
-"""Largest seed that every random number generator accepts. NumPy's limit is the smallest."""
+_MAX_SEED = 2**32 - 1
+"""NumPy's largest seed. Other generators accept larger ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class TrainingArguments:
     """A training run, as described by Megatron's flags."""
 
     transformer: Mapping[str, Any]
-    """Given fields of Megatron's TransformerConfig; the rest keep their defaults."""
+    """Fields of Megatron's TransformerConfig that flags set; the others have their defaults."""
     offload: OffloadConfig | None
     """Fine-grained activation offload options, or None if it is off."""
     source: FlagSources
@@ -43,53 +40,37 @@ class TrainingArguments:
     world_size: int
     """Number of processes."""
     seq_length: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     max_position_embeddings: int
     """Number of positions of the model."""
     micro_batch_size: int
-    """Sequences of a microbatch."""
+    """Sequences per microbatch."""
     global_batch_size: int
-    """Sequences of a step, over all microbatches and data-parallel ranks."""
+    """Sequences per step, over all microbatches and data-parallel ranks."""
     train_iters: int = 10
-    """Number of steps."""
     lr: float = 1e-3
-    """Learning rate."""
     seed: int = 1234
     """Seed of weights, dropout and the order of the data. Source: Megatron-LM's default."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """Kind of position embedding."""
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
     rotary_percent: float = 1.0
     """Fraction of a head that rotary embeddings rotate."""
-    vocab_size: int = 256
-    """Vocabulary size before padding. 256 is one token for each byte."""
+    vocab_size: int = _BYTE_VALUES
+    """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = 128
     """The padded vocabulary is a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
-    """Whether the output layer has its own weights."""
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Whether gradients are summed and reduced in fp32, regardless of the parameters' type."""
+    """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Whether each sequence packs several that do not attend to each other. Our own flag: Megatron-LM packs by its data set."""
+    """Pack several sequences into each, which do not attend to each other. Megatron-LM has no such flag."""
 
     def __post_init__(self) -> None:
-        """Check settings that Megatron's own config does not check.
-
-        Raises:
-            ConfigError: A setting is invalid. The error names the flag, the value, the limit and the fix.
-        """
-        checks = (
-            self._check_sizes,
-            self._check_ranges,
-            self._check_attention,
-            self._check_experts,
-            self._check_processes,
-            self._check_batch,
-            self._check_length,
-        )
+        """Raise ConfigError for settings that Megatron's own config does not check."""
+        checks = (self._check_sizes, self._check_ranges, self._check_layers, self._check_processes, self._check_batch)
         for check in checks:
             for fault in check():
                 raise self.source.refuse(fault)
@@ -121,28 +102,23 @@ class TrainingArguments:
 
     @property
     def expert_parallel_size(self) -> int:
-        """Number of processes over which a layer's experts are spread."""
+        """Number of processes that share the experts of a layer."""
         return int(self.transformer.get("expert_model_parallel_size", 1))
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """Number of processes that share each expert; by default, as many as share the other layers."""
+        """Number of processes that share each expert; by default the tensor-parallel size."""
         return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_parallel_size)
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Number of processes that hold one copy of the model. Its experts may be spread over several copies."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
         """Number of copies of the model."""
-        return self.world_size // self.model_parallel_size
+        return self.world_size // count_processes(self.transformer)[0]
 
     @property
     def uses_transformer_engine(self) -> bool:
         """Whether the layers are Transformer Engine's."""
-        return bool(self.transformer.get("transformer_impl", "local") == "transformer_engine")
+        return bool(self.transformer.get("transformer_impl", "local") == TRANSFORMER_ENGINE)
 
     @property
     def cuda_graph_impl(self) -> str:
@@ -156,24 +132,23 @@ class TrainingArguments:
 
     @property
     def steps_until_replay(self) -> int:
-        """Number of steps before all steps replay graphs: eager steps and the capture step. 0 without graphs."""
+        """Number of eager steps and capture steps before all steps replay graphs. 0 without graphs."""
         return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
 
     @property
     def cuda_graph_warmup_steps(self) -> int:
         """Number of eager steps before graphs are captured."""
-        return int(self.transformer.get("cuda_graph_warmup_steps", DEFAULT_GRAPH_WARMUP_STEPS))
+        return int(self.transformer.get("cuda_graph_warmup_steps", _GRAPH_WARMUP_STEPS))
 
     @property
     def uses_te_rng_tracker(self) -> bool:
-        """Whether Transformer Engine keeps the random states. Graphs need this if it runs or captures the layers."""
-        engine = "transformer_engine"
-        has_te_graphs = self.cuda_graph_impl == engine or (self.captures_graphs and self.uses_transformer_engine)
+        """Whether Transformer Engine keeps the random states, which it must if it captures graphs or graphs hold its layers."""
+        has_te_graphs = self.cuda_graph_impl == TRANSFORMER_ENGINE or (self.captures_graphs and self.uses_transformer_engine)
         return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
 
     @property
     def has_variable_lengths(self) -> bool:
-        """Whether each microbatch has its own sequence length, from half of `seq_length` up to it."""
+        """Whether each microbatch has its own sequence length, between half of `seq_length` and all of it."""
         return bool(self.transformer.get("variable_seq_lengths", False))
 
     @property
@@ -183,18 +158,18 @@ class TrainingArguments:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Vocabulary size after padding, as in the embedding."""
+        """Vocabulary size after padding."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def sequence_shares(self) -> int:
-        """Number that must divide a sequence's length, so that sequence- and context-parallel ranks can share it."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide the length."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
     def count_microbatches(self, consumed_samples: int) -> int:
-        """Return the microbatches of a rank in the step after `consumed_samples` sequences, while the batch ramps up.
+        """Return the microbatches per rank in the step after `consumed_samples` sequences, while the batch ramps up.
 
         Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core 0.16.1.
         """
@@ -210,7 +185,7 @@ class TrainingArguments:
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
-    # Each check yields its faults. Only the first fault is raised.
+    # Each check yields its faults, of which the first is raised.
 
     def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")
@@ -220,87 +195,84 @@ class TrainingArguments:
         sizes |= {name: size for name, size in self.transformer.items() if name.endswith("_size") or name in others}
         for name, size in (*sizes.items(), ("world_size", self.world_size)):
             if isinstance(size, int) and size < 1:
-                yield f"{_spell(name)} {size} is below 1. Give 1 or more."
+                yield f"{_spell(name)} {size} is below 1. Use 1 or more."
 
     def _check_ranges(self) -> Iterator[str]:
         if not (math.isfinite(self.lr) and self.lr >= 0):
-            yield f"--lr {self.lr} is not a learning rate. Give a finite number of 0 or more, as in 1e-3."
-        if not 0 <= self.seed <= LARGEST_SEED:
-            yield f"--seed {self.seed} is outside 0 to {LARGEST_SEED}. Give a number in between, as in 1234."
+            yield f"--lr {self.lr} is not a learning rate. Use a finite number of 0 or more, for example 1e-3."
+        if not 0 <= self.seed <= _MAX_SEED:
+            yield f"--seed {self.seed} is outside 0 to {_MAX_SEED}. Use a number in between, for example 1234."
         if not 0 < self.rotary_percent <= 1:
-            yield f"--rotary-percent {self.rotary_percent} is not a fraction of a head. Give one above 0, up to 1."
+            yield f"--rotary-percent {self.rotary_percent} is not a fraction of a head. Use a number above 0 and up to 1."
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= self.transformer.get(name, 0) <= 1:
-                yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Give a probability, as in 0.1."
-        if self.padded_vocab_size < BYTE_VALUES:
+                yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Use a probability, for example 0.1."
+        if self.padded_vocab_size < _BYTE_VALUES:
             yield (
                 f"--vocab-size {self.vocab_size}, padded to {self.padded_vocab_size} by --make-vocab-size-divisible-by "
-                f"{self.make_vocab_size_divisible_by}, is below the {BYTE_VALUES} values of a byte, which are the tokens of "
-                f"the text. Give --vocab-size {BYTE_VALUES}."
+                f"{self.make_vocab_size_divisible_by}, is below {_BYTE_VALUES}, but each byte of the text is a token. "
+                f"Use --vocab-size {_BYTE_VALUES}."
             )
 
-    def _check_attention(self) -> Iterator[str]:
+    def _check_layers(self) -> Iterator[str]:
         heads, hidden = self.transformer["num_attention_heads"], self.transformer["hidden_size"]
         groups = self.transformer.get("num_query_groups")
         if groups is not None and heads % groups:
-            yield (
-                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}. Give a number of groups that does."
-            )
+            yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}. Use a divisor of {heads}."
         channels = self.transformer.get("kv_channels") or hidden // heads
         is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
         if channels < 1 or (is_rotary and channels % 2):
             yield (
                 f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0, and even with "
-                f"--position-embedding-type rope, which rotates pairs of channels. Give --kv-channels {channels + 1}."
+                f"--position-embedding-type rope, which rotates pairs of channels. Use --kv-channels {channels + 1}."
             )
-
-    def _check_experts(self) -> Iterator[str]:
         experts = self.transformer.get("num_moe_experts")
-        topk = self.transformer.get("moe_router_topk", DEFAULT_ROUTER_TOPK)
+        topk = self.transformer.get("moe_router_topk", _ROUTER_TOPK)
         if experts is not None and topk > experts:
             default = "" if "moe_router_topk" in self.transformer else " (the default)"
             yield (
                 f"--moe-router-topk {topk}{default} is above --num-experts {experts}. "
-                f"Give --moe-router-topk {experts} or less, or more experts."
-            )
-        pattern, layers = self.transformer.get("moe_layer_freq"), self.transformer["num_layers"]
-        if isinstance(pattern, list) and (len(pattern) != layers or not set(pattern) <= {0, 1}):
-            yield (
-                f"--moe-layer-freq {pattern} has {len(pattern)} entries for --num-layers {layers}. "
-                "Give one entry per layer: 1 for experts, 0 for dense."
+                f"Use --moe-router-topk {experts} or less, or more experts."
             )
 
     def _check_processes(self) -> Iterator[str]:
-        """Yield faults about the number of processes."""
-        experts = self.expert_tensor_parallel_size * self.expert_parallel_size * self.pipeline_parallel_size
+        model, experts = count_processes(self.transformer)
         for what, size, factors in (
-            ("one copy of the model needs", self.model_parallel_size, "tensor x pipeline x context"),
+            ("one copy of the model needs", model, "tensor x pipeline x context"),
             ("the experts of a model need", experts, "expert-tensor x expert x pipeline"),
         ):
             if self.world_size % size:
-                needed = math.lcm(self.model_parallel_size, experts)
+                needed = math.lcm(model, experts)
                 started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
-                command = f"torchrun --nproc-per-node {needed} -m fgoffload train"
-                yield f"{what} {size} processes ({factors} parallel sizes), but {started}. " + (
-                    f"Start a multiple of {needed}, as in {command}."
-                    if needed <= _PROCESSES_OF_A_NODE
-                    else "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100, or train a smaller model, as in "
-                    f"fgoffload train tiny_moe. This model needs a multiple of {needed} processes."
+                yield (
+                    f"{what} {size} processes ({factors} parallel sizes), but {started}. Start a multiple of {needed} with "
+                    f"torchrun --nproc-per-node {needed} -m fgoffload train, or plan without GPUs with fgoffload plan."
                 )
 
     def _check_batch(self) -> Iterator[str]:
-        """Yield faults about the microbatches of a step."""
         one_microbatch = self.micro_batch_size * self.data_parallel_size
         one = f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.data_parallel_size} = {one_microbatch}"
         if self.global_batch_size % one_microbatch:
             yield (
                 f"--global-batch-size {self.global_batch_size} is not a multiple of {one}. "
-                f"Give {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
+                f"Use {max(1, self.global_batch_size // one_microbatch) * one_microbatch}."
             )
         if self.packed_sequences and self.micro_batch_size > 1:
             yield (
                 f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences form "
-                "one sequence. Give --micro-batch-size 1."
+                "one sequence. Use --micro-batch-size 1."
+            )
+        if self.seq_length > self.max_position_embeddings:
+            yield (
+                f"--seq-length {self.seq_length} is above --max-position-embeddings "
+                f"{self.max_position_embeddings}. Use --max-position-embeddings {self.seq_length} or more."
+            )
+        shares = self.sequence_shares
+        if self.seq_length % shares:
+            yield (
+                f"--seq-length {self.seq_length} is not a multiple of {shares}, the number of parts into which "
+                f"--sequence-parallel and --context-parallel-size {self.context_parallel_size} split a sequence. "
+                f"Use {max(1, self.seq_length // shares) * shares}."
             )
         if self.rampup_batch_size is None:
             return
@@ -311,24 +283,17 @@ class TrainingArguments:
         if not (is_three and multiples) or self.global_batch_size not in batch_sizes[1:]:
             yield (
                 f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
-                f"{self.global_batch_size}. Give START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
+                f"{self.global_batch_size}. Use START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
                 f"multiples of {one}, so that the global batch is START plus a whole number of INCREMENTs."
             )
 
-    def _check_length(self) -> Iterator[str]:
-        """Yield faults about the sequence length."""
-        if self.seq_length > self.max_position_embeddings:
-            yield (
-                f"--seq-length {self.seq_length} is above --max-position-embeddings "
-                f"{self.max_position_embeddings}. Give --max-position-embeddings {self.seq_length} or more."
-            )
-        shares = self.sequence_shares
-        if self.seq_length % shares:
-            yield (
-                f"--seq-length {self.seq_length} is not a multiple of {shares}, the parts that --sequence-parallel and "
-                f"--context-parallel-size {self.context_parallel_size} split a sequence into. "
-                f"Give {max(1, self.seq_length // shares) * shares}."
-            )
+
+def count_processes(transformer: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many processes one copy of the model needs, and how many its experts need."""
+    names = ("tensor_model", "pipeline_model", "context", "expert_model")
+    tensor, pipeline, context, expert = (max(1, int(transformer.get(f"{name}_parallel_size", 1))) for name in names)
+    expert_tensor = int(transformer.get("expert_tensor_parallel_size") or tensor)
+    return tensor * pipeline * context, max(1, expert_tensor) * expert * pipeline
 
 
 def _spell(name: str) -> str:

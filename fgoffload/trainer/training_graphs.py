@@ -1,7 +1,7 @@
-"""Lets Megatron-Core's own code capture the CUDA graphs of a training run at the right step, and releases them afterwards.
+"""Captures the CUDA graphs of a training run with Megatron-Core's own code, and releases them at the end.
 
-Megatron keeps graphs, their inputs and their memory pool in classes and modules. So a trainer releases all of them when it
-closes, and the next trainer in the process captures its own. Only this file uses Megatron's private names for graphs.
+Megatron keeps graphs, their inputs and their memory pool in global state, so a trainer must release them before the next one
+can capture. Only this file uses Megatron's private names for graphs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
 
 class Graphs:
-    """Runs every step eagerly. Base class of the classes that capture graphs."""
+    """Runs all steps eagerly. Base of the classes that capture graphs."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments
@@ -43,8 +43,8 @@ class Graphs:
         if not self._arguments.captures_graphs:
             yield
             return
-        # The wrapper holds the gradient accumulation nodes, which keep the stream on which they were created. Backward would
-        # wait for the default stream, which is not allowed during capture. Megatron-LM does the same.
+        # The wrapper creates the gradient accumulation nodes, and backward waits for the stream on which they were created. The
+        # default stream is not allowed during capture. Megatron-LM does the same.
         stream = self._find_wrapping_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -56,30 +56,27 @@ class Graphs:
         self._chunks, self._config = chunks, config
 
     def get_schedule(self) -> Callable[..., Any]:
-        """Return Megatron's schedule for these ranks."""
+        """Return Megatron's schedule."""
         schedule: Callable[..., Any] = load_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         return schedule
 
     def prepare_step(self, step: int) -> None:
-        """Capture graphs if this step is due for it. Chunks are in training mode, and no step is running.
-
-        Args:
-            step: Number of the step, from 0.
+        """Capture graphs if this must happen before `step`, counted from 0. Chunks must be in training mode.
 
         Raises:
-            IntegrationError: Nothing was captured when graphs should replay.
+            IntegrationError: This step should replay graphs, but none was captured.
         """
         if self._arguments.captures_graphs and step >= self._arguments.steps_until_replay and not self.is_captured:
             raise IntegrationError(
-                f"--cuda-graph-impl {self._arguments.cuda_graph_impl}: Megatron-Core has captured no CUDA graph in the first "
-                f"{step} steps. Name other --cuda-graph-modules, or leave the flag out."
+                f"--cuda-graph-impl {self._arguments.cuda_graph_impl}: Megatron-Core captured no CUDA graph in the first "
+                f"{step} steps. Use other --cuda-graph-modules, or remove the flag."
             )
 
     def close(self) -> None:
-        """Release the graphs and Megatron's state for them. The model still exists."""
+        """Release the graphs and Megatron's state for them. Call this before the model is freed."""
         self._chunks, self._config = (), None
         if self._arguments.captures_graphs:
-            # cuBLAS keeps a workspace per stream. A workspace allocated from a graph's pool would keep the pool alive.
+            # A cuBLAS workspace that was allocated from a graph's pool would keep the pool alive.
             clear_cublas_workspaces()
 
     def _find_wrapping_stream(self) -> torch.cuda.Stream:
@@ -97,7 +94,7 @@ class _LocalGraphs(Graphs):
     def close(self) -> None:
         module = load_module(_LAYER_GRAPHS)
         module.delete_cuda_graphs()
-        # Megatron has dropped the captured runners, but their outputs hold the autograd graph, the runners and the whole model.
+        # Megatron has dropped the runners, but their outputs hold the autograd graph, and so the runners and the whole model.
         managers = [one for chunk in self._chunks for one in chunk.modules() if isinstance(one, module.CudaGraphManager)]
         for manager in managers:
             for runner in manager.cudagraph_runners:
@@ -107,7 +104,7 @@ class _LocalGraphs(Graphs):
 
 
 class _LayerGraphs(Graphs):
-    """Graphs of layers or their parts, which Transformer Engine captures between two steps."""
+    """Graphs of layers or modules, which Transformer Engine captures between two steps."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         super().__init__(arguments)
@@ -120,7 +117,7 @@ class _LayerGraphs(Graphs):
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
         super().start(chunks, config)
-        # The capture reads the number of microbatches of a step.
+        # The capture reads the number of microbatches per step.
         load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
             rank=1,  # rank 1 logs nothing
             rampup_batch_size=None,
@@ -148,9 +145,9 @@ class _LayerGraphs(Graphs):
                 config=self._config,
                 seq_length=self._arguments.seq_length,
                 micro_batch_size=self._arguments.micro_batch_size,
-                optimizers=[],  # our optimizer leaves no gradients
+                optimizers=[],  # only needed to zero gradients, and our optimizer keeps none
             )
-            # Do not create manual hooks afterwards: they gather sharded parameters, and none are sharded here.
+            # Megatron-LM then creates hooks, but only to gather sharded parameters.
             self._helper.create_cudagraphs()
         # A stage may have no layer to capture.
         self._is_captured = any(gather(bool(self._helper.graphs_created())))
@@ -158,7 +155,7 @@ class _LayerGraphs(Graphs):
 
 
 class _StepGraph(Graphs):
-    """One graph of all microbatches' forward and backward, captured by Megatron in place of the schedule."""
+    """One graph of forward and backward of all microbatches, which Megatron captures instead of running the schedule."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         super().__init__(arguments)
@@ -186,7 +183,7 @@ class _StepGraph(Graphs):
             (module.StaticBufferLoader.static_buffers, list),
         ):
             kept.update({stage: empty() for stage in kept})
-        # A pool whose graphs are gone cannot be used for another graph.
+        # A pool cannot be used again after its graphs are gone.
         if hasattr(module, "_shared_graph_pool"):
             module._shared_graph_pool = None  # noqa: SLF001 - no public function resets it
         self._schedule = None

@@ -54,17 +54,17 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("--num-layer 4", r"x\.sh: --num-layer is an unknown flag. Did you mean --num-layers\?"),
         ("stray", "'stray' is not a flag"),
         ("--num-layers four", r"x\.sh: --num-layers 'four' is not a whole number. Use one, for example 4"),
-        ("--num-layers 0", "--num-layers 0 is below 1. Give 1 or more"),
+        ("--num-layers 0", "--num-layers 0 is below 1. Use 1 or more"),
         ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm. Give one of them."),
-        ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size 3 is not a multiple of .* = 2. Give 2"),
+        ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size 3 is not a multiple of .* = 2. Use 2"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
         ("--moe-layer-freq print(1)", "is neither a whole number nor a list"),
         ("--seed -1", "--seed -1 is outside 0 to 4294967295"),
-        ("--vocab-size 100 --make-vocab-size-divisible-by 1", "--vocab-size 100, padded to 100 by .* Give --vocab-size 256"),
+        ("--vocab-size 100 --make-vocab-size-divisible-by 1", "--vocab-size 100, padded to 100 by .* Use --vocab-size 256"),
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is above --num-experts 4"),
         (
             "--kv-channels 7 --position-embedding-type rope",
-            "--kv-channels 7 .* must be above 0, and even with .* Give --kv-channels 8",
+            "--kv-channels 7 .* must be above 0, and even with .* Use --kv-channels 8",
         ),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
         ("--virtual-pipeline-model-parallel-size 2", "needs 2 stages or more"),
@@ -98,7 +98,7 @@ def test_an_error_names_the_place_of_the_flags_that_it_is_about(flags: str, type
 def test_a_missing_flag_is_named(flag: str) -> None:
     at = BASE.index(flag)
 
-    with pytest.raises(ConfigError, match=rf"x\.sh: {flag} is missing. Give it, as in {flag} \d+"):
+    with pytest.raises(ConfigError, match=rf"x\.sh: {flag} is missing. Add it, for example {flag} \d+"):
         parse("", base=BASE[:at] + BASE[at + 2 :])
 
 
@@ -130,4 +130,4 @@ def test_flags_that_the_trainer_does_not_need_are_ignored_and_named_in_one_line(
     build("--use-mcore-models --tokenizer-type X --weight-decay 0.1 --no-use-distributed-optimizer --use-mcore-models")
     (line,) = caplog.messages
     ignored = "--use-mcore-models --tokenizer-type --weight-decay --no-use-distributed-optimizer"
-    assert line == f"x.sh: this command ignores {ignored}, which its small trainer does not need."
+    assert line == f"x.sh: this command ignores {ignored}: its small trainer does not need them."

@@ -25,7 +25,7 @@ BEFORE_TORCH = [
 SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
 
 AFTER_TORCH = [
-    (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4. Give --moe-router-topk 4 or less"),
+    (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4. Use --moe-router-topk 4 or less"),
     (
         ("--group-query-attention", "--num-query-groups", "3"),
         f"{ARGUMENTS} and the command line: --num-query-groups 3 does not divide --num-attention-heads 8.",
@@ -33,9 +33,9 @@ AFTER_TORCH = [
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
     (("--step", "3"), "the command line: --step is an unknown flag. Did you mean --steps?"),
     (("--pipeline-model-parallel-size", "2"), "one copy of the model needs 2 processes (tensor x pipeline x context parallel"),
-    (("--pipeline-model-parallel-size", "16"), "Plan it without GPUs, as in fgoffload plan deepseek_v3 --gpu h100"),
+    (("--pipeline-model-parallel-size", "16"), "or plan without GPUs with fgoffload plan"),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),
-    (("--data", "none.txt"), "--data none.txt does not exist. Give a text file"),
+    (("--data", "none.txt"), "--data none.txt does not exist. Use a text file"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(cap
     [
         ({"made_for": {"num_layers": 5}}, "plan.json: The plan was made for num_layers 5, but this training run has 4."),
         ({"made_for": {"tokens": 8}}, "The plan was made for tokens 8, but this training run has 256."),
-        ({"sites": [SITE | {"layer": 4}]}, "names layers.4.core_attn in chunk 0, and the model has 4 layers and 1 chunk(s)"),
+        ({"sites": [SITE | {"layer": 4}]}, "contains layers.4.core_attn in chunk 0, but the model has 4 layers and 1 chunk(s)"),
         ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan plan.json 'core_atn' is not a tag"),
     ],
 )

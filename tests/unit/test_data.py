@@ -57,7 +57,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
 def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ConfigError, match=r"--data .*missing does not exist. Give a text file"):
+    with pytest.raises(ConfigError, match=r"--data .*missing does not exist. Use a text file"):
         TextData.load(tmp_path / "missing")
     for name in ("empty", "empty.txt"):
         with pytest.raises(ConfigError, match=f"--data .*{name} is empty"):
@@ -65,5 +65,5 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--data x has 8 bytes and --seq-length 8 needs 9"):
+    with pytest.raises(ConfigError, match="--data x has 8 bytes, but --seq-length 8 needs 9"):
         TextData(b"12345678", name="x").check_length(8)

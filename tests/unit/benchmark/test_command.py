@@ -22,7 +22,10 @@ REFUSED = [
     ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
     ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Give it after the flag, as in --repeats 2."),
     ((ARGUMENTS, "--settings", "recompute:layernorm+bogus"), "--settings 'recompute:layernorm+bogus': 'bogus' is no"),
-    ((ARGUMENTS, "--settings", "megatron:expert_fc1+core"), "--settings 'megatron:expert_fc1+core': 'core' is not a module of"),
+    (
+        (ARGUMENTS, "--settings", "megatron:expert_fc1+core"),
+        "--settings 'megatron:expert_fc1+core': --offload-modules 'core' is not a tag",
+    ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
     ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
@@ -30,7 +33,7 @@ REFUSED = [
 ]
 REFUSED_AFTER_TORCH = [
     (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4."),
-    (("--recompute-granularity", "selective"), "--recompute-granularity is chosen by settings here."),
+    (("--recompute-granularity", "selective"), "--recompute-granularity is set by the settings of a benchmark."),
     (("--search-megatron",), "--search-megatron is an unknown flag."),
     (("--repeat", "3"), "--repeat is an unknown flag. Did you mean --repeats?"),
     (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Give a folder that you may write to."),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.trainings import MOE
 
-from fgoffload.benchmark.job import Crashed, Finished, Job
+from fgoffload.benchmark.job import Crashed, Job
 from fgoffload.benchmark.measurement import Measurement, Outcome, Run
 from fgoffload.benchmark.processes import run_sessions, start_session
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
@@ -40,7 +40,6 @@ def run_scripted(runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None):
             yield 1, outcome  # another rank's counts for nothing
             failure = "refused" if run.setting in refuse else ""
             yield 0, dataclasses.replace(outcome, measurement=None if failure else MEASURED, failure=failure)
-        yield 0, Finished()
 
     def start(job, runs, kind, session):
         given.append(list(runs))
@@ -66,7 +65,7 @@ def test_runs_that_all_end_take_one_session():
     assert list_numbers(outcomes) == [(BASELINE, 4, ""), (ONE, 4, "refused"), (TWO, 4, "")]
     assert outcomes[2].measurement == MEASURED
     assert len(given) == 1
-    assert [type(message) for message in heard] == [Run, Outcome] * 3 + [Finished]
+    assert [type(message) for message in heard] == [Run, Outcome] * 3
 
 
 def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_the_baseline():

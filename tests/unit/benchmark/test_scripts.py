@@ -104,7 +104,7 @@ def test_hugging_face_models_have_a_row_for_each_setting_with_the_bits_of_the_fi
 def test_a_budget_which_nobody_plans_for_is_refused_before_a_process_starts(run):
     code, _, error = run("take_turns", *MODEL, "--settings", "ours:expert_fc1", "budget:1MiB", start=None)
     assert code == 2
-    assert error.startswith("budget:1.00MiB needs a plan. Give a plan file")
+    assert error.startswith("budget:1.00MiB needs a plan. Pass a plan file")
 
 
 def test_predictions_are_checked_by_a_command_that_the_benchmark_takes(tmp_path):

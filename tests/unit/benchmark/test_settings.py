@@ -51,8 +51,8 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
     with pytest.raises(ConfigError) as caught:
         parse_setting("budget:1MiB").list_flags()
     assert str(caught.value) == (
-        "budget:1.00MiB needs a plan. Give a plan file, as in plan:plan.json, or use fgoffload bench "
-        "--budgets, which makes one."
+        "budget:1.00MiB needs a plan. Pass a plan file, for example plan:plan.json, or use fgoffload bench --budgets, which "
+        "makes a plan."
     )
 
 
@@ -60,12 +60,12 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
     ("name", "message"),
     [
         ("megatrom:core_attn", "'megatrom:core_attn' is not a setting"),
-        ("recompute", "--settings 'recompute' is not a setting of that system. Give one as in recompute:full."),
-        ("te-layers", "Give one as in te-layers:3."),
-        ("plan", "Give one as in plan:plan.json."),
-        ("baseline:much", "is not a setting of that system. Give one as in baseline."),
-        ("ours:expert_fc1@0", "'0' is not a fraction. Give a number above 0 and up to 1"),
-        ("baseline~delay", "a part (@), ~delay and recompute (/) go with modules. Give them with megatron or ours."),
+        ("recompute", "--settings 'recompute' is not a setting of that system. Use, for example, recompute:full."),
+        ("te-layers", "Use, for example, te-layers:3."),
+        ("plan", "Use, for example, plan:plan.json."),
+        ("baseline:much", "is not a setting of that system. Use, for example, baseline."),
+        ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is outside 0 to 1"),
+        ("baseline~delay", "a fraction (@), ~delay and recompute (/) need megatron or ours with modules."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),

@@ -118,7 +118,7 @@ def test_the_delay_reaches_the_config_where_there_is_one():
 def test_graphs_need_a_gpu(impl):
     with pytest.raises(ConfigError) as caught:
         refuse_what_is_not_built(parse(f"--cuda-graph-impl {impl}"))
-    assert str(caught.value) == f"x.sh: --cuda-graph-impl {impl} needs a GPU, and there is none. Leave it out."
+    assert str(caught.value) == f"x.sh: --cuda-graph-impl {impl} needs a GPU, and there is none. Remove it."
 
 
 def test_graphs_of_transformer_engine_need_it(monkeypatch):
@@ -135,7 +135,7 @@ def test_graphs_of_transformer_engine_need_it(monkeypatch):
         (f"{TE} --variable-seq-lengths", "and --variable-seq-lengths exclude each other: a graph has fixed shapes"),
         (f"{TE} {TE_LAYERS} --micro-batch-size 1 --packed-sequences", "and --packed-sequences exclude each other"),
         (f"{TE} --rampup-batch-size 2 2 8", "and --rampup-batch-size exclude each other"),
-        ("--enable-cuda-graph", "--enable-cuda-graph, a deprecated flag, is not supported in this version: give"),
+        ("--enable-cuda-graph", "--enable-cuda-graph, a deprecated flag, is not supported in this version: use"),
         (f"{FULL} --num-experts 4", "dropless routing synchronizes on the token counts, which a graph cannot capture."),
         (f"{FULL} --num-experts 4 --moe-expert-capacity-factor 1.0", "--moe-pad-expert-input-to-capacity"),
     ],

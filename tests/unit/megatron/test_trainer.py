@@ -113,17 +113,17 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
     [
         ("--tensor-model-parallel-size 2", 1, r"one copy of the model needs 2 processes .* but there is 1\. Start a"),
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, r"needs 4 processes .* but there are 2\."),
-        ("--expert-model-parallel-size 4", 2, r"the experts of a model need 4 processes .* as in torchrun --nproc-per-node 4"),
+        ("--expert-model-parallel-size 4", 2, r"the experts of a model need 4 processes .* torchrun --nproc-per-node 4"),
         ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 2, r"the experts of a model need 4 processes"),
-        ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Give 2\."),
+        ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Use 2\."),
         ("--packed-sequences --micro-batch-size 2", 1, r"--micro-batch-size 2 and --packed-sequences exclude each other"),
-        ("--rampup-batch-size 1 1", 1, r"--rampup-batch-size 1 1 does not reach --global-batch-size 2\. Give START, INCREM"),
+        ("--rampup-batch-size 1 1", 1, r"--rampup-batch-size 1 1 does not reach --global-batch-size 2\. Use START, INCREM"),
         ("--rampup-batch-size 1 0 9", 1, r"--rampup-batch-size 1 0 9 does not reach"),
         ("--rampup-batch-size 1 1 9", 2, r"--rampup-batch-size 1 1 9 does not reach .* multiples of .* = 2,"),
         ("--rampup-batch-size 2 1 9", 1, r"--rampup-batch-size 2 1 9 does not reach"),
         ("--global-batch-size 6 --rampup-batch-size 1 2 9", 1, r"does not reach --global-batch-size 6\."),
         ("--seq-length 31 --tensor-model-parallel-size 2 --sequence-parallel", 2, r"--seq-length 31 is not a multiple of 2,"),
-        ("--seq-length 34 --context-parallel-size 2", 2, r"--seq-length 34 is not a multiple of 4, the parts .* Give 32\."),
+        ("--seq-length 34 --context-parallel-size 2", 2, r"--seq-length 34 is not a multiple of 4, the number .* Use 32\."),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:

@@ -35,9 +35,9 @@ def test_close_puts_everything_back():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{DENSE} --fp16", "--fp16, which needs loss scaling, is not supported in this version: give --bf16"),
+        (f"{DENSE} --fp16", "--fp16, which needs loss scaling, is not supported in this version: use --bf16"),
         (f"{DENSE} --fp8-param-gather --fp8-format hybrid", "--fp8-param-gather, which needs an FP8 optimizer"),
-        (f"{MOE} --moe-grouped-gemm", "--moe-grouped-gemm needs Transformer Engine's layers: give --transformer-impl"),
+        (f"{MOE} --moe-grouped-gemm", "--moe-grouped-gemm needs Transformer Engine's layers: use --transformer-impl"),
         (
             DENSE.replace("--disable-bias-linear", "--recompute-granularity selective --recompute-modules mlp"),
             "--recompute-modules mlp hangs in backward if linear layers have biases",

@@ -64,7 +64,7 @@ def make_parallelism(
     check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
     data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     stages = sizes["pipeline_parallel_size"]
-    virtual_size = _count_chunks(values, model.num_layers, stages)
+    virtual_size = count_chunks(values, model.num_layers, stages)
     default = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size) if fills_pipeline else 1
     fields = {"has_sequence_parallel": False, **{field: values[flag] for field, flag in FIELD_FLAGS.items() if flag in values}}
     fields |= {
@@ -74,15 +74,6 @@ def make_parallelism(
         "microbatches": _count_microbatches(values, sizes["micro_batch_size"], data_parallel_size, default=default),
     }
     return Parallelism(**fields)
-
-
-def describe_two_virtual_sizes(per_chunk: int, chunks: int) -> str:
-    """Return the error message for both `VIRTUAL_STAGE_FLAGS` together."""
-    flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
-    return (
-        f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Give one of them; to override a file, use the "
-        "file's flag."
-    )
 
 
 def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
@@ -137,13 +128,21 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
     return int(sequences // one)
 
 
-def _count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
-    """Return the virtual pipeline size from either of Megatron-LM's two flags."""
+def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
+    """Return the virtual pipeline size from either of Megatron-LM's two flags.
+
+    Raises:
+        ConfigError: Both flags are set, or the layers cannot be divided.
+    """
     per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
     if per_chunk is None:
         return chunks
     if chunks is not None:
-        raise ConfigError(describe_two_virtual_sizes(per_chunk, chunks))
+        flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
+        raise ConfigError(
+            f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Use one of them; to override a file, use "
+            "the file's flag."
+        )
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
     # Embedding and loss may each count as a layer.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
