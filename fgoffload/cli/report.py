@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.cli.comparison import RunRecord
+from fgoffload.cli.plan_pictures import draw_axes, save_plot
 from fgoffload.config import OffloadConfig
-from fgoffload.output_files import replacing
 from fgoffload.trainer.steps import Difference
 from fgoffload.units import MIB, format_bytes, format_ms
 
@@ -74,11 +74,9 @@ def describe_differences(differences: Mapping[str, Difference]) -> list[str]:
 
 def write_memory_plot(path: Path, records: Mapping[str, RunRecord], description: Description) -> None:
     """Write a plot of the activation bytes over one step."""
-    # Imported here, since it takes as long as a short training. pyplot would need a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    title = f"Activation memory over one step\n{description.title}"
+    x_label = "position in the step, by tensors saved and unpacked [%]"
+    axes = draw_axes(4.5, title, x=x_label, y="activations on the device [MiB]")
     for (label, record), color in zip(records.items(), ("#8a8f98", "#1f77b4"), strict=False):
         x, y = _step_curve(record)
         peak = format_bytes(record.activation_peak_bytes)  # the same text as in the table
@@ -87,13 +85,8 @@ def write_memory_plot(path: Path, records: Mapping[str, RunRecord], description:
         axes.axhline(record.activation_peak_bytes / MIB, color=color, linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 1.2 * max(record.activation_peak_bytes for record in records.values()) / MIB or 1)
-    axes.set_xlabel("position in the step, by tensors saved and unpacked [%]")
-    axes.set_ylabel("activations on the device [MiB]")
-    axes.set_title(f"Activation memory over one step\n{description.title}", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", frameon=False, ncols=len(records))
-    with replacing(path) as partial:
-        figure.savefig(partial, dpi=150)
+    axes.legend(loc="upper left", ncols=len(records))
+    save_plot(axes, path)
 
 
 def _start_table(records: Mapping[str, RunRecord], description: Description) -> Table:

@@ -119,7 +119,7 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, mon
     written = json.loads(numbers.read_text(encoding="utf-8"))["plans"]
     assert len(written) == len(steps)
     assert written[0].keys() >= {"budget_bytes", "peak_bytes", "step_s", "offloaded_bytes", "recompute_s", "copy_waits_s"}
-    assert f"Frontier: {picture}\n" in out
+    assert f"Plot: {picture}\n" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,13 +150,16 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
         (("deepseek_v4", "--gpu", "h100"), "model 'deepseek_v4' does not exist. Did you mean deepseek_v3?"),
         ((LLAMA,), "--gpu is missing"),
-        ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Give one of them"),
+        ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Use one of them"),
         ((MIXTRAL, "--gpu", "h100", "--tp", "4"), "Give --expert-tensor-parallel-size 1 (--etp), which otherwise equals"),
-        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Give one of: a100,"),
-        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),
+        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: a100,"),
+        (
+            (LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"),
+            "--plot './x.svg' is the file of --json, and would be",
+        ),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),
-        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both name"),
+        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "argument --hardware: not allowed with argument --gpu"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
@@ -195,7 +198,7 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Give"),
+        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Use"),
         (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the file of --profile"),
     ],
 )
@@ -213,9 +216,9 @@ def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--json", "none/plan.json"), "--json 'none/plan.json' is in 'none', which does not exist."),
-        (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is not a folder."),
-        (("--plot", "plan.bmpx"), "--plot plan.bmpx has an unsupported image format. Give one of "),
+        (("--json", "none/plan.json"), "--json 'none/plan.json' cannot be written: No such file or directory."),
+        (("--plot", "file/plan.png"), "--plot 'file/plan.png' cannot be written: Not a directory."),
+        (("--plot", "plan.bmpx"), "--plot 'plan.bmpx' has an unsupported image format. End it with one of "),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):
