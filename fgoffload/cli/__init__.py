@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 a comparison found a difference or a check found an err
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import platform
 import re
@@ -78,7 +79,7 @@ def _run(words: Sequence[str], log: LibraryLog) -> int:
         if not command.RUNS_A_SCRIPT:
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
         if os.environ.get("RANK", "0") != "0":
-            log.silence()  # rank 0's warnings hold for all ranks; each rank shows its errors
+            log.setLevel(logging.CRITICAL)  # rank 0's warnings hold for all ranks; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)
 

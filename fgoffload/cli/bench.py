@@ -30,7 +30,7 @@ from fgoffload.units import SIZE_UNITS
 if TYPE_CHECKING:
     from fgoffload.benchmark.job import Job, Message
     from fgoffload.benchmark.results import Results
-    from fgoffload.cli.progress import TrainingProgress
+    from fgoffload.cli.progress import StartRun
 
 NAME = "bench"
 SUMMARY = "measure step time and memory of settings side by side"
@@ -142,12 +142,12 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     job = check_options(options, megatron_flags)
     from fgoffload.cli.progress import show_progress
 
-    with show_progress() as progress:
-        results = _measure(job, options, progress)
+    with show_progress() as start_run:
+        results = _measure(job, options, start_run)
     return _show(results)
 
 
-def _measure(job: "Job", options: argparse.Namespace, progress: "TrainingProgress") -> "Results":
+def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> "Results":
     # Importing torch and Megatron-Core takes seconds, so the checks that need neither run first.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
@@ -169,11 +169,11 @@ def _measure(job: "Job", options: argparse.Namespace, progress: "TrainingProgres
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     results = Results(job=job, workload=describe_workload(arguments), about=about)
-    collect_results(results, settings, on_message=_show_messages(job, progress))
+    collect_results(results, settings, on_message=_show_messages(job, start_run))
     return results
 
 
-def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
+def _show_messages(job: "Job", start_run: "StartRun") -> "Callable[[Message], None]":
     """Return a function that shows messages of the processes as progress."""
     from fgoffload.benchmark.job import Message, Stepped
     from fgoffload.benchmark.measurement import Run
@@ -182,7 +182,7 @@ def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Messa
 
     def on_message(message: Message) -> None:
         if isinstance(message, Run):
-            on_step[:] = [progress.start_run(message.setting.name, steps=job.steps_of_run)]
+            on_step[:] = [start_run(message.setting.name, job.steps_of_run)]
         elif isinstance(message, Stepped) and message.loss is not None:
             on_step[0](message.loss)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
-from rich.table import Table
 
+from fgoffload.cli.console import make_table
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
@@ -77,9 +77,10 @@ def show_fits(
     console: Console, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions
 ) -> None:
     """Print a table of the memory of each pipeline rank."""
-    table = Table(title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left")
-    for name in ("rank", "static", "activations", "under full recompute", "logits", "device"):
-        table.add_column(name, justify="right")
+    headings = ("rank", "static", "activations", "under full recompute", "logits", "device")
+    table = make_table(
+        right=headings, title=f"{model.name} on {parallelism.world_size} x {hardware.name}", title_justify="left"
+    )
     for rank, fit in enumerate(list_fits(model, parallelism, assumptions)):
         table.add_row(str(rank), *map(format_bytes, (*fit, hardware.device_memory_bytes)))
     console.print(table)

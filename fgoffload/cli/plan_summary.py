@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead, make_table
+from fgoffload.cli.console import make_table
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
@@ -70,11 +71,9 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
 
 def describe_treatments(solution: Solution) -> str:
     """Return a line for each action: its tags, with the number of layers if not all layers have it."""
-    all_layers: dict[str, set[int]] = {}
     chosen: dict[Action, dict[str, set[int]]] = {}
     able: dict[str, set[int]] = {}
     for decision in solution.decisions:
-        all_layers.setdefault(decision.kind, set()).update(decision.layers)
         able.setdefault(decision.tag, set()).update(decision.layers)
         if decision.action is not Action.KEEP:
             chosen.setdefault(decision.action, {}).setdefault(decision.tag, set()).update(decision.layers)

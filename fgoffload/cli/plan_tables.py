@@ -3,10 +3,10 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.table import Table
 
+from fgoffload.cli.console import make_table
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model.model_shape import ModelShape
@@ -72,24 +72,12 @@ def find_uncertainty(subject: Subject) -> float:
     return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
 
 
-def make_table(*, left: Sequence[str] = (), right: Sequence[str] = (), last: str | None = None, **options: Any) -> Table:
-    """Return an empty table: columns of text, columns of numbers, and one more of text."""
-    table = Table(**options)
-    for heading in left:
-        table.add_column(heading)
-    for heading in right:
-        table.add_column(heading, justify="right")
-    if last is not None:
-        table.add_column(last)
-    return table
-
-
 def build_decision_table(report: PlanReport) -> Table:
     """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
     table = make_table(
         left=("layers of kind", "tag or unit", "action"),
         right=("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"),
-        last="why",
+        last=("why",),
         title="What the plan does",
         caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
         "costs: step time that this row alone adds, on the rank that needs it most; negative: it shortens other waits",
@@ -121,7 +109,7 @@ def build_decision_table(report: PlanReport) -> Table:
 
 def build_kept_table(report: PlanReport) -> Table:
     """Return the kept tags and units with the reason: those with the same kind of layer, count and reason share a row."""
-    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last="why", title="What it keeps")
+    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last=("why",), title="What it keeps")
     counts: Counter[tuple[str, str, str]] = Counter()
     for decision in report.solution.decisions:
         if decision.action is Action.KEEP:
@@ -138,7 +126,7 @@ def build_peak_table(report: PlanReport) -> Table:
     """Return peak by pipeline rank, and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
-    table = make_table(right=headings, last="where the plan peaks", title="Peak by pipeline rank")
+    table = make_table(right=headings, last=("where the plan peaks",), title="Peak by pipeline rank")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
         peaks = (result.ranks[place].peak_bytes for result in results.values())

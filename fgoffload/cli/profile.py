@@ -45,11 +45,8 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         require_torch()
     profile = _measure(options, megatron_flags, launch)
     if launch.is_first:
-        try:
-            _show(profile)
-        finally:
-            # Also if the pipe closes early, as with `| head -2`.
-            profile.save(json_file)
+        profile.save(json_file)  # before the output, whose pipe may be closed, as with `| head -2`
+        _show(profile)
         device = "" if profile.ranks else " --gpu NAME"
         print(f"Profile: {json_file}")
         print(f"Plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
@@ -95,8 +92,9 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
 
 def _show(profile: "Profile") -> None:
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.profile_tables import build_tables, describe_compared_steps, describe_plain_step, describe_rank
+    from fgoffload.cli.profile_tables import build_tables, describe_compared_steps, describe_rank
     from fgoffload.planner.profiled_ranks import find_host_slowdown
+    from fgoffload.units import format_ms
 
     console = PipeConsole()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -106,7 +104,7 @@ def _show(profile: "Profile") -> None:
     for rank in profile.ranks:
         console.print(describe_rank(rank), soft_wrap=True)
     if profile.plain_step_s is not None:
-        console.print(describe_plain_step(profile, profile.plain_step_s), soft_wrap=True)
+        console.print(f"baseline step, without instrumentation: {format_ms(profile.plain_step_s)}", soft_wrap=True)
     slowdown = find_host_slowdown(profile)
     if slowdown is not None:
         console.print(describe_compared_steps(profile, slowdown), soft_wrap=True)

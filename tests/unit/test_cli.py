@@ -151,7 +151,7 @@ def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
 
 def test_warnings_come_from_the_first_process_alone(capsys):
     log = LibraryLog()
-    log.silence()
+    log.setLevel(logging.CRITICAL)
     with log.attached():
         logging.getLogger("fgoffload.engine.engine").warning("late")
     assert capsys.readouterr().err == ""

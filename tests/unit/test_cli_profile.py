@@ -27,7 +27,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
     out = capsys.readouterr().out
     assert "link to the host, GB/s" in out
     assert "Profile: link.json" in out
-    assert "stretch" not in out
+    assert "segment" not in out
 
     profile = Profile.load(Path("link.json"))
     assert profile.ranks == ()
@@ -38,7 +38,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "plain step, without measuring: "):
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "baseline step, without instrumentation: "):
         assert text in out
     profile = Profile.load(tmp_path / "profile.json")
     (rank,) = profile.ranks
