@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], log: LibraryLog) -> int:
     command, options, rest = _parse(words)
     with contextlib.ExitStack() as around:
-        if not command.RUNS_A_SCRIPT:
+        if command is not run:  # a script handles Ctrl-C itself
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
         if os.environ.get("RANK", "0") != "0":
             log.setLevel(logging.CRITICAL)  # rank 0's warnings hold for all ranks; each rank shows its errors
@@ -89,10 +89,9 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     parser, _ = _build_parsers()
     if list(words[:1]) == ["help"]:
         words = [*words[1:], "--help"]
-    for command in COMMANDS:
+    if list(words[:1]) == [run.NAME] and words[1:2] not in (["-h"], ["--help"]):
         # argparse would look for our options among the script's own words.
-        if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
-            return command, parser.parse_args(words[:1]), words[1:]
+        return run, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(words)
     meant = suggest(rest[0], ("--help", "--version")) if rest else ""
     if meant:

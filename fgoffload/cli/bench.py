@@ -6,7 +6,6 @@ import datetime
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from fgoffload.cli.launch import find_launch
 from fgoffload.cli.options import add_argument_file, check_argument_file, read_count, read_path, read_size
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import check_writable
 from fgoffload.plan import OffloadPlan
 from fgoffload.units import SIZE_UNITS
 
@@ -54,7 +54,6 @@ settings:
 After modules, @0.5 offloads that part of them, ~delay offloads after the next CUDA graph, and /layernorm adds recompute.
 
 Any other flag goes to Megatron and overrides the file. {SIZE_UNITS}"""
-RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, BIT_STEPS = 10, 2
@@ -163,7 +162,13 @@ def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> 
         check_plan_files(job, settings)
         if not job.measures_profile:
             check_profile(job, arguments)
-    _make_folder(job.folder)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        check_writable(job.folder / "run.json")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(job.folder)!r} cannot be written to: {error.strerror}. Use a folder that you may write to."
+        ) from error
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -227,14 +232,3 @@ def _show(results: "Results") -> int:
     # A failed setting is a row of the table. If all settings fail, only `baseline` was measured.
     asked = [one for one in results.outcomes if one.setting != BASELINE]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--out {str(folder)!r} cannot be written to: {error.strerror}. Use a folder that you may write to."
-        ) from error

@@ -18,8 +18,6 @@ class Command(Protocol):
     """A complete command line, for the help and for errors."""
     NOTES: str
     """Last paragraphs of the command's `--help`."""
-    RUNS_A_SCRIPT: bool
-    """Whether it runs the user's script. Then it parses all words after its name itself and leaves Ctrl-C to the script."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this command to `parser`."""
@@ -29,5 +27,5 @@ class Command(Protocol):
 
         Args:
             options: The parsed options, with the command's flags as `own_flags`.
-            words: Words that the parser does not know. All words if `RUNS_A_SCRIPT`.
+            words: Words that the parser does not know. For `run`, all words after its name.
         """

@@ -12,7 +12,6 @@ DESCRIPTION = "Prints a script with which your shell completes commands, flags a
 USAGE = "fgoffload completion bash|zsh"
 EXAMPLE = "fgoffload completion bash"
 NOTES = "Add this to ~/.bashrc: source <(fgoffload completion bash)"
-RUNS_A_SCRIPT = False
 
 SHELLS: Mapping[str, str] = {"bash": "", "zsh": "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"}
 """Supported shells, with the commands that must run first: zsh loads bash's completion functions."""

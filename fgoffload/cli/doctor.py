@@ -22,7 +22,6 @@ DESCRIPTION = (
 USAGE = "fgoffload doctor [--json]"
 EXAMPLE = "fgoffload doctor"
 NOTES = ""
-RUNS_A_SCRIPT = False
 EXIT_WELL, EXIT_ERRORS = 0, 1
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}

@@ -40,7 +40,6 @@ USAGE = """\
 fgoffload plan MODEL --gpu NAME [OPTIONS] [MEGATRON FLAGS]
        fgoffload plan --list"""
 NOTES = f"Any other flag describes the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
-RUNS_A_SCRIPT = False
 
 SWEEP_POINTS = 12
 """Number of evenly spaced budgets in a sweep, from the smallest feasible one to the baseline's peak."""
@@ -117,7 +116,6 @@ def _plan(checked: PlanOptions) -> int:
         model=model,
         parallelism=parallelism,
         hardware=hardware,
-        node=found.find_node(),
         device=device,
         reserve_bytes=reserve_bytes,
         host_budget=host_words,
@@ -137,7 +135,7 @@ def _plan(checked: PlanOptions) -> int:
 def _read_model_or_suggest(
     console: "PipeConsole", checked: PlanOptions, hardware: "Hardware | None"
 ) -> "tuple[ModelShape, Parallelism]":
-    """Return the model and its ranks. Show layouts that fit if the model cannot be spread over the typed number of GPUs."""
+    """Return the model and its ranks. If the typed number of GPUs is impossible, show layouts that fit."""
     has_count = "--num-gpus" in checked.megatron_flags
     try:
         model, parallelism = _read_model(checked)
@@ -146,14 +144,14 @@ def _read_model_or_suggest(
             _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
     if checked.model.suffix == ".json" and parallelism.world_size == 1 and not has_count:
-        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
+        show_line(f"{checked.model} does not set the number of GPUs, so 1 is assumed. Use --num-gpus.")
     return model, parallelism
 
 
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
-    """Show layouts that fit, with as many GPUs as the command and the file give, or more.
+    """Show layouts that fit, with at least the number of GPUs of the command or the file.
 
-    `tried` has groups of short flags to set to 1. The first group that makes the number of GPUs possible is used.
+    Each of `tried` is a group of short flags to set to 1. The first group that makes the number of GPUs possible is used.
     """
     from fgoffload.cli.plan_fits import show_layouts
 
@@ -162,7 +160,7 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
 
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
-        with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error is about something else
+        with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error has another cause
             model, parallelism = _read_model(spread)
             show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read_with)
             return
@@ -183,7 +181,7 @@ def _build_ranks(
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-        if profile is not None:  # rates by copy size, and the slowdown of compute
+        if profile is not None:  # it has rates by copy size and the slowdown of compute
             link = profile.link.to_model()
             ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
@@ -232,7 +230,7 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _warn_of_ignored(checked: PlanOptions) -> None:
-    """Warn of flags that choose what to offload or recompute. Shipped models have them for training runs."""
+    """Warn of flags that select what to offload or recompute. Shipped models have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
     is_shipped = any(checked.model.samefile(path) for path in list_models())
@@ -240,7 +238,7 @@ def _warn_of_ignored(checked: PlanOptions) -> None:
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
     # This flag only switches offload on.
     if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
-        logger.warning("the planner itself chooses what to offload and recompute, and ignores %s.", ", ".join(ignored))
+        logger.warning("the planner chooses what to offload and recompute itself, and ignores %s.", ", ".join(ignored))
 
 
 def _read_flags(path: Path) -> Sequence[str]:

@@ -24,17 +24,6 @@ class PlannedDevice:
     link_line: str = ""
     """A line about the link, if it comes from a profile of only the link."""
 
-    def find_node(self) -> "Hardware | None":
-        """Return the hardware of a node's devices, or None if the profiled device is not in the table."""
-        from fgoffload.planner.timing.hardware import get_hardware
-
-        if self.hardware is not None or self.profile is None:
-            return self.hardware
-        try:
-            return get_hardware(self.profile.device)
-        except ConfigError:
-            return None  # a CPU, or a device from the user's file
-
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
     """Return the device of the table, a hardware file, or a profile of a training run.

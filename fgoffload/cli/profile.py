@@ -25,7 +25,6 @@ DESCRIPTION = (
 USAGE = "fgoffload profile [ARGUMENTS.sh] [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile tiny_moe"
 NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
-RUNS_A_SCRIPT = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

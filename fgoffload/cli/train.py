@@ -26,7 +26,6 @@ DESCRIPTION = (
 USAGE = "fgoffload train ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload train tiny_moe"
 NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
-RUNS_A_SCRIPT = False
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 
 

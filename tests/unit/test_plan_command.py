@@ -60,7 +60,7 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
     assert str(path) in out
     assert re.search(r"With Megatron's own flags, .*, with a peak of 1.\... GiB:", out)
-    assert "chooses what to offload and recompute, and ignores --offload-modules." in err
+    assert "chooses what to offload and recompute itself, and ignores --offload-modules." in err
     assert max(map(len, out.splitlines())) <= 80 + len(str(path))
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
     assert f"{predicted['settings']['this plan']['peak_bytes'] / 2**30:.2f} GiB" == chosen[1]
@@ -77,7 +77,7 @@ def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
-    assert "gives no number of GPUs, so 1 is assumed. Give --num-gpus.\n" in err
+    assert "does not set the number of GPUs, so 1 is assumed. Use --num-gpus.\n" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
     for layout in layouts:  # each is planned
@@ -241,9 +241,9 @@ def fail(*_, **__):
         ("mixtral_8x7b --gpu a100 --num-gpus 16 --global-batch-size 128", "Would fit: --num-gpus 16 --tp 1 --pp 2 "),
         ("llama3_405b --gpu h100 --num-gpus 64", "Would fit: --num-gpus 128 "),
         ("kimi_k2 --gpu h800 --num-gpus 256", "Would fit: --num-gpus 256 --tp "),
-        ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", "Everything is kept"),
+        ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", "Everything is kept on the GPU"),
         ("llama3_70b --gpu h100 --num-gpus 128 --cp 8 --seq-length 131072", "saves more than fused attention"),
-        ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", "Everything is kept"),
+        ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", "Everything is kept on the GPU"),
         ("llama3_8b --gpu h100 --num-gpus 1 --tp 1 --cp 1 --optimizer-cpu-offload", "Offload: "),
     ],
 )
