@@ -1,13 +1,13 @@
-"""The command line. Each command has a file; heavy imports wait until it runs.
+"""The command line. Each command is a module that imports heavy packages only when it runs.
 
-Exit codes: 0 success, 1 a comparison found a difference or a check an error, 2 a wrong flag, file or model, 130 Ctrl-C, 141 a
-closed output pipe. `fgoffload run` returns its script's exit code.
+Exit codes: 0 success, 1 a comparison found a difference or a check found an error, 2 a wrong flag, file or model, 130 Ctrl-C,
+141 a closed output pipe. `fgoffload run` returns the exit code of its script.
 """
 
 import argparse
 import contextlib
 import errno
-import gc
+import logging
 import os
 import platform
 import re
@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
-"""Shown by `--version`: an integration depends on their versions."""
+"""Packages that `--version` lists."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return the exit code.
 
     Args:
-        argv: Words after the program's name. None takes `sys.argv`; then Ctrl-C ends the process here.
+        argv: Words after the program's name. None uses `sys.argv`, and then Ctrl-C ends the process here.
     """
     log = LibraryLog()
     try:
         with flush_at_end():
             try:
-                return _run(sys.argv[1:] if argv is None else argv, log, ends_process=argv is None)
+                return _run(sys.argv[1:] if argv is None else argv, log)
             except OffloadError as error:
                 show_error(error)
                 return EXIT_ERROR
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # Errors of named files are handled elsewhere: this is stdout or stderr.
+        # Errors with a file name are handled elsewhere. Without one, the stream is stdout or stderr.
         if error.errno not in _FULL or error.filename is not None:
             raise
-        full = ConfigError(f"the output cannot be written: {error.strerror}. Free space, or send it elsewhere.")
+        full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect it elsewhere.")
         full.__cause__ = error
         show_error(full)
         drop_unread_output()
@@ -68,21 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         show_line("interrupted")
         if argv is None:
-            # End at once: shutting torch down takes seconds, and no file is open.
+            # Exit now: shutting torch down takes seconds, and no file is open.
             os._exit(EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
 
 
-def _run(words: Sequence[str], log: LibraryLog, *, ends_process: bool) -> int:
+def _run(words: Sequence[str], log: LibraryLog) -> int:
     command, options, rest = _parse(words)
     with contextlib.ExitStack() as around:
-        if not command.RUNS_A_SCRIPT:
+        if command is not run:  # a script handles Ctrl-C itself
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
-            if ends_process:
-                # Skip the garbage collection at exit: after a plan it took a third of a second.
-                around.callback(gc.freeze)
         if os.environ.get("RANK", "0") != "0":
-            log.silence()  # one rank's warnings hold for all; each rank shows its errors
+            log.setLevel(logging.CRITICAL)  # rank 0's warnings hold for all ranks; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)
 
@@ -92,10 +89,9 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     parser, _ = _build_parsers()
     if list(words[:1]) == ["help"]:
         words = [*words[1:], "--help"]
-    for command in COMMANDS:
-        # argparse would search the script's own words for our options.
-        if command.RUNS_A_SCRIPT and list(words[:1]) == [command.NAME] and words[1:2] not in (["-h"], ["--help"]):
-            return command, parser.parse_args(words[:1]), words[1:]
+    if list(words[:1]) == [run.NAME] and words[1:2] not in (["-h"], ["--help"]):
+        # argparse would look for our options among the script's own words.
+        return run, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(words)
     meant = suggest(rest[0], ("--help", "--version")) if rest else ""
     if meant:
@@ -103,11 +99,11 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
-    raise ConfigError(f"COMMAND is missing. Give one, as in: {train.EXAMPLE}.")
+    raise ConfigError(f"COMMAND is missing. Use one, for example: {train.EXAMPLE}.")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and keeps those with indented lines as they are: examples and lists."""
+    """Wraps paragraphs, except those with indented lines: examples and lists."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -115,24 +111,27 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises our one-line errors."""
+    """A parser that raises `ConfigError` with a one-line message."""
+
+    def list_flags(self) -> list[str]:
+        """Return the long names of all flags."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def error(self, message: str) -> NoReturn:
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            # Commands share flag names with different values.
-            of_command = (command.EXAMPLE_VALUES for command in COMMANDS if self.prog.endswith(f" {command.NAME}"))
-            values = next(of_command, {})
-            raise ConfigError(f"{flag} {rest}. Give it after the flag, as in {flag} {values.get(flag, 'VALUE')}.")
-        if match := re.match(r"invalid choice: ('.*?') \(choose from", rest):
-            names = ", ".join(command.NAME for command in COMMANDS)
-            meant = suggest(match[1].strip("'"), [command.NAME for command in COMMANDS])
-            raise ConfigError(f"{flag} {match[1]} is not one of: {names}.{meant} Give one, as in: {train.EXAMPLE}.")
+            raise ConfigError(f"{flag} {rest}. Use {flag} {self._option_string_actions[flag].metavar}.")
+        if (match := re.match(r"invalid choice: ('.*?') \(choose from", rest)) and flag == "COMMAND":
+            names = [command.NAME for command in COMMANDS]
+            meant = suggest(match[1].strip("'"), names)
+            raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{meant} For example: {train.EXAMPLE}.")
+        if rest.endswith("."):  # from a function that parses a value
+            raise ConfigError(f"{flag} {rest}")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
 class _ShowVersions(argparse.Action):
-    """`--version`: prints one line for each package, for bug reports."""
+    """Prints one line for each package, for bug reports."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
         from fgoffload.doctor import Machine
@@ -145,23 +144,23 @@ class _ShowVersions(argparse.Action):
 
 
 def format_helps() -> dict[str, str]:
-    """Return the text of `--help` by command, in the order of `COMMANDS`."""
+    """Return the help text of each command by name, in the order of `COMMANDS`."""
     _, parsers = _build_parsers()
     return {name: parser.format_help() for name, parser in parsers.items()}
 
 
-def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the program, and those of the commands by name."""
+def _build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """Return the parser of the program, and the parser of each command by name."""
     # With abbreviations, `--data` would also match Megatron's `--data-path`.
     parser = _Parser(
         prog="fgoffload",
         description="Fine-grained activation offload for Megatron-style training.",
-        epilog="`fgoffload help COMMAND` shows the flags of a command.",
+        epilog="`fgoffload help COMMAND` shows a command's flags.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions of fgoffload, torch and others")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    parsers: dict[str, argparse.ArgumentParser] = {}
+    parsers: dict[str, _Parser] = {}
     for command in COMMANDS:
         parsers[command.NAME] = commands.add_parser(
             command.NAME,
@@ -173,5 +172,6 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argume
             formatter_class=_HelpFormatter,
         )
         command.add_arguments(parsers[command.NAME])
-    parsers[completion.NAME].set_defaults(format_helps=format_helps)
+        parsers[command.NAME].set_defaults(own_flags=parsers[command.NAME].list_flags())
+    parsers[completion.NAME].set_defaults(flags={name: parser.list_flags() for name, parser in parsers.items()})
     return parser, parsers

@@ -1,4 +1,4 @@
-"""`fgoffload bench`: benchmarks step time and memory of this package against its alternatives."""
+"""`fgoffload bench`: benchmarks step time and memory of fgoffload against its alternatives."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,6 @@ import datetime
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,60 +20,44 @@ from fgoffload.benchmark.settings import (
     parse_setting,
 )
 from fgoffload.cli.launch import find_launch
-from fgoffload.cli.options import add_argument_file, check_argument_file, read_count
+from fgoffload.cli.options import add_argument_file, check_argument_file, read_count, read_path, read_size
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
+from fgoffload.output_files import check_writable
 from fgoffload.plan import OffloadPlan
-from fgoffload.units import SIZE_UNITS, parse_bytes
+from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
     from fgoffload.benchmark.job import Job, Message
     from fgoffload.benchmark.results import Results
-    from fgoffload.cli.progress import TrainingProgress
+    from fgoffload.cli.progress import StartRun
 
 NAME = "bench"
 SUMMARY = "measure step time and memory of settings side by side"
 DESCRIPTION = (
     "Trains the model of a Megatron argument file for a few steps in each of several settings, and shows step time and memory "
-    "side by side: baseline, recompute, this package, and the offload of Megatron-Core, Transformer Engine and PyTorch."
+    "side by side: baseline, recompute, fgoffload, and the offload of Megatron-Core, Transformer Engine and PyTorch."
 )
-USAGE = """\
-fgoffload bench ARGUMENTS.sh [--settings NAME ...] [--plans FILE ...]
-                       [--budgets SIZE ...] [--profile [FILE]]
-                       [--steps N] [--warmup N] [--repeats N]
-                       [--baseline-every N] [--check-bits] [--with-optimizer]
-                       [--trace] [--out FOLDER] [MEGATRON FLAGS]"""
+USAGE = "fgoffload bench ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload bench tiny_moe"
 NOTES = f"""\
 settings:
   baseline                      everything stays on the GPU
   recompute:full                full recompute
   recompute:layernorm+moe_act   selective recompute
-  ours:core_attn+attn_proj      this package; /full adds full recompute
+  ours:core_attn+attn_proj      fgoffload; /full adds full recompute
   megatron:core_attn+attn_proj  Megatron-Core's own offload
   te-layers:2                   Transformer Engine's offload of 2 layers
-  save_on_cpu                   PyTorch's
-  plan:FILE, budget:SIZE        a plan file; a plan made here
-  @0.5 after modules offloads that part of them, ~delay offloads after the next
-  CUDA graph, /layernorm adds recompute
+  save_on_cpu                   PyTorch's offload
+  plan:FILE, budget:SIZE        a plan file, or a plan made for the budget
+
+After modules, @0.5 offloads that part of them, ~delay offloads after the next CUDA graph, and /layernorm adds recompute.
 
 Any other flag goes to Megatron and overrides the file. {SIZE_UNITS}"""
-EXAMPLE_VALUES: Mapping[str, str] = {
-    "--settings": "recompute:full ours:core_attn+attn_proj",
-    "--plans": "plan.json",
-    "--budgets": "18.9GiB",
-    "--profile": "profile.json",
-    "--warmup": "3",
-    "--repeats": "2",
-    "--baseline-every": "1",
-    "--out": "bench_w2_moe",
-}
-OWN_FLAGS = (*EXAMPLE_VALUES, "--steps", "--check-bits", "--with-optimizer", "--trace")
-RUNS_A_SCRIPT = False
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
-STEPS, WARMUP, REPEATS, BIT_STEPS = 10, 3, 1, 2
-"""Default values of the options. `BIT_STEPS` is the default of `--steps` with `--check-bits`."""
+STEPS, BIT_STEPS = 10, 2
+"""Defaults of `--steps`, without and with `--check-bits`."""
 
 MEASURE_HERE = ""
 """The value of `--profile` without a file."""
@@ -87,25 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
     add = parser.add_argument_group("what is measured").add_argument
-    add("--settings", metavar="NAME", nargs="+", help="settings, or systems (default: chosen for the model)")
-    add("--plans", metavar="FILE", nargs="+", help="plan files, each a setting")
-    add("--budgets", metavar="SIZE", nargs="+", help="memory budgets to plan for")
-    add(
-        "--profile",
-        metavar="FILE",
-        nargs="?",
-        const=MEASURE_HERE,
-        help="plan and predict from a profile; without FILE it is measured first",
-    )
+    add("--settings", metavar="NAME", nargs="+", default=(), help="settings, or systems (default: chosen for the model)")
+    add("--plans", metavar="FILE", nargs="+", default=(), help="plan files, each a setting")
+    add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for")
+    profile_help = "plan and predict from a profile; without FILE, measure the profile first"
+    add("--profile", metavar="FILE", nargs="?", const=MEASURE_HERE, help=profile_help)
     add("--with-optimizer", action="store_true", help="run the optimizer too")
     add("--check-bits", action="store_true", help="compare losses and gradients instead of times")
     add = parser.add_argument_group("how often").add_argument
-    add("--steps", metavar="N", help=f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})")
-    add("--warmup", metavar="N", help=f"steps before them (default: {WARMUP}, or until CUDA graphs replay)")
-    add("--repeats", metavar="N", help=f"repeats of the whole list (default: {REPEATS})")
-    add("--baseline-every", metavar="N", help="measure the baseline again after N settings (default: once a repeat)")
+    steps_help = f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})"
+    add("--steps", metavar="N", type=read_count, help=steps_help)
+    warmup_help = "untimed steps before them (default: %(default)s, or until CUDA graphs replay)"
+    add("--warmup", metavar="N", type=read_count, default=3, help=warmup_help)
+    add("--repeats", metavar="N", type=read_count, default=1, help="repeats of the whole list (default: %(default)s)")
+    baseline_help = "measure the baseline again after every N settings (default: once a repeat)"
+    add("--baseline-every", metavar="N", type=read_count, help=baseline_help)
     add = parser.add_argument_group("output").add_argument
-    add("--out", metavar="FOLDER", help="tables, picture, traces and logs (default: bench_NAME)")
+    add("--out", metavar="FOLDER", type=read_path, help="folder of tables, plot, traces and logs (default: bench_NAME)")
     add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
 
 
@@ -119,28 +100,26 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     from fgoffload.benchmark.job import Job
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
-    path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=OWN_FLAGS)
+    path = check_argument_file(options, megatron_flags, example=EXAMPLE)
     for flag in ("trace", "profile", "baseline_every"):
         if options.check_bits and getattr(options, flag) not in (None, False):
             name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(f"--check-bits and {name} exclude each other: bits are compared once, untimed. Give one.")
-    for word in options.settings or ():
-        if word not in [system.value for system in System]:
-            parse_setting(word)
-    for setting in _list_plans(options):
-        OffloadPlan.load(setting.plan or Path())
-    folder = Path(os.path.expanduser(options.out or f"bench_{path.stem}"))
+            raise ConfigError(f"--check-bits and {name} exclude each other: bits are compared once, untimed. Use one.")
+    named = [parse_setting(word) for word in options.settings if word not in [system.value for system in System]]
+    for plan in (*options.plans, *(setting.plan for setting in named if setting.plan is not None)):
+        OffloadPlan.load(Path(plan))
+    folder = options.out or Path(f"bench_{path.stem}")
     measures_profile = options.profile == MEASURE_HERE
-    profile = Path(os.path.expanduser(options.profile)) if options.profile else None
+    profile = read_path(options.profile) if options.profile else None
     return Job(
         source=str(path),
         file_flags=tuple(read_argument_file(path, variables=os.environ)),
         typed_flags=tuple(megatron_flags),
-        own_flags=OWN_FLAGS,
-        warmup=_read_count(options.warmup, "--warmup", WARMUP),
-        steps=_read_count(options.steps, "--steps", BIT_STEPS if options.check_bits else STEPS),
-        repeats=_read_count(options.repeats, "--repeats", REPEATS),
-        baseline_every=None if options.baseline_every is None else _read_count(options.baseline_every, "--baseline-every", 1),
+        own_flags=tuple(options.own_flags),
+        warmup=options.warmup,
+        steps=options.steps or (BIT_STEPS if options.check_bits else STEPS),
+        repeats=options.repeats,
+        baseline_every=options.baseline_every,
         compares_bits=options.check_bits,
         has_optimizer=options.with_optimizer,
         folder=folder,
@@ -150,36 +129,25 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     )
 
 
-def _read_count(text: str | None, flag: str, default: int) -> int:
-    return default if text is None else read_count(text, flag=flag, example=default)
-
-
-def _list_plans(options: argparse.Namespace) -> list[Setting]:
-    """Return the settings of `--plans`, and those with a plan of `--settings`."""
-    named = [parse_setting(word) for word in options.settings or () if word.startswith(f"{System.PLAN.value}:")]
-    return [*(Setting(system=System.PLAN, plan=Path(name)) for name in options.plans or ()), *named]
-
-
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, print the tables, write the files, and return the exit code.
 
-    The code is 1 if bits differ or were not compared, or if only `baseline` was measured.
+    The code is 1 if bits differ or were not compared, or if only `baseline` ran although other settings were chosen.
     """
     if (launch := find_launch()).world_size > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of a training run itself. Leave torchrun out."
+            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of each run itself. Run it without torchrun."
         )
-    budgets_bytes = [parse_bytes(text, name="--budgets", needs_unit=True) for text in options.budgets or ()]
     job = check_options(options, megatron_flags)
     from fgoffload.cli.progress import show_progress
 
-    with show_progress() as progress:
-        results = _measure(job, options, budgets_bytes, progress)
+    with show_progress() as start_run:
+        results = _measure(job, options, start_run)
     return _show(results)
 
 
-def _measure(job: "Job", options: argparse.Namespace, budgets_bytes: Sequence[int], progress: "TrainingProgress") -> "Results":
-    # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
+def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> "Results":
+    # Importing torch and Megatron-Core takes seconds, so the checks that need neither run first.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
 
@@ -190,22 +158,28 @@ def _measure(job: "Job", options: argparse.Namespace, budgets_bytes: Sequence[in
     with hold_messages():
         arguments = load_arguments(job)
         job = dataclasses.replace(job, world_size=arguments.world_size, steps_until_replay=arguments.steps_until_replay)
-        settings = _choose_settings(options, budgets_bytes, arguments.transformer)
+        settings = _choose_settings(options, arguments.transformer)
         check_plan_files(job, settings)
         if not job.measures_profile:
             check_profile(job, arguments)
-    _make_folder(job.folder)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        check_writable(job.folder / "run.json")
+    except OSError as error:
+        raise ConfigError(
+            f"--out {str(job.folder)!r} cannot be written to: {error.strerror}. Use a folder that you may write to."
+        ) from error
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     results = Results(job=job, workload=describe_workload(arguments), about=about)
-    collect_results(results, settings, on_message=_show_messages(job, progress))
+    collect_results(results, settings, on_message=_show_messages(job, start_run))
     return results
 
 
-def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Message], None]":
-    """Return a function that shows a process's messages as progress."""
+def _show_messages(job: "Job", start_run: "StartRun") -> "Callable[[Message], None]":
+    """Return a function that shows messages of the processes as progress."""
     from fgoffload.benchmark.job import Message, Stepped
     from fgoffload.benchmark.measurement import Run
 
@@ -213,26 +187,24 @@ def _show_messages(job: "Job", progress: "TrainingProgress") -> "Callable[[Messa
 
     def on_message(message: Message) -> None:
         if isinstance(message, Run):
-            on_step[:] = [progress.start_run(message.setting.name, steps=job.steps_of_run)]
+            on_step[:] = [start_run(message.setting.name, job.steps_of_run)]
         elif isinstance(message, Stepped) and message.loss is not None:
             on_step[0](message.loss)
 
     return on_message
 
 
-def _choose_settings(
-    options: argparse.Namespace, budgets_bytes: Sequence[int], transformer: Mapping[str, Any]
-) -> tuple[Setting, ...]:
+def _choose_settings(options: argparse.Namespace, transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
     # Plans and budgets from the command line are always measured.
-    given = [Setting(system=System.PLAN, plan=Path(name)) for name in options.plans or ()]
-    given += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in budgets_bytes]
-    chosen = choose_settings(options.settings or (), list_default_settings(transformer), given)
+    given = [Setting(system=System.PLAN, plan=Path(name)) for name in options.plans]
+    given += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in options.budgets]
+    chosen = choose_settings(options.settings, list_default_settings(transformer), given)
     check_names(chosen)
     return chosen
 
 
 def _show(results: "Results") -> int:
-    """Print the tables, draw the picture, and return the exit code.
+    """Print the tables, draw the plot, and return the exit code.
 
     Raises:
         ConfigError: `baseline` failed, so there is no result.
@@ -245,7 +217,7 @@ def _show(results: "Results") -> int:
 
     folder, workload, first = results.job.folder, results.workload, results.outcomes[0]
     if results.surroundings is None or (first.setting == BASELINE and first.failure):
-        raise ConfigError(f"{results.job.source}: {first.failure}. The output of the training is in {folder}.")
+        raise ConfigError(f"{results.job.source}: {first.failure}. The output of the run is in {folder}.")
     console = PipeConsole()
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
@@ -256,18 +228,7 @@ def _show(results: "Results") -> int:
     summaries = summarize(results.outcomes)
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
     write_frontier_plot(folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
-    print(f"Table, picture and logs: {folder}")
-    # A failed setting is a row of the table. If all fail, only `baseline` is left.
+    print(f"Table, plot and logs: {folder}")
+    # A failed setting is a row of the table. If all settings fail, only `baseline` was measured.
     asked = [one for one in results.outcomes if one.setting != BASELINE]
     return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--out {str(folder)!r} cannot be written to: {error.strerror}. Give a folder that you may write to."
-        ) from error

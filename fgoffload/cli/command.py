@@ -1,28 +1,23 @@
 """The protocol of a command's module."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class Command(Protocol):
-    """A module with these names. It must import nothing heavy: every start of the program imports all commands."""
+    """A module with these names. It must import nothing heavy: the program imports all commands at start."""
 
     NAME: str
     SUMMARY: str
-    """Text for `fgoffload --help`."""
+    """One line for `fgoffload --help`."""
     DESCRIPTION: str
-    """First text of its own `--help`."""
+    """First paragraph of the command's `--help`."""
     USAGE: str
-    """Lines that fit 80 columns after `usage: `; argparse does not wrap them."""
     EXAMPLE: str
-    """A whole command line, for the help and for errors."""
+    """A complete command line, for the help and for errors."""
     NOTES: str
-    """Last text of its own `--help`."""
-    EXAMPLE_VALUES: Mapping[str, str]
-    """Example values of its own flags, for errors."""
-    RUNS_A_SCRIPT: bool
-    """Whether it runs the user's script: then it parses all words after its name itself, and leaves Ctrl-C to the script."""
+    """Last paragraphs of the command's `--help`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this command to `parser`."""
@@ -31,6 +26,6 @@ class Command(Protocol):
         """Run the command and return the exit code.
 
         Args:
-            options: The parsed options.
-            words: Words that the parser does not know; all words if `RUNS_A_SCRIPT`.
+            options: The parsed options, with the command's flags as `own_flags`.
+            words: Words that the parser does not know. For `run`, all words after its name.
         """

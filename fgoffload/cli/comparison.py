@@ -1,4 +1,4 @@
-"""Record of a training run, and its merge over all ranks."""
+"""Record of a run, and the merge of the records of all ranks."""
 
 import dataclasses
 import statistics
@@ -11,7 +11,7 @@ from fgoffload.trainer.steps import StepResult, merge_steps
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Record of one training. Its last step is the measured one."""
+    """Record of one run. Its last step is the measured one."""
 
     steps: tuple[StepResult, ...]
     activation_peak_bytes: int
@@ -19,21 +19,21 @@ class RunRecord:
     samples: tuple[LedgerSample, ...]
     """Activation bytes over the measured step."""
     activation_peak_place: str = ""
-    """Place of the peak in the step, as in `layers.3.core_attn mb=2`; empty without an engine."""
+    """Place of the peak in the step, for example `layers.3.core_attn mb=2`. Empty without an engine."""
     allocator_peak_bytes: int | None = None
-    """Peak of the device's allocator, parameters included; None on a CPU."""
+    """Peak of the device's allocator, including parameters. None on a CPU."""
     stats: StepStats | None = None
-    """Engine statistics; None without offload."""
+    """Engine statistics. None without offload."""
     ranks: int = 1
-    """Number of processes; see `merge_ranks`."""
+    """Number of merged ranks."""
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """The steps whose time counts: all but the first, a warm-up, and the last, which the measurement slows."""
+        """The steps whose time counts: not the first, a warm-up, and not the last, which the measurement slows."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:
-        """Return the median time of a step, or None when there were fewer than three steps."""
+        """Return the median time of a step, or None with fewer than three steps."""
         return statistics.median(step.seconds for step in self.timed_steps) if self.timed_steps else None
 
 
@@ -41,8 +41,8 @@ def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     """Merge the records of all ranks into one.
 
     Losses and gradients keep their rank in the name, so that a comparison covers every rank. Memory and time are the maximum
-    over ranks; bytes moved, prefetch misses and waits are summed. The memory curve comes from the rank with the highest
-    activation peak.
+    over ranks. Bytes moved, prefetch misses and waits are sums. The memory curve is from the rank with the highest activation
+    peak.
     """
     if len(records) == 1:
         return records[0]

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.options import suggest
@@ -16,14 +16,12 @@ NAME = "doctor"
 SUMMARY = "check your machine"
 DESCRIPTION = (
     "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for problems "
-    "that make offload slow, wrong or impossible. Each row is ok, warning, error or skipped, with the fix. The exit code is 1 "
-    "if a row is an error."
+    "that make offload slow, wrong or impossible. Each row is ok, warning, error or skipped, and says how to fix a problem. "
+    "The exit code is 1 if a row is an error."
 )
 USAGE = "fgoffload doctor [--json]"
 EXAMPLE = "fgoffload doctor"
 NOTES = ""
-EXAMPLE_VALUES: Mapping[str, str] = {}
-RUNS_A_SCRIPT = False
 EXIT_WELL, EXIT_ERRORS = 0, 1
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
@@ -37,22 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the checks, show the rows, and return 1 if a row is an error."""
     if words:
-        raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], ('--json',))} Usage: {USAGE}.")
+        raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], options.own_flags)} Usage: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine
 
     results = list(check_machine(Machine()))
     has_error = any(result.status is Status.ERROR for result in results)
     if options.json:
-        print(to_json(results))
+        rows = [{**dataclasses.asdict(result), "status": result.status.value} for result in results]
+        print(json.dumps({"checks": rows}, indent=2))
     else:
         _show_table(results)
     return EXIT_ERRORS if has_error else EXIT_WELL
-
-
-def to_json(results: "Sequence[CheckResult]") -> str:
-    """Return the rows as JSON text."""
-    rows = [{**dataclasses.asdict(result), "status": result.status.value} for result in results]
-    return json.dumps({"checks": rows}, indent=2)
 
 
 def _show_table(results: "Sequence[CheckResult]") -> None:
@@ -67,9 +60,9 @@ def _show_table(results: "Sequence[CheckResult]") -> None:
     table.add_column(overflow="fold")  # keep paths whole, so that they can be copied
     for result in results:
         status = result.status.value
-        # As Text, since brackets in a path or message are not markup.
-        said = Text(result.found)
+        # Text, since brackets in a path or message are not markup.
+        found = Text(result.found)
         if result.fix:
-            said.append(f"\nfix: {result.fix}", style=_STYLES[status])
-        table.add_row(Text(result.name), Text(status, style=_STYLES[status]), said)
+            found.append(f"\nfix: {result.fix}", style=_STYLES[status])
+        table.add_row(Text(result.name), Text(status, style=_STYLES[status]), found)
     PipeConsole().print(table)

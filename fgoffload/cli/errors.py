@@ -1,11 +1,12 @@
-"""Shows errors in one line; the traceback is optional."""
+"""Shows errors as one line, and the traceback on request."""
 
+import contextlib
 import os
 import sys
 import traceback
 
 TRACEBACK_VARIABLE = "FGOFFLOAD_TRACEBACK"
-"""Environment variable that shows the traceback before an error's line, unless it is empty or 0."""
+"""Environment variable that shows tracebacks, unless it is empty or 0."""
 
 
 def show_error(error: Exception) -> None:
@@ -16,10 +17,6 @@ def show_error(error: Exception) -> None:
 
 
 def show_line(message: str) -> None:
-    """Show `message` on stderr in one line, under the program's name."""
-    try:
+    """Show `message` on stderr in one line that starts with the program's name."""
+    with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
         print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        return  # stderr cannot be written: only the exit code is left

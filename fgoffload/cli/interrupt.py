@@ -1,8 +1,8 @@
 """Ends the process soon after Ctrl-C, whatever it is doing.
 
 Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
-library that swallows exceptions can delay that for any time. So a second thread receives the signal through a pipe and ends
-the process if the main thread has not stopped in time.
+library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
+the process if the main thread does not stop in time.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
-"""How long the main thread may take to close files. Half of the two seconds within which the process must end."""
+"""How long the main thread may take to close files. The process must end within two seconds."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, as its launcher sets them, or as a training script expects them."""
+"""Rank and world size of this process, from the environment variables of its launcher."""
 
 import contextlib
 import dataclasses
@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from fgoffload.errors import ConfigError, OffloadError
 
-_SIZES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-"""Variables of a training run in a single process."""
+"""Variables that Megatron-LM reads in a run of a single process."""
 
-_FIRST_SPEAKS_WITHIN_S = 30.0
-"""How long a process with an error waits for the launcher to end it, while the first process of its machine shows the same
-error."""
+_PATIENCE_S = 30.0
+"""How long a process with an error waits for the launcher to end it, while local rank 0 shows the same error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +34,18 @@ class Launch:
 
     @contextlib.contextmanager
     def one_voice(self) -> Iterator[None]:
-        """Let the first process of each machine show an error that all processes have.
+        """Let only local rank 0 show an error that all processes of its machine raise.
 
-        Use it for work that all processes do alike, such as reading flags and files. The others wait until the launcher ends
-        them. After 30 seconds they assume that the first process has no error, and show theirs.
+        Use it for work that is the same in all processes, such as reading flags and files. The other processes wait until the
+        launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show theirs.
         """
         try:
             yield
         except OffloadError:
             if self.local_rank != 0:
-                # A launcher ends all processes as soon as one exits. Exiting now could end the first one before it shows the
+                # A launcher ends all processes as soon as one exits. Exiting now could end local rank 0 before it shows the
                 # error.
-                time.sleep(_FIRST_SPEAKS_WITHIN_S)
+                time.sleep(_PATIENCE_S)
             raise
 
 
@@ -65,7 +63,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     if rank >= world_size:
         raise ConfigError(
             f"RANK {rank} is not within 0 to {world_size - 1}, as WORLD_SIZE {world_size} requires. Start the processes with "
-            "torchrun, or unset WORLD_SIZE to train in one."
+            "torchrun, or unset WORLD_SIZE to train in a single process."
         )
     local_rank = _read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
     return Launch(rank=rank, world_size=world_size, local_rank=local_rank)
@@ -77,7 +75,7 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
     Raises:
         ConfigError: Variables of the launcher are missing or not numbers.
     """
-    given = [name for name in _SIZES if name in environment]
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
     if not given:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))  # a free port
@@ -85,14 +83,12 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
         for name, value in _SINGLE.items():
             environment.setdefault(name, value)
         return 0
-    missing = [name for name in _SIZES if name not in environment]
-    if missing:
+    if len(given) < 3:
         raise ConfigError(
-            f"The environment has {' and '.join(given)} and no {' nor '.join(missing)}. Start with torchrun, which sets all of "
-            f"them, or unset {' and '.join(given)} to train in one process."
+            f"the environment has {' and '.join(given)}, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start the processes "
+            f"with torchrun, or unset {' and '.join(given)} to train in a single process."
         )
-    rank, _, _ = (_read_number(environment, name) for name in _SIZES)
-    return rank
+    return _read_number(environment, "RANK")
 
 
 def _read_number(environment: Mapping[str, str], name: str) -> int:
@@ -100,6 +96,6 @@ def _read_number(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
             f"the environment has {name}={text!r}, which is not a number. Start the processes with torchrun, or unset {name} "
-            "to train in one."
+            "to train in a single process."
         )
     return int(text)

@@ -13,7 +13,6 @@ import torch
 from fgoffload.cli.comparison import RunRecord, merge_ranks
 from fgoffload.cli.errors import TRACEBACK_VARIABLE
 from fgoffload.cli.launch import Launch
-from fgoffload.cli.report import Description
 from fgoffload.config import OffloadConfig
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.host_budget import get_default_budget_bytes
@@ -35,13 +34,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training setup, identical in each run, including its seed and data."""
+    """A training setup, the same in each run, including seed and data."""
 
     arguments: TrainingArguments
     text: TextData
     """The training text."""
     flags: tuple[str, ...]
-    """Megatron's flags, of the file and then of the command line."""
+    """Megatron's flags: first from the file, then from the command line."""
 
 
 def load_training(
@@ -53,14 +52,14 @@ def load_training(
     steps: int | None = None,
     world_size: int = 1,
 ) -> Training:
-    """Load a training run, and check all that can be checked before a model is built.
+    """Read flags and text, and check everything that can be checked before the model is built.
 
     Args:
         path: The argument file.
-        typed: Megatron's flags from the command line; they override the file.
+        typed: Megatron's flags from the command line, which override the file.
         own_flags: The command's own flags, for suggestions.
-        data: A text file or a folder; None takes Python's standard library.
-        steps: Number of steps; None takes the number of the flags.
+        data: A text file or a folder. None uses Python's standard library.
+        steps: Number of steps. None uses the number in the flags.
         world_size: Number of processes started.
 
     Raises:
@@ -72,7 +71,7 @@ def load_training(
     refuse_what_is_not_built(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
-    # Check the second run's requirements now too: an error found later would waste the whole first run.
+    # Check the second run too: an error there would waste the whole first run.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
     if arguments.offload is not None:
@@ -109,41 +108,39 @@ def process_groups(arguments: TrainingArguments, launch: Launch) -> Iterator[Non
         destroy_parallel()
 
 
-def describe_training(arguments: TrainingArguments) -> Description:
-    """Return the description of a training for its table and its plot."""
-    device, ranks, layers = name_device(), arguments.world_size, arguments.transformer["num_layers"]
-    where = device if ranks == 1 else f"{ranks} x {device}"
-    return Description(
-        title=f"{arguments.source.places[0]}: {layers} {'layer' if layers == 1 else 'layers'} on {where}",
-        versions=f"torch {torch.__version__}, megatron-core {load_module('megatron.core').__version__}",
-        offload=arguments.offload,
-    )
+def describe_training(arguments: TrainingArguments) -> str:
+    """Return the title of a run's table and plot: its file, layers, devices and package versions."""
+    devices, layers = f"{arguments.world_size} x {name_device()}", arguments.transformer["num_layers"]
+    versions = f"torch {torch.__version__}, megatron-core {load_module('megatron.core').__version__}"
+    return f"{arguments.source.places[0]}: {layers} {'layer' if layers == 1 else 'layers'} on {devices}\n{versions}"
 
 
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
-    """Train, and return the merged record of all ranks.
+    """Train within `process_groups`, and return the merged record of all ranks.
 
-    Activation bytes are counted in one step, since counting slows it: the last one without replayed graphs.
+    Activation bytes are counted in only one step, since counting slows it: the last step without replayed graphs.
 
     Args:
-        training: What to train, within `process_groups`. The model is built here and freed at the end.
+        training: The setup. The model is built here and freed at the end.
         offload: The options, or None to train without offload.
         on_step: Called after every step with its mean loss over all ranks.
 
     Raises:
         ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
         PlanError: The memory budget is below the static memory.
-        InternalError: The training failed only with offload.
+        InternalError: The run failed only with offload.
     """
     with _explain_refusal(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
-        _check_budget(training, trainer)
+        configured = training.arguments.offload  # without offload too, so that the first run finds the error
+        if configured is not None and configured.offload_memory_budget_bytes is not None:
+            check_static(count_parameter_bytes(trainer.chunks), budget_bytes=configured.offload_memory_budget_bytes)
         ledger = ActivationLedger(parameters=trainer.parameters())
         records = []
         for number in range(1, training.arguments.train_iters + 1):
             if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
-                # From here on graphs only replay. Leave out the memory that eager steps and the capture took.
+                # From here on graphs only replay. Do not count the memory of eager steps and of the capture.
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number <= training.arguments.steps_until_replay + 1:
@@ -167,25 +164,17 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide what they save."""
+    """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide the tensors that they save."""
     if not training.arguments.captures_graphs:
         return training.arguments.train_iters
     return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))
 
 
-def _check_budget(training: Training, trainer: Trainer) -> None:
-    """Refuse a budget that no plan can meet, before the first training."""
-    budget_bytes = None if training.arguments.offload is None else training.arguments.offload.offload_memory_budget_bytes
-    if budget_bytes is not None:
-        check_static(count_parameter_bytes(trainer.chunks), budget_bytes=budget_bytes)
-
-
 @contextlib.contextmanager
 def _explain_refusal(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
-    """Turn an exception of Megatron-Core about unchecked arguments into a one-line error.
+    """Turn an exception of Megatron-Core about its arguments into a one-line error.
 
-    Used while the model is built and in the first steps, up to the first replay of CUDA graphs. Later exceptions are not about
-    arguments.
+    Such exceptions occur while the model is built and in the first steps, up to the first replay of CUDA graphs.
     """
     try:
         yield

@@ -7,16 +7,18 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from fgoffload.cli.shipped_models import find_model, suggest_model
+from fgoffload.cli.shipped_models import find_model, list_models
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import check_writable
+from fgoffload.units import parse_bytes
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser`. It may be missing there, so that our own error reports it."""
-    meaning = meaning or "a Megatron argument file, or a name of `fgoffload plan --list`"
+    """Add the argument file to `parser`. It is optional there, so that `check_argument_file` reports a missing one."""
+    meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
 
@@ -26,54 +28,64 @@ def suggest(word: str, known: Collection[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
-def check_argument_file(name: str | None, *, example: str, flags: Sequence[str] = (), own_flags: Collection[str] = ()) -> Path:
-    """Return the path of an argument file.
+def suggest_model(name: str) -> str:
+    """Return a sentence with the nearest shipped model, or an empty string if `name` is a path."""
+    if not name.isidentifier():
+        return ""
+    meant = suggest(name, [path.stem for path in list_models()])
+    return f"{meant} `fgoffload plan --list` shows the models that come with fgoffload."
+
+
+def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
+    """Return the path of the argument file in `options`, which may be the name of a shipped model.
 
     Args:
-        name: A path or the name of a shipped model, as typed; None if missing.
-        example: A complete command line.
+        options: The command's options, with `own_flags` for suggestions.
         flags: Remaining words: Megatron's flags and their values.
-        own_flags: The command's own flags, for suggestions.
+        example: A complete command line.
 
     Raises:
         ConfigError: It is missing, not a file, or of another kind.
     """
-    meant = suggest(flags[0], own_flags) if flags else ""
+    name = options.arguments_file
+    meant = suggest(flags[0], options.own_flags) if flags else ""
     if not name:
-        raise ConfigError(f"ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: {example}.{meant}")
+        raise ConfigError(f"ARGUMENTS.sh is missing. Pass a Megatron argument file first, for example: {example}.{meant}")
     # os.path, since Path.is_file raises on a name that is too long.
     if not os.path.isfile(name):
         if (shipped := find_model(name)) is not None:
             return shipped
         meant = meant or suggest_model(name)
-        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}.{meant} Give a file, before any Megatron flag.")
+        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}.{meant} Pass a file before any Megatron flag.")
     if name.endswith(".json"):
         raise ConfigError(
-            f"argument file {name!r} is JSON, but a training run needs Megatron's flags. Give a Megatron argument file, as in: "
-            f"{example}. To plan for a Hugging Face config.json: fgoffload plan {name} --gpu h100."
+            f"argument file {name!r} is JSON, but a training run needs Megatron's flags. Pass a Megatron argument file, for "
+            f"example: {example}. To plan for a Hugging Face config.json: fgoffload plan {name} --gpu h100."
         )
     return Path(name)
 
 
-def read_count(text: str, *, flag: str, example: int, hint: str = "") -> int:
-    """Parse a whole number of at least 1.
-
-    Args:
-        text: As typed.
-        flag: Its flag.
-        example: A valid number.
-        hint: Text to add if it is below 1.
-
-    Raises:
-        ConfigError: `text` is not such a number.
-    """
+def read_count(text: str) -> int:
+    """Parse a whole number of at least 1, for argparse."""
     # Not int() alone: it accepts ` 1_0 `, and has its own error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
-        raise ConfigError(f"{flag} {text!r} is not a whole number. Give 1 or more, as in {example}.")
-    count = int(text)
-    if count < 1:
-        raise ConfigError(f"{flag} {count} is below 1. Give 1 or more{hint}.")
-    return count
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use 1 or more.")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1. Use 1 or more.")
+    return int(text)
+
+
+def read_size(text: str) -> int:
+    """Parse a size with a unit, for argparse."""
+    try:
+        return parse_bytes(text, name="", needs_unit=True)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from error
+
+
+def read_path(text: str) -> Path:
+    """Return a path with `~` expanded, for argparse."""
+    return Path(os.path.expanduser(text))
 
 
 def say_why_no_file(name: str) -> str:
@@ -83,48 +95,27 @@ def say_why_no_file(name: str) -> str:
     return "is not a regular file" if os.path.exists(name) else "does not exist"
 
 
-def check_output_file(
-    name: str | None, *, flag: str, example: str, inputs: Mapping[str, str | os.PathLike[str] | None]
-) -> Path | None:
-    """Check an output file before the work starts, and return its path, or None without one.
+def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.PathLike[str] | None]) -> Path:
+    """Check an output file before the work starts, and return its path.
 
     Args:
         name: As typed.
         flag: Its flag.
-        example: A valid name.
-        inputs: Input files by description, which must not be overwritten; None if not given.
+        inputs: Input files by description, which must not be overwritten. None if not given.
 
     Raises:
         ConfigError: It cannot be written, or is an input.
     """
-    if name is None:
-        return None
+    if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
+        raise ConfigError(f"--plot {name!r} has an unsupported image format. End it with one of {', '.join(PLOT_SUFFIXES)}.")
     path = os.path.expanduser(name)
-    folder = os.path.dirname(path) or os.curdir
-    if not name:
-        why = "names no file"
-    elif os.path.isdir(path) or not os.path.basename(path):
-        why = "is a folder"
-    elif not os.path.isdir(folder):
-        why = f"is in {folder!r}, which {say_why_no_folder(folder)}"
-    elif not _can_write(Path(path)):
-        why = "is not writable"
-    else:
-        read = {os.path.realpath(os.path.expanduser(given)): what for what, given in inputs.items() if given is not None}
-        if (what := read.get(os.path.realpath(path))) is not None:
-            raise ConfigError(f"{flag} {name!r} is {what}, and would be overwritten. Give another file, as in {example}.")
-        return Path(path)
-    raise ConfigError(f"{flag} {name!r} {why}. Give a writable file, as in {example}.")
-
-
-def _can_write(path: Path) -> bool:
+    for what, given in inputs.items():
+        if given is not None and os.path.realpath(os.path.expanduser(given)) == os.path.realpath(path):
+            raise ConfigError(f"{flag} {name!r} is {what}, and would be overwritten. Use another file.")
     try:
-        check_writable(path)
-    except OSError:
-        return False
-    return True
-
-
-def say_why_no_folder(name: str) -> str:
-    """Return why `name` is not a folder, as the end of a sentence."""
-    return "is not a folder" if os.path.exists(name) else "does not exist"
+        check_writable(Path(path))
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {name!r} cannot be written: {error.strerror}. Use a writable file in a folder that exists."
+        ) from error
+    return Path(path)

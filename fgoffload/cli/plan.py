@@ -3,21 +3,20 @@
 import argparse
 import contextlib
 import dataclasses
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fgoffload.cli.errors import show_line
-from fgoffload.cli.plan_device import check_static, choose_budget, choose_host_budget, describe_too_small, find_device
+from fgoffload.cli.options import read_count, read_path, read_size
+from fgoffload.cli.plan_device import choose_budget, choose_host_budget, find_device
 from fgoffload.cli.plan_options import EXAMPLE as EXAMPLE
-from fgoffload.cli.plan_options import EXAMPLE_VALUES as EXAMPLE_VALUES
 from fgoffload.cli.plan_options import FRONTIER, SHORT_FLAGS, PlanOptions, check_options
-from fgoffload.cli.shipped_models import list_models
+from fgoffload.cli.shipped_models import list_models, read_summary
 from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import BudgetError, ConfigError, PlanError
-from fgoffload.units import SIZE_UNITS
+from fgoffload.units import SIZE_UNITS, format_bytes
 
 if TYPE_CHECKING:
     from fgoffload.cli.console import PipeConsole
@@ -38,89 +37,63 @@ DESCRIPTION = (
     "the step is as fast as a memory budget allows. Needs no GPU and no torch."
 )
 USAGE = """\
-fgoffload plan MODEL --gpu NAME [--profile FILE]
-                      [--offload-memory-budget SIZE]
-                      [--offload-host-budget SIZE] [--json FILE] [--plot FILE]
-                      [--timeline FILE] [--thorough] [--verbose]
-                      [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
-       fgoffload plan MODEL --gpu NAME --sweep [--offload-host-budget SIZE]
-                      [--json FILE] [--plot FILE]
-                      [--launch-bound | --not-launch-bound] [MEGATRON FLAGS]
+fgoffload plan MODEL --gpu NAME [OPTIONS] [MEGATRON FLAGS]
        fgoffload plan --list"""
-NOTES = f"Any other flag is a flag of the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
-RUNS_A_SCRIPT = False
-EXIT_PLANNED = 0
-
-OWN_FLAGS = (
-    *EXAMPLE_VALUES,
-    *("--with-optimizer", "--no-optimizer", "--list", "--sweep", "--thorough", "--verbose"),
-    *("--launch-bound", "--not-launch-bound"),
-)
-"""This command's own flags without the short ones, for suggestions."""
+NOTES = f"Any other flag describes the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
 
 SWEEP_POINTS = 12
-"""Number of budgets in a sweep, from the smallest feasible one to the baseline's peak. The peaks of the other baselines are
-added."""
+"""Number of evenly spaced budgets in a sweep, from the smallest feasible one to the baseline's peak."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     # nargs="?", so that our own error reports a missing file.
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="a Megatron argument file, a Hugging Face config.json, or a model name from --list",
-    )
+    model_help = "a Megatron argument file, a Hugging Face config.json, or a model name from --list"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=model_help)
     parser.add_argument("--list", action="store_true", help="show the models that come with fgoffload")
-    add = parser.add_argument_group("hardware").add_argument
-    add("--gpu", metavar="NAME", help="device, as in h100, b200 or gb300 (all: docs/reference/hardware.md)")
-    add("--hardware", metavar="FILE", help="another device, as JSON (docs/reference/hardware.md)")
-    add("--profile", metavar="FILE", help="output of `fgoffload profile`, for the model or for the link only")
-    add("--reserve", metavar="SIZE", help="GPU memory for the CUDA context, NCCL and fragmentation")
+    hardware = parser.add_argument_group("hardware")
+    add = hardware.add_mutually_exclusive_group().add_argument
+    add("--gpu", metavar="NAME", help="device, for example h100, b200 or gb300 (all: docs/reference/hardware.md)")
+    add("--hardware", metavar="FILE", type=read_path, help="another device, as JSON (docs/reference/hardware.md)")
+    add = hardware.add_argument
+    add("--profile", metavar="FILE", type=read_path, help="output of `fgoffload profile`, of the model or only of the link")
+    reserve_help = "GPU memory for the CUDA context, NCCL and fragmentation"
+    add("--reserve", metavar="SIZE", dest="reserve_bytes", type=read_size, help=reserve_help)
+    add = hardware.add_mutually_exclusive_group().add_argument
     add("--launch-bound", action="store_true", help="plan for a launch-bound run, which copies slow down more")
     add("--not-launch-bound", action="store_true", help="with --profile: plan as if the run were not launch-bound")
     add = parser.add_argument_group("budget and search").add_argument
-    add("--offload-memory-budget", metavar="SIZE", help="GPU memory of each rank (default: all of the device's)")
-    add("--offload-host-budget", metavar="SIZE", help="host memory of each rank (default: its share of 60%% of the node's)")
+    budget_help = "GPU memory of each rank (default: all of the device's memory)"
+    add("--offload-memory-budget", metavar="SIZE", dest="budget_bytes", type=read_size, help=budget_help)
+    host_help = "host memory of each rank (default: its share of 60%% of the node's memory)"
+    add("--offload-host-budget", metavar="SIZE", dest="host_budget_bytes", type=read_size, help=host_help)
     add("--sweep", action="store_true", help="plan for many budgets, and show step time against memory")
     add("--thorough", action="store_true", help="search about ten times as long")
     add = parser.add_argument_group("parallel sizes and optimizer").add_argument
     for short, flag in SHORT_FLAGS.items():
-        add(short, metavar="N", help=flag + (" (default: as --tp, as in Megatron)" if short == "--etp" else ""))
-    add("--with-optimizer", action="store_true", default=None, help="count Adam's states (default, unless profiled without)")
-    add("--no-optimizer", action="store_false", dest="with_optimizer", help="count no optimizer states")
+        default = " (default: as --tp, as in Megatron)" if short == "--etp" else ""
+        add(short, metavar="N", type=read_count, help=flag + default)
+    optimizer_help = "count Adam's states (default, unless the profile has no optimizer)"
+    add("--with-optimizer", action="store_true", dest="has_optimizer", default=None, help=optimizer_help)
+    add("--no-optimizer", action="store_false", dest="has_optimizer", help="count no optimizer states")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the numbers of the sweep")
-    add("--plot", metavar="FILE", help=f"write a picture of memory over the step, or of the sweep (default: {FRONTIER})")
-    add("--timeline", metavar="FILE", help="write the streams of the fullest rank as a Chrome trace")
-    add("--verbose", action="store_true", help="show treatments by layer, prices, and each rank")
+    plot_help = f"plot memory over the step, or with --sweep step time against memory (default: {FRONTIER})"
+    add("--plot", metavar="FILE", help=plot_help)
+    add("--timeline", metavar="FILE", help="write a Chrome trace of the streams of the rank with the highest peak")
+    add("--verbose", action="store_true", help="show treatments by kind of layer, their cost, and each rank")
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Plan, print the tables, write the files, and return the exit code."""
     if options.list:
-        _show_models()
-        return EXIT_PLANNED
+        for path in list_models():
+            print(f"{path.stem:24}  {read_summary(path)}")
+        return 0
     checked = check_options(options, megatron_flags)
-    if checked.plot is not None:
-        from fgoffload.cli.plan_pictures import check_picture
-
-        try:
-            check_picture(checked.plot)
-        except ImportError as error:  # the numbers need no picture
-            show_line(f"warning: {checked.plot} is not written: {error}. Install matplotlib.")
-            checked = dataclasses.replace(checked, plot=None)
-    # Warnings about assumptions follow the plan. Without a plan there is only the error.
+    # Warnings about assumptions follow the plan. Without a plan only the error is shown.
     with hold_messages():
         return _plan(checked)
-
-
-def _show_models() -> None:
-    models = list_models()
-    width = max(len(model.name) for model in models)
-    for model in models:
-        print(f"{model.name:{width}}  {model.summary}")
 
 
 def _plan(checked: PlanOptions) -> int:
@@ -132,7 +105,7 @@ def _plan(checked: PlanOptions) -> int:
 
     found = find_device(checked)
     hardware = found.hardware
-    budget_bytes = None if checked.sweeps else choose_budget(checked.budget_bytes, hardware)
+    budget_bytes = None if checked.sweep else choose_budget(checked.budget_bytes, hardware)
     console = PipeConsole()
     model, parallelism = _read_model_or_suggest(console, checked, hardware)
     _warn_of_ignored(checked)
@@ -143,7 +116,6 @@ def _plan(checked: PlanOptions) -> int:
         model=model,
         parallelism=parallelism,
         hardware=hardware,
-        node=found.find_node(),
         device=device,
         reserve_bytes=reserve_bytes,
         host_budget=host_words,
@@ -151,21 +123,19 @@ def _plan(checked: PlanOptions) -> int:
         link_line=found.link_line,
     )
     if not console.is_terminal:
-        console.width = 160 if checked.is_verbose or checked.sweeps else WIDTH
-    with _without_cycle_collection(), _explain_lack(console, checked, subject, assumptions):
-        if hardware is not None:
-            check_static(ranks, budget_bytes, hardware, typed_reserve_bytes=checked.reserve_bytes)
+        console.width = 160 if checked.verbose or checked.sweep else WIDTH
+    with _explain_lack(console, checked, subject, assumptions):
         if budget_bytes is None:
             show_sweep(console, subject, ranks, checked, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes)
         else:
             show_plan(console, subject, ranks, checked, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
-    return EXIT_PLANNED
+    return 0
 
 
 def _read_model_or_suggest(
     console: "PipeConsole", checked: PlanOptions, hardware: "Hardware | None"
 ) -> "tuple[ModelShape, Parallelism]":
-    """Return the model and its ranks. Show layouts that fit if the model cannot be spread over the typed number of GPUs."""
+    """Return the model and its ranks. If the typed number of GPUs is impossible, show layouts that fit."""
     has_count = "--num-gpus" in checked.megatron_flags
     try:
         model, parallelism = _read_model(checked)
@@ -174,14 +144,14 @@ def _read_model_or_suggest(
             _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
     if checked.model.suffix == ".json" and parallelism.world_size == 1 and not has_count:
-        show_line(f"{checked.model} gives no number of GPUs, so 1 is assumed. Give --num-gpus.")
+        show_line(f"{checked.model} does not set the number of GPUs, so 1 is assumed. Use --num-gpus.")
     return model, parallelism
 
 
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
-    """Show layouts that fit, with as many GPUs as the command and the file give, or more.
+    """Show layouts that fit, with at least the number of GPUs of the command or the file.
 
-    `tried` has groups of short flags to set to 1. The first group that makes the number of GPUs possible is used.
+    Each of `tried` is a group of short flags to set to 1. The first group that makes the number of GPUs possible is used.
     """
     from fgoffload.cli.plan_fits import show_layouts
 
@@ -190,7 +160,7 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
 
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
-        with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error is about something else
+        with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error has another cause
             model, parallelism = _read_model(spread)
             show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read_with)
             return
@@ -211,7 +181,7 @@ def _build_ranks(
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-        if profile is not None:  # rates by copy size, and the slowdown of compute
+        if profile is not None:  # it has rates by copy size and the slowdown of compute
             link = profile.link.to_model()
             ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
@@ -229,58 +199,46 @@ def _build_ranks(
 def _explain_lack(
     console: "PipeConsole", checked: PlanOptions, subject: "Subject", assumptions: "Assumptions"
 ) -> Iterator[None]:
-    """If the whole device is too small, show the memory of each rank and replace the error about the budget."""
+    """If no budget of the device is enough, raise an error that says so. Without a typed budget, suggest layouts too."""
     from fgoffload.cli.plan_fits import show_fits
 
     hardware = subject.hardware
     try:
         yield
-    except PlanError as error:
-        lack = error if isinstance(error, BudgetError) else None
-        if lack is not None and (hardware is None or lack.least_bytes <= hardware.device_memory_bytes):
+    except BudgetError as error:
+        if hardware is None or error.least_bytes <= hardware.device_memory_bytes:
             raise
-        if hardware is not None and checked.budget_bytes is None:
+        if checked.budget_bytes is None:
             show_fits(console, subject.model, subject.parallelism, hardware, assumptions)
             # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
             _suggest_layouts(console, checked, hardware, ("--etp",), ())
-        if lack is not None and hardware is not None:
-            raise PlanError(describe_too_small(lack.why, hardware, checked.reserve_bytes)) from error
-        raise
-
-
-@contextlib.contextmanager
-def _without_cycle_collection() -> Iterator[None]:
-    """Switch the garbage collector off: simulations create millions of objects and no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        raise PlanError(
+            f"{error.why} {hardware.name} has only {format_bytes(hardware.device_memory_bytes)}. Spread the model over more "
+            "ranks, or name a larger device."
+        ) from error
 
 
 def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     from fgoffload.integrations.megatron.flags.model_shapes import read_model_file, read_parallelism
 
     if checked.model.suffix != ".json":
-        return read_model_file(checked.model, typed=checked.megatron_flags, own_flags=OWN_FLAGS)
+        return read_model_file(checked.model, typed=checked.megatron_flags, own_flags=checked.own_flags)
     from fgoffload.planner.model.huggingface import read_huggingface_config
 
     model = read_huggingface_config(checked.model)
-    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=OWN_FLAGS)
+    return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=checked.own_flags)
 
 
 def _warn_of_ignored(checked: PlanOptions) -> None:
-    """Warn of flags that choose what to offload or recompute. Shipped models have them for training runs."""
+    """Warn of flags that select what to offload or recompute. Shipped models have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
-    is_shipped = any(checked.model.samefile(model.path) for model in list_models())
+    is_shipped = any(checked.model.samefile(path) for path in list_models())
     words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
     # This flag only switches offload on.
     if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
-        logger.warning("the planner itself chooses what to offload and recompute, and ignores %s.", ", ".join(ignored))
+        logger.warning("the planner chooses what to offload and recompute itself, and ignores %s.", ", ".join(ignored))
 
 
 def _read_flags(path: Path) -> Sequence[str]:

@@ -7,27 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fgoffload.cli.options import check_output_file, read_count, say_why_no_file
-from fgoffload.cli.shipped_models import find_model, suggest_model
+from fgoffload.cli.options import check_output_file, say_why_no_file, suggest_model
+from fgoffload.cli.shipped_models import find_model
 from fgoffload.errors import ConfigError
-from fgoffload.units import parse_bytes
 
 if TYPE_CHECKING:
     from fgoffload.planner.host_overhead import HostGuess
 
 EXAMPLE = "fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 70GiB"
-
-EXAMPLE_VALUES: Mapping[str, str] = {
-    "--gpu": "h100",
-    "--hardware": "hardware.json",
-    "--profile": "profile.json",
-    "--offload-memory-budget": "76GiB",
-    "--offload-host-budget": "1TiB",
-    "--reserve": "4GiB",
-    "--json": "plan.json",
-    "--plot": "plan.png",
-    "--timeline": "trace.json",
-}
 
 _CONFIG = "config.json"
 """File name of a Hugging Face model's configuration."""
@@ -46,32 +33,34 @@ SHORT_FLAGS: Mapping[str, str] = {
 """Short names of the parallel sizes, with Megatron's flag for each."""
 
 FRONTIER = "frontier.png"
-"""Default file for the picture of a sweep, in the current folder."""
+"""Default file for the plot of a sweep, in the current folder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of `fgoffload plan`, checked."""
+    """The checked options of `fgoffload plan`."""
 
     model: Path
     """An argument file, or a config.json."""
     megatron_flags: tuple[str, ...]
-    """Flags typed on the command line, short ones spelled out; they override the file's flags."""
+    """Flags typed on the command line, with short ones spelled out. They override the file's flags."""
+    own_flags: tuple[str, ...]
+    """Names of this command's own flags, for suggestions."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None
     budget_bytes: int | None
-    """GPU memory of each rank; None takes all memory of the device."""
+    """GPU memory of each rank. None uses all memory of the device."""
     host_budget_bytes: int | None
     """Host memory of each rank."""
     reserve_bytes: int | None
     has_optimizer: bool | None
-    """Whether optimizer states count. None takes the profile's, or Adam without a profile."""
-    sweeps: bool
-    is_thorough: bool
-    is_verbose: bool
+    """Whether optimizer states count. None follows the profile, or counts Adam's without one."""
+    sweep: bool
+    thorough: bool
+    verbose: bool
     host: "HostGuess | None"
-    """Assumed host. None takes the profile's measurement, or a step that is not launch-bound."""
+    """Assumed host. None follows the profile, or assumes a step that is not launch-bound."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -83,41 +72,25 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     Raises:
         ConfigError: An option has a wrong value.
     """
-    path = _find_model_path(options.model)
-    _check_device(options)
+    options.model = _find_model_path(options.model)
+    if options.gpu is options.hardware is options.profile is None:
+        raise ConfigError(f"--gpu is missing. Use --gpu, --hardware or --profile, for example: {EXAMPLE}.")
     _check_sweep(options)
     if options.sweep and options.plot is None:
         options.plot = FRONTIER
-    sizes = {name: _read_size(options, name) for name in ("offload_memory_budget", "offload_host_budget", "reserve")}
-    outputs = {name: _find_output(options, name, path) for name in OUTPUTS}
-    _check_outputs_differ(outputs)
-    short = []
-    for flag, long in SHORT_FLAGS.items():
-        if (text := getattr(options, flag.removeprefix("--"))) is not None:
-            short += [long, str(read_count(text, flag=flag, example=8))]
-    return PlanOptions(
-        model=path,
-        megatron_flags=(*megatron_flags, *short),
-        gpu=options.gpu,
-        hardware=_find_path(options.hardware),
-        profile=_find_path(options.profile),
-        budget_bytes=sizes["offload_memory_budget"],
-        host_budget_bytes=sizes["offload_host_budget"],
-        reserve_bytes=sizes["reserve"],
-        has_optimizer=options.with_optimizer,
-        sweeps=options.sweep,
-        is_thorough=options.thorough,
-        is_verbose=options.verbose,
-        host=_find_host(options),
-        **outputs,
-    )
+    _check_outputs(options)
+    short = [(long, getattr(options, flag.removeprefix("--"))) for flag, long in SHORT_FLAGS.items()]
+    options.megatron_flags = (*megatron_flags, *(word for long, size in short if size for word in (long, str(size))))
+    options.own_flags = tuple(flag for flag in options.own_flags if flag not in SHORT_FLAGS)
+    options.host = _find_host(options)
+    return PlanOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(PlanOptions)})
 
 
 def _find_model_path(name: str | None) -> Path:
     if not name:
         raise ConfigError(
-            "MODEL is missing. Give a Megatron argument file, a config.json or a model name from `fgoffload plan --list` "
-            f"first, as in: {EXAMPLE}."
+            "MODEL is missing. Pass a Megatron argument file, a config.json or a model name from `fgoffload plan --list` "
+            f"first, for example: {EXAMPLE}."
         )
     path = Path(name)
     # os.path, since Path.is_file raises on a name that is too long.
@@ -126,63 +99,37 @@ def _find_model_path(name: str | None) -> Path:
     if not os.path.isfile(path):
         if (shipped := find_model(name)) is None:
             raise ConfigError(
-                f"model {name!r} {say_why_no_file(name)}.{suggest_model(name)} Give a file or a "
-                f"shipped model, as in: {EXAMPLE}."
+                f"model {name!r} {say_why_no_file(name)}.{suggest_model(name)} Pass a file or a shipped model, for example: "
+                f"{EXAMPLE}."
             )
         path = shipped
     if path.suffix in (".py", ".yaml", ".yml"):
-        raise ConfigError(f"model {name!r} is neither a bash script nor a config.json. Give one of them, as in: {EXAMPLE}.")
+        raise ConfigError(
+            f"model {name!r} is neither a bash script nor a config.json. Use one of them, for example: {EXAMPLE}."
+        )
     return path
-
-
-def _check_device(options: argparse.Namespace) -> None:
-    """Refuse options that name two devices or none. Only reading a profile shows whether it describes a whole device."""
-    if options.gpu is not None and options.hardware is not None:
-        raise ConfigError("--gpu and --hardware both name the device. Give one of them.")
-    if options.gpu is options.hardware is options.profile is None:
-        raise ConfigError(f"--gpu is missing. Give it, as in --gpu h100, or give --hardware or --profile. Example: {EXAMPLE}.")
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
     """Refuse options for a single plan together with `--sweep`."""
-    for name in ("offload_memory_budget", "timeline", "thorough", "verbose"):
-        if options.sweep and getattr(options, name) not in (None, False):
-            flag = "--" + name.replace("_", "-")
+    single = {"--offload-memory-budget": options.budget_bytes, "--timeline": options.timeline}
+    for flag, value in (single | {"--thorough": options.thorough, "--verbose": options.verbose}).items():
+        if options.sweep and value not in (None, False):
             raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Leave one of them out.")
 
 
-def _read_size(options: argparse.Namespace, name: str) -> int | None:
-    text = getattr(options, name)
-    # Sizes need a unit: nobody's budget is 76 bytes.
-    return None if text is None else parse_bytes(text, name="--" + name.replace("_", "-"), needs_unit=True)
-
-
-def _find_output(options: argparse.Namespace, name: str, model: Path) -> Path | None:
-    inputs = {"the model": model, "the file of --profile": options.profile, "the file of --hardware": options.hardware}
-    return check_output_file(getattr(options, name), flag=f"--{name}", example=EXAMPLE_VALUES[f"--{name}"], inputs=inputs)
-
-
-def _check_outputs_differ(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse one file for two outputs: the second would overwrite the first."""
-    named: dict[str, str] = {}
-    for name, path in outputs.items():
-        if path is not None and (earlier := named.setdefault(os.path.realpath(path), name)) != name:
-            raise ConfigError(f"--{earlier} and --{name} both name {str(path)!r}. Give each its own file.")
-
-
-def _find_path(name: str | None) -> Path | None:
-    return None if name is None else Path(os.path.expanduser(name))
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Check the output files and replace their names with paths. Two outputs in one file would overwrite each other."""
+    inputs = {"the model": options.model, "the file of --profile": options.profile, "the file of --hardware": options.hardware}
+    for name in OUTPUTS:
+        if (file := getattr(options, name)) is not None:
+            setattr(options, name, check_output_file(file, flag=f"--{name}", inputs=inputs))
+            inputs[f"the file of --{name}"] = file
 
 
 def _find_host(options: argparse.Namespace) -> "HostGuess | None":
-    """Return the host that `--launch-bound` or `--not-launch-bound` asks for, or None without them."""
-    if options.not_launch_bound and options.launch_bound:
-        raise ConfigError("--launch-bound and --not-launch-bound exclude each other. Give one of them.")
-    if options.not_launch_bound and options.profile is None:
-        raise ConfigError(
-            "--not-launch-bound is the default with a device from the table. Leave it out, or give --profile FILE."
-        )
-    if not (options.not_launch_bound or options.launch_bound):
+    """Return the host of `--launch-bound` or `--not-launch-bound`, or None without them."""
+    if not (options.launch_bound or options.not_launch_bound):
         return None
     from fgoffload.planner.host_overhead import HostGuess
 

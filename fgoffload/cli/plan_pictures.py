@@ -1,4 +1,4 @@
-"""Pictures of plans: memory over a step, and the frontier of memory against step time."""
+"""Plots of plans: memory over a step, and step time against memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,38 +11,23 @@ from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
 
 MOST_OVERHEAD = 1.5
-"""Step time over the baseline at which the picture of a sweep ends."""
+"""Maximum step time over the baseline in the plot of a sweep."""
 MOST_DRAWN_SPANS = 4000
-"""Largest number of stream spans of a rank for which a picture shows the whole step."""
+"""Maximum number of stream spans of a rank for which a plot shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selective recompute": "D", "offload everything": "v"}
 
 
-def check_picture(path: Path) -> None:
-    """Refuse an unsupported image format before the work starts.
-
-    Raises:
-        ConfigError: With the supported formats.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    # Without a suffix matplotlib writes a PNG, and adds the suffix.
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise ConfigError(f"--plot {path} has an unsupported image format. Give one of {', '.join(known)}, as in plan.png.")
-
-
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
     """Plot the device memory of a pipeline rank over a step. With many microbatches the plot ends a little after the peak.
 
-    `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line. The suffix of
-    `path` is the format.
+    `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    axes = _draw_axes(4, title, x="ms of the step, predicted", y=f"GiB on pipeline rank {rank}, the plan's fullest")
+    axes = draw_axes(4, title, x="ms of the step, predicted", y=f"GiB on pipeline rank {rank}, the plan's highest peak")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]
@@ -60,11 +45,11 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, end_s * 1e3)
     axes.legend(fontsize=8, loc="lower right")
-    _save(axes, path)
+    save_plot(axes, path)
 
 
 def _find_shown_end(result: StepResult, rank: int) -> float:
-    """Return the seconds of the step to draw: all, or until after the peak if many passes look alike."""
+    """Return the time at which the plot ends: at the end of the step, or after the peak if the step has many passes."""
     timeline = result.ranks[rank].timeline
     if timeline is None or len(timeline.spans) <= MOST_DRAWN_SPANS:
         return result.step_s
@@ -73,14 +58,14 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 
 
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
-    """Plot the frontier of plans and of Megatron's own flags: step time over the baseline's against peak memory.
+    """Plot step time over the baseline against peak memory, for plans and for Megatron's own flags.
 
-    Baselines are points, and the legend names those above the picture. Plans are a line. The suffix of `path` is the format.
+    Plans are a line and baselines are points. The legend has the numbers of baselines outside the plot.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    axes = _draw_axes(4.5, title, x="peak memory of the fullest rank, GiB, predicted", y="step time over baseline")
+    axes = draw_axes(4.5, title, x="highest peak memory of a rank, GiB, predicted", y="step time over baseline")
     baseline_s = baselines["baseline"].step_s
 
     def locate(results: Iterable[StepResult]) -> tuple[list[float], list[float]]:
@@ -97,11 +82,11 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
         axes.plot(result.peak_bytes / GIB, ratio, linestyle="none", marker=_MARKERS.get(name, "x"), markersize=8, label=label)
     axes.set_ylim(top=MOST_OVERHEAD)
     axes.legend(fontsize=8)
-    _save(axes, path)
+    save_plot(axes, path)
 
 
-def _draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
-    """Return empty axes of a new picture; `height` is in inches, `x` and `y` are the labels."""
+def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
+    """Return empty axes of a new plot. `height` is in inches, `x` and `y` are the labels."""
     # Imported here, since it takes as long as a plan. pyplot would need a display.
     from matplotlib.figure import Figure
 
@@ -113,11 +98,14 @@ def _draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
     return axes
 
 
-def _save(axes: Any, path: Path) -> None:
+def save_plot(axes: Any, path: Path) -> None:
+    """Write the plot of `axes` to `path`, whose suffix is the image format.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
-        # matplotlib adds a suffix if there is none.
-        with replacing(path if path.suffix else path.with_suffix(".png")) as partial:
+        with replacing(path) as partial:
             axes.figure.savefig(partial, dpi=120)
-    except (OSError, ValueError) as error:
-        # matplotlib raises ValueError for an unsupported suffix.
-        raise ConfigError(f"--plot {path} cannot be written: {error}. Give another file, as in plan.png.") from error
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}. Use another file.") from error

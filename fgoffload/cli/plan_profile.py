@@ -1,15 +1,14 @@
-"""Plans from a profile: checks that it fits the planned training, and builds the ranks from it.
+"""Builds the ranks of a plan from a profile, after checking that the profile is of the planned training run.
 
 A profile fixes times, saved bytes and static memory. The number of microbatches, the reserve, window, prefetch and the
 smallest offloaded size may differ. Everything else is compared, so that no plan is made for another model.
 """
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fgoffload.cli.plan_options import PlanOptions
 from fgoffload.cuda_graphs import NO_CAPTURE
@@ -26,27 +25,13 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Fields that may differ from the measured training. Each kind of fused gate saves the same bytes."""
-
-_FLAGS: Mapping[str, str] = {
-    "has_fused_activation": "--bias-swiglu-fusion",
-    "has_fused_rotary": "--rope-fusion",
-    "experts.has_fused_permutation": "--moe-permute-fusion",
-    "has_optimizer": "--with-optimizer",
-}
-"""Flags of fields whose name differs from the flag's."""
-
-
-class _Difference(NamedTuple):
-    what: str
-    measured: object
-    planned: object
+"""Fields that may differ from the measured run. Each kind of fused gate saves the same bytes."""
 
 
 def build_profiled_ranks(
     profile: Profile, path: Path, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> tuple[RankModel, ...]:
-    """Build the pipeline ranks from a profile, adapted to the planned training.
+    """Build the pipeline ranks from a profile, adapted to the planned run.
 
     Args:
         profile: The measured profile.
@@ -57,23 +42,19 @@ def build_profiled_ranks(
         assumptions: Assumptions from its other flags.
 
     Raises:
-        ConfigError: The profile is of another training; names the first difference.
+        ConfigError: The profile is of another run. The message names the first difference.
     """
+    measure = f"fgoffload profile {checked.model} --json {path}"
     if profile.training is None:
+        raise ConfigError(f"profile {path} does not say which run it measured. Measure again: {measure}.")
+    differences = [*_compare_runs(profile.training, checked, model, parallelism, assumptions)]
+    if checked.has_optimizer not in (None, profile.has_optimizer):
+        differences.append(("has_optimizer", profile.has_optimizer, checked.has_optimizer))
+    if differences:
+        name, measured, planned = differences[0]
         raise ConfigError(
-            f"profile {path} lacks the measured training. Measure again: fgoffload profile {checked.model} --json {path}."
-        )
-    differences = _compare_trainings(profile.training, path, checked, (parallelism, model, assumptions))
-    first = next(differences, None)
-    if first is None and checked.has_optimizer not in (None, profile.has_optimizer):
-        first = _Difference("has_optimizer", profile.has_optimizer, checked.has_optimizer)
-    if first is not None:
-        flag = _FLAGS.get(first.what)
-        said = "" if flag is None else f" ({flag if first.measured else flag.replace('--', '--no-', 1)})"
-        raise ConfigError(
-            f"profile {path} is of {profile.training.source} with {first.what} {_shorten(first.measured)}{said}, and "
-            f"{checked.model} has {_shorten(first.planned)}. Plan with the model and the flags that were measured, or measure "
-            f"this one: fgoffload profile {checked.model} --json {path}."
+            f"profile {path} is of {profile.training.source} with {name} {measured!s:.60}, and {checked.model} has "
+            f"{planned!s:.60}. Plan with the model and the flags that were measured, or measure this one: {measure}."
         )
     if assumptions.graphs != NO_CAPTURE:
         logger.warning(
@@ -90,33 +71,21 @@ def build_profiled_ranks(
     )
 
 
-def _compare_trainings(
-    training: MeasuredTraining, path: Path, checked: PlanOptions, planned: tuple[Parallelism, ModelShape, Assumptions]
-) -> Iterator[_Difference]:
-    source = f"profile {path}"
-    with _no_warnings():
-        model, parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
-        assumptions = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
+def _compare_runs(
+    training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
+) -> Iterator[tuple[str, object, object]]:
+    """Yield name, measured value and planned value of each difference."""
+    source = str(checked.model)  # so that warnings equal those about the planned run, and are shown once
+    measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
+    measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
     # Parallel sizes first: others follow from them, such as the padded vocabulary.
-    yield from _compare_fields("", parallelism, planned[0])
-    yield from _compare_fields("", model, planned[1])
-    yield from _compare_fields("", assumptions.state, planned[2].state)
-    yield from _compare_fields("", assumptions.execution, planned[2].execution)
+    yield from _compare_fields("", measured_parallelism, parallelism)
+    yield from _compare_fields("", measured_model, model)
+    yield from _compare_fields("", measured.state, assumptions.state)
+    yield from _compare_fields("", measured.execution, assumptions.execution)
 
 
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Drop warnings while flags are read: the planned training's flags gave the same ones already."""
-    logger = logging.getLogger("fgoffload")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _compare_fields(prefix: str, measured: Any, planned: Any) -> Iterator[_Difference]:
+def _compare_fields(prefix: str, measured: Any, planned: Any) -> Iterator[tuple[str, object, object]]:
     for field in dataclasses.fields(measured):
         one, other = getattr(measured, field.name), getattr(planned, field.name)
         if field.name in _FREE_FIELDS:
@@ -124,9 +93,4 @@ def _compare_fields(prefix: str, measured: Any, planned: Any) -> Iterator[_Diffe
         if dataclasses.is_dataclass(one) and dataclasses.is_dataclass(other):
             yield from _compare_fields(f"{field.name}.", one, other)
         elif one != other:
-            yield _Difference(f"{prefix}{field.name}", one, other)
-
-
-def _shorten(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+            yield f"{prefix}{field.name}", one, other

@@ -1,5 +1,6 @@
-"""Summarizes a plan in 80 columns: whether it fits, what it costs, and what to type."""
+"""Summarizes a plan in 80 columns: whether it fits, what it costs, and the flags to train with it."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead, make_table
+from fgoffload.cli.console import make_table
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
@@ -27,7 +29,7 @@ _ACTIONS = {
 
 
 def build_summary_table(report: PlanReport, subject: Subject) -> Table:
-    """Return a row for each baseline and one for the plan: peak, step, overhead, and whether it fits the budget."""
+    """Return a table of the baselines and the plan: peak, step time, overhead, and whether it fits the budget."""
     headings = ("peak", f"step ±{find_uncertainty(subject):.0%}", "over baseline", "fits")
     table = make_table(left=("",), right=headings, width=WIDTH)
     baseline_s = report.baselines["baseline"].step_s
@@ -45,7 +47,7 @@ def build_summary_table(report: PlanReport, subject: Subject) -> Table:
 
 
 def format_step(seconds: float) -> str:
-    """Return a step time with as many digits as its uncertainty allows: `545 ms`, `50.6 s`."""
+    """Return a step time, rounded to about three digits: `545 ms`, `50.6 s`."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
@@ -60,21 +62,19 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""
-        if subject.node is not None:
+        if subject.hardware is not None:
             world_size = subject.parallelism.world_size
-            node_bytes = count_host_bytes_per_node(host_bytes, hardware=subject.node, world_size=world_size)
+            node_bytes = count_host_bytes_per_node(host_bytes, hardware=subject.hardware, world_size=world_size)
             node = f" a rank, {format_bytes(node_bytes)} a node"
         lines.append(f"Pinned host memory: {format_bytes(max(host_bytes))}{node}.")
     return "\n".join(lines)
 
 
 def describe_treatments(solution: Solution) -> str:
-    """Return a line for each action: its tags, with the number of layers if not all layers have it."""
-    all_layers: dict[str, set[int]] = {}
+    """Return a line for each action: its tags, with the number of layers if the action is not on all layers."""
     chosen: dict[Action, dict[str, set[int]]] = {}
     able: dict[str, set[int]] = {}
     for decision in solution.decisions:
-        all_layers.setdefault(decision.kind, set()).update(decision.layers)
         able.setdefault(decision.tag, set()).update(decision.layers)
         if decision.action is not Action.KEEP:
             chosen.setdefault(decision.action, {}).setdefault(decision.tag, set()).update(decision.layers)
@@ -90,9 +90,9 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return what to type: the nearest setting of Megatron's own flags, and the plan file."""
+    """Return the flags for training: the nearest setting of Megatron's own flags, and the plan file."""
     if not solution.plan.actions:
-        return "Everything is kept: the training fits the budget as it is."
+        return "Everything is kept on the GPU: the run fits the budget without a plan."
     text = []
     nearest = solution.nearest
     if nearest is None:
@@ -104,27 +104,21 @@ def describe_use(solution: Solution, path: Path | None) -> str:
         flags = nearest.flags.list_arguments()
         text.append(f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}" if flags else "Megatron needs no flags for it.")
     if path is None:
-        text.append("With the plan itself: add --json plan.json here, then train by `fgoffload run`.")
+        text.append("With the plan itself: add --json plan.json here, then train with `fgoffload run`.")
     else:
         own = ("--fine-grained-activation-offloading", "--offload-plan", str(path))
-        text.append(f"With the plan, by `fgoffload run`:\n{fold_flags(own)}")
+        text.append(f"With the plan, using `fgoffload run`:\n{fold_flags(own)}")
     return "\n".join(text)
 
 
 def fold_flags(words: Sequence[str]) -> str:
     """Wrap flags into lines of at most 80 columns that can be pasted into a shell."""
-    lines: list[str] = []
-    for word in words:
-        fits = lines and len(lines[-1]) + len(word) + len("  \\") < WIDTH
-        if fits and not (word.startswith("--") and len(lines[-1]) > WIDTH // 2):
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"    {word}")
-    return " \\\n".join(lines)
+    lines = textwrap.wrap(" ".join(words), width=WIDTH - 7, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent(" \\\n".join(lines), "    ")
 
 
 def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
-    """Return the printed numbers for the plan file: bytes, seconds, and each rank under the plan."""
+    """Return the predicted numbers for the plan file, in bytes and seconds."""
     nearest = report.solution.nearest
     return {
         "budget_bytes": report.solution.budget_bytes,
@@ -147,7 +141,7 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
 
 
 def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
-    """Return the printed numbers of a sweep, in bytes and seconds."""
+    """Return the predicted numbers of a sweep, in bytes and seconds."""
     return {
         "step_uncertainty": find_uncertainty(subject),
         "reserve_bytes": subject.reserve_bytes,

@@ -3,10 +3,10 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from rich.table import Table
 
+from fgoffload.cli.console import make_table
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model.model_shape import ModelShape
@@ -20,36 +20,34 @@ from fgoffload.units import format_bytes, format_ms
 PLAN = "this plan"
 """Name of the plan's row."""
 COMPARED = ("baseline", "full recompute", "selective recompute")
-"""The baselines shown by pipeline rank."""
-
+"""Baselines in the table of pipeline ranks."""
 
 PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
 """Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
 Four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads closer to 1 are noise. Most errors of two steps of one run are the same, and cancel."""
+"""Overheads within this distance of 1 are noise. It is smaller than the uncertainty, since most errors of two steps of a run
+are equal and cancel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The planned training, for titles and captions."""
+    """The planned run, for titles and captions."""
 
     model: ModelShape
     parallelism: Parallelism
     hardware: Hardware | None
-    """Hardware of the device; None with a profile of a training run."""
-    node: Hardware | None
-    """Hardware of a node's devices: `hardware`, or the profiled device if the table has it."""
+    """Hardware of the device. None with a profile of a training run."""
     device: str
     """Name of the device."""
     reserve_bytes: int
-    """Reserve of each device: counted as static memory, outside the allocator."""
+    """Reserve of each device, outside the allocator. Counted as static memory."""
     host_budget: str
     """The host budget of a rank and its source, as text."""
     takes_auto: bool = True
-    """Whether `--offload-modules auto` works; with CUDA graphs it does not."""
+    """Whether `--offload-modules auto` works. It does not with CUDA graphs."""
     link_line: str = ""
-    """A line with the source of the link, if it differs from the device's."""
+    """A line about the link, if it comes from a profile of only the link."""
 
     @property
     def title(self) -> str:
@@ -72,33 +70,21 @@ def find_uncertainty(subject: Subject) -> float:
     return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
 
 
-def make_table(*, left: Sequence[str] = (), right: Sequence[str] = (), last: str | None = None, **options: Any) -> Table:
-    """Return an empty table: columns of text, columns of numbers, and one more of text."""
-    table = Table(**options)
-    for heading in left:
-        table.add_column(heading)
-    for heading in right:
-        table.add_column(heading, justify="right")
-    if last is not None:
-        table.add_column(last)
-    return table
-
-
 def build_decision_table(report: PlanReport) -> Table:
-    """Return a row for each tag, kind of layer and action that offloads or recomputes: bytes, cost and reason."""
+    """Return a table with a row for each kind of layer, tag and action: bytes, cost and reason."""
     table = make_table(
         left=("layers of kind", "tag or unit", "action"),
         right=("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"),
-        last="why",
+        last=("why",),
         title="What the plan does",
-        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; "
-        "costs: step time that this row alone adds, on the rank that needs it most; negative: it shortens other waits",
+        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; costs: step time that this "
+        "row alone adds on its most affected rank; negative: it shortens other waits",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in solution.decisions:
-        # A tag that moves and recomputes nothing by itself only accompanies another one.
+        # A tag that neither frees, moves nor recomputes anything only accompanies another tag.
         if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
@@ -114,14 +100,14 @@ def build_decision_table(report: PlanReport) -> Table:
             _format_range((decision.recompute_s for decision in decisions), format_ms),
             *(map(format_ms, copies) if copies else "--"),
             "?" if price is None else _format_cost(price.cost_s),
-            "another choice of the plan needs it" if price is None else price.describe(),
+            "another treatment in the plan requires it" if price is None else price.describe(),
         )
     return table
 
 
 def build_kept_table(report: PlanReport) -> Table:
-    """Return the kept tags and units with the reason: those with the same kind of layer, count and reason share a row."""
-    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last="why", title="What it keeps")
+    """Return a table of kept tags and units. Those with the same kind of layer, count and reason share a row."""
+    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last=("why",), title="What it keeps")
     counts: Counter[tuple[str, str, str]] = Counter()
     for decision in report.solution.decisions:
         if decision.action is Action.KEEP:
@@ -135,10 +121,10 @@ def build_kept_table(report: PlanReport) -> Table:
 
 
 def build_peak_table(report: PlanReport) -> Table:
-    """Return peak by pipeline rank, and the step time, for the plan and the baselines."""
+    """Return a table of the peaks of each pipeline rank and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
-    table = make_table(right=headings, last="where the plan peaks", title="Peak by pipeline rank")
+    table = make_table(right=headings, last=("where the plan peaks",), title="Peak by pipeline rank")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
         peaks = (result.ranks[place].peak_bytes for result in results.values())
@@ -150,7 +136,7 @@ def build_peak_table(report: PlanReport) -> Table:
 
 
 def build_rank_table(report: PlanReport) -> Table:
-    """Return a row for each pipeline rank, with the parts of its step time under the plan."""
+    """Return a table of the parts of each pipeline rank's step time under the plan."""
     headings = ("rank", "step", "compute", "slowed by copies", "waits for copies", "launch-bound", "for neighbours", "host")
     table = make_table(right=headings, title="This plan by pipeline rank")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
@@ -161,13 +147,13 @@ def build_rank_table(report: PlanReport) -> Table:
 
 
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
-    """Return a row for each baseline, then one for each budget from the largest to the smallest."""
+    """Return a table with a row for each baseline, then for each budget from the largest to the smallest."""
     step = f"step ±{find_uncertainty(subject):.0%}"
     table = make_table(
         left=("",),
         right=("budget", "peak", step, "over baseline", "offloads a step", "recompute", "waits for copies"),
         title=subject.title,
-        caption=f"predicted, for the worst rank\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise",
+        caption=f"predicted; the maximum over ranks\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise",
         title_justify="left",
     )
     baseline_s = baselines["baseline"].step_s
@@ -179,7 +165,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
 
 
 def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
-    """Return one formatted number, or a range if layers of one kind differ."""
+    """Return one formatted number, or a range if layers differ."""
     found = sorted(numbers)
     return " to ".join(dict.fromkeys((write(found[0]), write(found[-1])))) if any(found) else "-"
 
@@ -189,7 +175,7 @@ def _format_or_dash(value: float, write: Callable[[float], str]) -> str:
 
 
 def format_overhead(ratio: float) -> str:
-    """Return a step time as a ratio to the baseline's; ~ marks a ratio within noise of 1."""
+    """Return a ratio to the baseline's step time. ~ marks a ratio within noise of 1."""
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
 
 
@@ -199,7 +185,7 @@ def _format_cost(seconds: float) -> str:
 
 
 def find_costs(result: StepResult) -> tuple[int, float, float]:
-    """Return bytes offloaded, seconds of recompute and seconds of waiting for copies in a step, each the maximum over ranks."""
+    """Return the maxima over ranks of offloaded bytes, seconds of recompute, and seconds of waiting for copies in a step."""
     return (
         max(rank.d2h_bytes for rank in result.ranks),
         max(rank.recompute_s for rank in result.ranks),

@@ -1,8 +1,8 @@
-"""`fgoffload profile`: measures the link of this machine and, with an argument file, steps of its model."""
+"""`fgoffload profile`: measures the link between GPU and host and, with an argument file, steps of its model."""
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,32 +16,26 @@ if TYPE_CHECKING:
     from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
-SUMMARY = "measure the link to the host, and steps of a model"
+SUMMARY = "measure the link to the host and steps of a model"
 DESCRIPTION = (
-    "Measures how fast copies to and from the host are, by size, in both directions at once, and during a matrix product. With "
-    "a Megatron argument file, also measures the time and the saved bytes of each module in one step and, on a GPU, how much "
+    "Measures copy rates to and from the host by size, in both directions at once, and during a matrix product. With a "
+    "Megatron argument file, also measures the time and the saved bytes of each module in one step and, on a GPU, how much "
     "copies slow a launch-bound step. `fgoffload plan --profile FILE` reads the result."
 )
-USAGE = """\
-fgoffload profile [ARGUMENTS.sh] [--json FILE] [--data PATH]
-                         [MEGATRON FLAGS]"""
+USAGE = "fgoffload profile [ARGUMENTS.sh] [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile tiny_moe"
 NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
-EXAMPLE_VALUES: Mapping[str, str] = {"--json": "profile.json", "--data": "text.txt"}
-PROFILE_NAME = "profile.json"
-"""Default file of the profile, in the current folder."""
-RUNS_A_SCRIPT = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; without it, only the link")
-    parser.add_argument("--json", metavar="FILE", help=f"where the profile is written (default: {PROFILE_NAME})")
+    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; without it, only the link is measured")
+    parser.add_argument("--json", metavar="FILE", default="profile.json", help="file to write (default: profile.json)")
     parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, show the tables, write the file, and return 0. Under `torchrun` the first process shows and writes."""
+    """Measure, show the tables, write the file, and return 0. Rank 0 shows and writes."""
     launch = find_launch()
     with launch.one_voice():
         json_file = _check_options(options, megatron_flags)
@@ -50,11 +44,8 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         require_torch()
     profile = _measure(options, megatron_flags, launch)
     if launch.is_first:
-        try:
-            _show(profile)
-        finally:
-            # Also if the pipe closes early, as with `| head -2`.
-            profile.save(json_file)
+        profile.save(json_file)  # before the output, whose pipe may be closed, as with `| head -2`
+        _show(profile)
         device = "" if profile.ranks else " --gpu NAME"
         print(f"Profile: {json_file}")
         print(f"Plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
@@ -62,27 +53,18 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> Path:
-    """Check the options without heavy imports, and return the output file.
-
-    Raises:
-        ConfigError: With the option and the fix.
-    """
+    """Check the options without heavy imports, and return the output file."""
     name = options.arguments_file
     if name is None and megatron_flags:
         word = megatron_flags[0]
-        meant = suggest(word, tuple(EXAMPLE_VALUES))
-        raise ConfigError(f"{word!r} needs a model.{meant} Give an argument file first: {EXAMPLE}.")
+        meant = suggest(word, options.own_flags)
+        raise ConfigError(f"{word!r} needs a model.{meant} Pass an argument file first: {EXAMPLE}.")
     if name is None and options.data is not None:
-        raise ConfigError(f"--data {options.data!r} needs a model. Give an argument file first: {EXAMPLE}.")
+        raise ConfigError(f"--data {options.data!r} needs a model. Pass an argument file first: {EXAMPLE}.")
     if name is not None:
-        name = str(check_argument_file(name, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES))
-        options.arguments_file = name
+        name = options.arguments_file = str(check_argument_file(options, megatron_flags, example=EXAMPLE))
     inputs = {"the argument file": name, "the file of --data": options.data}
-    if options.json is not None:
-        return check_output_file(options.json, flag="--json", example=PROFILE_NAME, inputs=inputs) or Path(PROFILE_NAME)
-    # `--json` can name another file.
-    check_output_file(PROFILE_NAME, flag="without --json,", example="--json measured.json", inputs=inputs)
-    return Path(PROFILE_NAME)
+    return check_output_file(options.json, flag="--json", inputs=inputs)
 
 
 def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch) -> "Profile":
@@ -97,7 +79,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
         training = load_training(
             Path(options.arguments_file),
             megatron_flags,
-            own_flags=EXAMPLE_VALUES,
+            own_flags=options.own_flags,
             data=options.data,
             world_size=launch.world_size,
         )
@@ -109,8 +91,9 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
 
 def _show(profile: "Profile") -> None:
     from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.profile_tables import build_tables, describe_compared_steps, describe_plain_step, describe_rank
+    from fgoffload.cli.profile_tables import build_tables, describe_compared_steps, describe_rank
     from fgoffload.planner.profiled_ranks import find_host_slowdown
+    from fgoffload.units import format_ms
 
     console = PipeConsole()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
@@ -120,7 +103,7 @@ def _show(profile: "Profile") -> None:
     for rank in profile.ranks:
         console.print(describe_rank(rank), soft_wrap=True)
     if profile.plain_step_s is not None:
-        console.print(describe_plain_step(profile, profile.plain_step_s), soft_wrap=True)
+        console.print(f"baseline step, without instrumentation: {format_ms(profile.plain_step_s)}", soft_wrap=True)
     slowdown = find_host_slowdown(profile)
     if slowdown is not None:
         console.print(describe_compared_steps(profile, slowdown), soft_wrap=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from fgoffload.cli.console import make_table
 from fgoffload.planner.host_overhead import MOST_SLOWDOWN, find_group_s
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.timing.link_profile import LinkProfile
@@ -28,38 +29,25 @@ def describe_rank(rank: RankProfile) -> str:
     """Return step time and memory of a pipeline rank."""
     peak = "not counted on this device" if rank.peak_bytes is None else format_bytes(rank.peak_bytes)
     return (
-        f"rank {rank.rank}: step {format_ms(rank.step_s)}, of which {format_ms(rank.step_end_s)} after the last backward; "
+        f"rank {rank.rank}: step {format_ms(rank.step_s)}, including {format_ms(rank.step_end_s)} after the last backward; "
         f"static memory {format_bytes(rank.static_bytes)}, peak {peak}"
     )
 
 
-def describe_plain_step(profile: Profile, plain_step_s: float) -> str:
-    """Return the time of an unmeasured step, and how plans use it."""
-    segments = (segment for rank in profile.ranks for layer in rank.layers for segment in layer.model.segments)
-    if len(profile.ranks) == 1 and not any(segment.host_wait for segment in segments):
-        use = "if it is longer than the sum of the modules, plans scale all compute to it"
-    else:
-        use = "its excess over the measured modules is CPU time, and is added to each step"
-    return f"plain step, without measuring: {format_ms(plain_step_s)}; {use}"
-
-
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
-    """Return the times of steps under plans, and how plans use them."""
+    """Return the times of steps under plans, and the slowdown that plans assume from them."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
-    many = "steps under plans" if len(profile.compared_steps) > 1 else "a step under a plan"
-    bound = ", the largest value that plans use" if slowdown >= MOST_SLOWDOWN else ""
+    bound = ", the maximum that plans use" if slowdown >= MOST_SLOWDOWN else ""
     return (
-        f"{many} took {ratios} times as long as steps that keep everything. Plans assume that compute is {slowdown:.1%} slower "
-        f"during copies{bound}, and each offloaded group to cost {1e3 * find_group_s(slowdown):.2f} ms"
+        f"steps under plans took {ratios} times as long as the baseline. Plans assume that copies slow compute by "
+        f"{slowdown:.1%}{bound}, and that each offloaded group costs {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 
 def _build_link_table(link: LinkProfile) -> Table:
-    table = Table(
-        title="link to the host, GB/s", caption=f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
-    )
-    for heading in ("copies of", "to host", "to device", "both at once, each"):
-        table.add_column(heading, justify="right")
+    caption = f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
+    headings = ("copies of", "to host", "to device", "both at once, each")
+    table = make_table(right=headings, title="link to the host, GB/s", caption=caption)
     for copy in link.copies:
         rates = (copy.d2h_bytes_per_s, copy.h2d_bytes_per_s, copy.duplex_bytes_per_s)
         table.add_row(format_bytes(copy.size_bytes), *(f"{rate / 1e9:.1f}" for rate in rates))
@@ -71,15 +59,12 @@ def _build_layer_table(layer: LayerModel, title: str) -> Table:
         segment.name: sum(tensor.size_bytes for tensor in layer.tensors if segment.name in tensor.tags)
         for segment in layer.segments
     }
-    units = ", ".join(unit.name for unit in layer.units) or "nothing"
-    table = Table(
-        title=title,
-        caption=f"forward {format_ms(layer.forward_s)}, backward {format_ms(layer.backward_s)}, saves "
-        f"{format_bytes(layer.saved_bytes)} a microbatch; bitwise identical when recomputed: {units}",
+    units = ", ".join(unit.name for unit in layer.units) or "none"
+    caption = (
+        f"forward {format_ms(layer.forward_s)}, backward {format_ms(layer.backward_s)}, saves "
+        f"{format_bytes(layer.saved_bytes)} a microbatch; bitwise identical when recomputed: {units}"
     )
-    table.add_column("stretch")
-    for heading in ("forward ms", "backward ms", "saves"):
-        table.add_column(heading, justify="right")
+    table = make_table(left=("segment",), right=("forward ms", "backward ms", "saves"), title=title, caption=caption)
     for segment in layer.segments:
         size = format_bytes(saved[segment.name]) if saved[segment.name] else "-"
         table.add_row(segment.name, f"{1e3 * segment.forward_s:.3f}", f"{1e3 * segment.backward_s:.3f}", size)

@@ -1,6 +1,6 @@
-"""Shows the measurements of trainings: one table, one plot."""
+"""The table and the plot of `fgoffload train`."""
 
-import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -8,35 +8,24 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.cli.comparison import RunRecord
-from fgoffload.config import OffloadConfig
-from fgoffload.output_files import replacing
+from fgoffload.cli.console import make_table
+from fgoffload.cli.plan_pictures import draw_axes, save_plot
 from fgoffload.trainer.steps import Difference
 from fgoffload.units import MIB, format_bytes, format_ms
 
 WITHOUT, WITH = "without offload", "with offload"
-"""Labels of the two trainings."""
+"""Labels of the two runs."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """The training, for titles and captions."""
-
-    title: str
-    """One line with the model and its device."""
-    versions: str
-    """Package versions, as in `torch 2.13.0, megatron-core 0.16.1`."""
-    offload: OffloadConfig | None
-
-
-def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], description: Description) -> Table:
-    """Return the table of a training run.
+def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], title: str) -> Table:
+    """Return a table with a column for each run.
 
     Args:
-        records: The training by label: without offload and, unless it is off, with offload.
-        differences: The first difference of the losses and of the gradients, where they differ.
-        description: The training.
+        records: The runs by label: without offload and, unless offload is off, with offload.
+        differences: The first difference of the losses and of the gradients, if they differ.
+        title: The model, its device and versions.
     """
-    table = _start_table(records, description)
+    table = _start_table(records, title)
 
     def add(name: str, show: Callable[[RunRecord], str], *, ends_section: bool = False) -> None:
         table.add_row(name, *map(show, records.values()), end_section=ends_section)
@@ -60,25 +49,14 @@ def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Diff
         add("allocator at peak", lambda record: format_bytes(record.allocator_peak_bytes or 0))
     add("step time", _step_time, ends_section=True)
     if WITH in records:
-        _add_offload_rows(table, records[WITH], description)
+        _add_offload_rows(table, records[WITH])
     return table
 
 
-def describe_differences(differences: Mapping[str, Difference]) -> list[str]:
-    """Return a sentence for losses and one for gradients, if they differ."""
-    return [
-        f"The {what} differ: first in step {difference.step}, {difference.what}. Please report this with the argument file."
-        for what, difference in differences.items()
-    ]
-
-
-def write_memory_plot(path: Path, records: Mapping[str, RunRecord], description: Description) -> None:
-    """Write a plot of the activation bytes over one step."""
-    # Imported here, since it takes as long as a short training. pyplot would need a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+def write_memory_plot(path: Path, records: Mapping[str, RunRecord], title: str) -> None:
+    """Plot the activation bytes of each run over one step."""
+    x_label = "position in the step, by tensors saved and unpacked [%]"
+    axes = draw_axes(4.5, f"Activation memory over one step\n{title}", x=x_label, y="activations on the device [MiB]")
     for (label, record), color in zip(records.items(), ("#8a8f98", "#1f77b4"), strict=False):
         x, y = _step_curve(record)
         peak = format_bytes(record.activation_peak_bytes)  # the same text as in the table
@@ -87,32 +65,20 @@ def write_memory_plot(path: Path, records: Mapping[str, RunRecord], description:
         axes.axhline(record.activation_peak_bytes / MIB, color=color, linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 1.2 * max(record.activation_peak_bytes for record in records.values()) / MIB or 1)
-    axes.set_xlabel("position in the step, by tensors saved and unpacked [%]")
-    axes.set_ylabel("activations on the device [MiB]")
-    axes.set_title(f"Activation memory over one step\n{description.title}", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", frameon=False, ncols=len(records))
-    with replacing(path) as partial:
-        figure.savefig(partial, dpi=150)
+    axes.legend(loc="upper left", ncols=len(records))
+    save_plot(axes, path)
 
 
-def _start_table(records: Mapping[str, RunRecord], description: Description) -> Table:
+def _start_table(records: Mapping[str, RunRecord], title: str) -> Table:
     record = records[WITHOUT]
     timed, ranks = len(record.timed_steps), ""
     steps = "step 2" if timed == 1 else f"median of steps 2 to {timed + 1}"
     if record.ranks > 1:
         ranks = f"\n{record.ranks} ranks, all compared; memory and time: the maximum; bytes moved: the sum"
     caption = f"memory and bytes: step {len(record.steps)}{f'; step time: {steps}' if timed else ''}{ranks}"
-    table = Table(
-        title=description.title,
-        caption=f"{description.versions}\n{caption}",
-        title_justify="left",
-        caption_justify="left",
+    return make_table(
+        left=("",), right=list(records), title=title, caption=caption, title_justify="left", caption_justify="left"
     )
-    table.add_column("")  # may wrap: 80 columns have no room for all names beside the values
-    for label in records:
-        table.add_column(label, justify="right")
-    return table
 
 
 def _step_time(record: RunRecord) -> str:
@@ -120,29 +86,23 @@ def _step_time(record: RunRecord) -> str:
     return "needs 3 steps" if seconds is None else format_ms(seconds)
 
 
-def _add_offload_rows(table: Table, record: RunRecord, description: Description) -> None:
-    """Add what moved and what stayed, and the options."""
-    if (stats := record.stats) is not None:
-        kept: dict[str, int] = {}
-        for name, tag in stats.tags.items():
-            moved = f"{format_bytes(tag.d2h_bytes)} / {format_bytes(tag.h2d_bytes)}"
-            table.add_row(f"{name}, to host / back", "", moved)
-            for reason, kept_bytes in tag.kept_bytes.items():
-                kept[reason] = kept.get(reason, 0) + kept_bytes
-        for reason, kept_bytes in kept.items():
-            if kept_bytes:
-                table.add_row(f"kept: {reason}", "", format_bytes(kept_bytes))
-        table.add_row("host memory at peak", "", format_bytes(stats.host_peak_bytes))
-        misses = f"{stats.prefetch_misses} / {stats.window_waits}"
-        table.add_row("prefetch misses / window waits", "", misses, end_section=True)
-    if (offload := description.offload) is not None:
-        table.add_row("minimum size", "", f"{offload.min_offloaded_tensor_size} elements")
-        table.add_row("window", "", format_bytes(offload.offload_window_bytes))
-        table.add_row("prefetch", "", format_bytes(offload.offload_prefetch_bytes))
+def _add_offload_rows(table: Table, record: RunRecord) -> None:
+    """Add rows of bytes copied, bytes kept on the GPU with the reason, host memory, and waits."""
+    if (stats := record.stats) is None:
+        return
+    kept: Counter[str] = Counter()
+    for name, tag in stats.tags.items():
+        table.add_row(f"{name}, to host / back", "", f"{format_bytes(tag.d2h_bytes)} / {format_bytes(tag.h2d_bytes)}")
+        kept.update(tag.kept_bytes)
+    for reason, kept_bytes in kept.items():
+        if kept_bytes:
+            table.add_row(f"kept: {reason}", "", format_bytes(kept_bytes))
+    table.add_row("host memory at peak", "", format_bytes(stats.host_peak_bytes))
+    table.add_row("prefetch misses / window waits", "", f"{stats.prefetch_misses} / {stats.window_waits}")
 
 
 def _step_curve(record: RunRecord) -> tuple[Sequence[float], Sequence[float]]:
-    """Return a step curve: x in percent of the step, y in MiB."""
+    """Return the positions in percent of the step, and the activations in MiB."""
     if not record.samples:
         return [0.0, 100.0], [0.0, 0.0]
     last = record.samples[-1].position or 1

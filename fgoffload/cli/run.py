@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 NAME = "run"
 SUMMARY = "run an unchanged training script with offload"
 DESCRIPTION = """\
-Runs an unchanged training script with offload. A Megatron-LM script takes our
-flags next to its own. A script with a Trainer of transformers or TRL needs
-none: the command adds OffloadCallback. Rank 0 prints one line that says what
-was applied.
+Runs an unchanged training script with offload. A Megatron-LM script accepts
+our flags next to its own. A script with a Trainer of transformers or TRL needs
+no flags: the command adds OffloadCallback. Rank 0 prints one line that says
+what was applied.
 
-Options for torchrun end with `--`. These are the same:
+End options for torchrun with `--`. These commands are equivalent:
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py ...
   torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py ..."""
 USAGE = """\
@@ -36,23 +36,22 @@ fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
                      [FLAGS OF THE SCRIPT, AND OURS]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
 OWN_EXAMPLE = "fgoffload run train.py --offload-memory-budget 60GiB"
-NOTES = f"{SIZE_UNITS} The exit code is the script's, or 2 if one of our flags is wrong; then the script does not start."
+NOTES = f"{SIZE_UNITS} The exit code is the script's, or 2 if one of our flags is wrong and the script does not start."
 EXAMPLE_VALUES: Mapping[str, str] = {}
-RUNS_A_SCRIPT = True
 OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "switch offload on",
     "--offload-modules TAG ...": "tags to offload, or auto",
     "--offload-memory-budget SIZE": "GPU memory to plan for, with auto or a Trainer",
-    "--offload-plan FILE": "plan file: keep, recompute or offload per layer",
+    "--offload-plan FILE": "plan file: keep, recompute or offload for each layer",
     "--offload-host-budget SIZE": "host memory limit of each rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
     "--offload-prefetch SIZE": "bytes to reload ahead of backward",
     "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
     "--activation-offload-fraction PART": "part of a chunk's sites to offload, 0 to 1",
     "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
-    "--delay-offload-until-cuda-graph": "offload once the next CUDA graph is launched",
+    "--delay-offload-until-cuda-graph": "start copies once the next CUDA graph is launched",
 }
-"""Flags with their meanings, for the help, which loads no torch. A test compares them with the parser's."""
+"""Flags with their meanings, for the help, which must not load torch. A test compares them with the parser."""
 
 
 class RunRequest(NamedTuple):
@@ -67,7 +66,7 @@ class RunRequest(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags for `--help` alone: `read_request` parses the words."""
+    """Add our flags only for `--help`, since `read_request` parses the words."""
     group = parser.add_argument_group("our flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
         name, _, value = flag.partition(" ")
@@ -78,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run the script, here or in the processes that torchrun starts, and return its exit code."""
+    """Run the script in this process or under torchrun, and return its exit code."""
     request = read_request(words)
     if request.torchrun_options:
-        _take_own_flags(request)  # here an error is one line; later each rank would print it
+        _take_own_flags(request)  # later, each rank would print an error
         return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
     # A Trainer creates a process group if the environment has a rank, so a single process must have none.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
@@ -98,20 +97,20 @@ def read_request(words: Sequence[str]) -> RunRequest:
     options: Sequence[str] = ()
     if words and words[0].startswith("-"):
         if own := _find_own_flag(words[: words.index("--")] if "--" in words else words[:1]):
-            raise ConfigError(f"{own} comes before the script. Give it after the script, as in: {OWN_EXAMPLE}.")
+            raise ConfigError(f"{own} comes before the script. Put it after the script, for example: {OWN_EXAMPLE}.")
         if "--" not in words:
             raise ConfigError(
-                f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} End options for torchrun with --, as in: "
-                f"{EXAMPLE}. Flags of the script come after it."
+                f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} Put flags of the script after it, and "
+                f"end options for torchrun with --, for example: {EXAMPLE}."
             )
         end = list(words).index("--")
         options, words = words[:end], words[end + 1 :]
     if not words or words[0].startswith("-"):
-        raise ConfigError(f"SCRIPT.py is missing. Give it before its flags, as in: {EXAMPLE}.")
+        raise ConfigError(f"SCRIPT.py is missing. Pass it before its flags, for example: {EXAMPLE}.")
     script = words[0]
     why = find_fault(script)
     if why is not None:
-        raise ConfigError(f"script {script!r} {why}. Give the Python file that trains, as in: {EXAMPLE}.")
+        raise ConfigError(f"script {script!r} {why}. Pass a Python training script, for example: {EXAMPLE}.")
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
 
 
@@ -121,9 +120,9 @@ def _find_own_flag(words: Sequence[str]) -> str | None:
 
 
 def run_torchrun(words: Sequence[str]) -> int:
-    """Run torchrun in this process with `words`, and return the exit code of the rank that failed first, or 0.
+    """Run torchrun in this process with `words`, and return the exit code of the first rank that failed, or 0.
 
-    torchrun itself always exits with 1 if a rank fails.
+    torchrun itself exits with 1 whenever a rank fails.
 
     Raises:
         ConfigError: torchrun does not know an option, or cannot use its value.
@@ -175,8 +174,8 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             exit_code = run_script(request.script, own.script_words)
             if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
-                    f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Give a "
-                    "script that trains one, or leave our flags out."
+                    f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Use a script "
+                    "that trains one, or leave our flags out."
                 )
         finally:
             _remove(offload)
@@ -184,12 +183,12 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
 
 
 def _makes_trainers(request: RunRequest) -> bool:
-    """Return whether the script imports transformers or TRL, and has no flag of ours for Megatron-Core."""
+    """Return whether the script imports transformers or TRL, and offload for Megatron-Core is off."""
     return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
 def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> int:
-    """Run the script, and add the callback to each Trainer that it makes."""
+    """Run the script, and add the callback to each Trainer that it creates."""
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     makes_trainers = _makes_trainers(request)
@@ -216,14 +215,14 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 
     own = take_own_flags(request.words)
     if own.trainer_budget == "auto" and not torch.cuda.is_available():
-        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU, and there is none. Give a size like 60GiB.")
+        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU, and there is none. Use a size, for example 60GiB.")
     return own
 
 
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # a failed device fails here again, which would hide the first error
+    except (OffloadError, RuntimeError) as error:  # a failed device fails again here, which must not hide the first error
         show_line(f"warning: offload could not be removed at the end: {error}")
 
 

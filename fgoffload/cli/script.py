@@ -1,4 +1,4 @@
-"""Runs a Python script in this process as `python SCRIPT WORDS` would."""
+"""Runs a Python script in this process, as `python SCRIPT WORDS` does."""
 
 import ast
 import contextlib
@@ -36,7 +36,7 @@ def find_fault(script: str) -> str | None:
 
 
 def imports_any(script: str, packages: Collection[str]) -> bool:
-    """Return whether the source of `script` imports one of `packages` itself."""
+    """Return whether the source of `script` imports one of `packages`."""
     try:
         with open(script, "rb") as file:
             nodes = list(ast.walk(ast.parse(file.read())))
@@ -49,10 +49,7 @@ def imports_any(script: str, packages: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def script_folder_first(script: str) -> Iterator[None]:
-    """Put the folder of `script` first in `sys.path`, as Python does for a script.
-
-    The entry for this program is removed: a script does not expect it.
-    """
+    """Put the folder of `script` first in `sys.path`, as Python does, in place of the entry for this program."""
     folder = os.path.dirname(os.path.realpath(script))
     before = list(sys.path)
     own = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
@@ -64,9 +61,9 @@ def script_folder_first(script: str) -> Iterator[None]:
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
-    """Run `script` as `__main__` and return the exit code that Python would end with.
+    """Run `script` as `__main__` and return the exit code that Python would return.
 
-    An exception is shown with a traceback that begins in the script.
+    The traceback of an exception begins in the script.
     """
     before = list(sys.argv)
     sys.argv[:] = [script, *words]
@@ -74,7 +71,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         return _read_exit_code(ended)
-    except BaseException as error:  # noqa: BLE001 - whatever a script raises ends it, and is shown as Python shows it
+    except BaseException as error:  # noqa: BLE001 - any exception ends a script, and Python shows it
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
@@ -84,7 +81,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 
 
 def _read_exit_code(ended: SystemExit) -> int:
-    """Return the exit code of `ended`. A text goes to stderr and means failure, as in Python."""
+    """Return the exit code of `ended`. As in Python, text is printed to stderr and means failure."""
     if ended.code is None or isinstance(ended.code, int):
         return int(ended.code or 0)
     print(ended.code, file=sys.stderr)
@@ -92,7 +89,7 @@ def _read_exit_code(ended: SystemExit) -> int:
 
 
 def _find_own_part(traceback: TracebackType | None, script: str) -> TracebackType | None:
-    """Return `traceback` from the script's frame on, or None if the script did not compile."""
+    """Return `traceback` from the script's frame on, or None if the script did not run."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
         traceback = traceback.tb_next
     return traceback

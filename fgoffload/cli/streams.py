@@ -1,7 +1,8 @@
-"""Terminal output other than results: library messages and closed pipes."""
+"""Terminal output other than results: messages of the library, and closed pipes."""
 
 import contextlib
 import logging
+import logging.handlers
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ _SHOWN_INFO = (
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )
-"""Loggers whose INFO is shown too: replaced symbols, the plans of `--offload-modules auto`, and offloaded trainers with their
+"""Loggers whose INFO messages are shown: replaced symbols, plans of `--offload-modules auto`, offloaded trainers and their
 savings."""
 
 
@@ -26,13 +27,8 @@ class LibraryLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._shown: set[str] = set()
-        self._is_silent = False
         self._held: list[logging.LogRecord] | None = None
-        """Messages held back; None if messages are shown at once."""
-
-    def silence(self) -> None:
-        """Show nothing from now on."""
-        self._is_silent = True
+        """Messages to show later. None if messages are shown at once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show `record` unless it was shown before, or hold it."""
@@ -41,15 +37,15 @@ class LibraryLog(logging.Handler):
             return
         message = shorten_message(" ".join(record.getMessage().split()))
         is_warning = record.levelno >= logging.WARNING
-        if self._is_silent or message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
+        if message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
         self._shown.add(message)
-        # Look up `sys.stderr` now: with progress bars it is their console, which prints above them.
+        # Progress bars replace `sys.stderr`, so that lines appear above them.
         print(f"fgoffload: {'warning: ' if is_warning else ''}{message}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold messages back until the body ends, and drop them if it raises: an error is one line."""
+        """Show messages only after the body ends, and drop them if it raises, since an error is one line."""
         held: list[logging.LogRecord] = []
         self._held = held
         try:
@@ -61,7 +57,7 @@ class LibraryLog(logging.Handler):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Show messages until the body ends, without the root logger, which a script may configure."""
+        """Show messages until the body ends, and keep them from the root logger, which a script may configure."""
         logger = logging.getLogger(_LIBRARY)
         level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
@@ -77,7 +73,7 @@ class LibraryLog(logging.Handler):
 
 @contextlib.contextmanager
 def hold_messages() -> Iterator[None]:
-    """Hold the library's messages back until the body ends. See `LibraryLog.held`."""
+    """Show the library's messages only after the body ends. See `LibraryLog.held`."""
     with contextlib.ExitStack() as held:
         for handler in logging.getLogger(_LIBRARY).handlers:
             if isinstance(handler, LibraryLog):
@@ -85,31 +81,22 @@ def hold_messages() -> Iterator[None]:
         yield
 
 
-class _Collector(logging.Handler):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self._found = found
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno == logging.INFO:
-            self._found.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def collect_info(name: str) -> Iterator[list[str]]:
-    """Collect INFO messages of the logger `name` and its children until the body ends."""
+    """Collect the INFO messages of the logger `name` and its children. The list has them after the body."""
     found: list[str] = []
-    logger, collector = logging.getLogger(name), _Collector(found)
-    logger.addHandler(collector)
+    logger, buffer = logging.getLogger(name), logging.handlers.BufferingHandler(capacity=10_000)
+    logger.addHandler(buffer)
     try:
         yield found
     finally:
-        logger.removeHandler(collector)
+        logger.removeHandler(buffer)
+        found += [record.getMessage() for record in buffer.buffer if record.levelno == logging.INFO]
 
 
 @contextlib.contextmanager
 def flush_at_end() -> Iterator[None]:
-    """Flush the output when the body ends, so that a closed pipe raises here.
+    """Flush stdout and stderr when the body ends, so that a closed pipe raises here.
 
     Raises:
         BrokenPipeError: The pipe is closed, as with `| head -2`.
@@ -124,7 +111,7 @@ def flush_at_end() -> Iterator[None]:
 
 
 def drop_unread_output() -> None:
-    """Discard unwritten output: Python flushes at exit, and would report the error again."""
+    """Discard unwritten output, since Python flushes it at exit and would report the error again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -12,76 +12,76 @@ from fgoffload.cli.streams import hold_messages
 from fgoffload.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from fgoffload.cli.comparison import RunRecord
-    from fgoffload.cli.report import Description
     from fgoffload.trainer.steps import Difference
 
 NAME = "train"
-SUMMARY = "train twice, without and with offload, and compare every bit"
+SUMMARY = "train twice, without and with offload, and compare bitwise"
 DESCRIPTION = (
     "Trains the model of a Megatron argument file twice with the same seed, without and with offload. Compares losses and "
     "gradients bitwise, and shows memory and time of both. Runs on a CPU too."
 )
-USAGE = """\
-fgoffload train ARGUMENTS.sh [--steps N] [--data PATH] [--plot FILE]
-                       [MEGATRON FLAGS]"""
+USAGE = "fgoffload train ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload train tiny_moe"
 NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
-EXAMPLE_VALUES: Mapping[str, str] = {"--steps": "10", "--data": "text.txt", "--plot": "memory.png"}
-"""A value for each of our own flags, for errors."""
-RUNS_A_SCRIPT = False
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
-PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
-    parser.add_argument("--steps", metavar="N", help="optimizer steps of each training (default: --train-iters)")
+    parser.add_argument("--steps", metavar="N", type=read_count, help="optimizer steps of each run (default: --train-iters)")
     parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
-    parser.add_argument(
-        "--plot", metavar="FILE", default="memory.png", help="picture of memory over one step (default: memory.png)"
-    )
+    plot_help = "plot of memory over one step (default: memory.png)"
+    parser.add_argument("--plot", metavar="FILE", default="memory.png", help=plot_help)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Train, print the table, write the plot, and return the exit code: 1 if the trainings differ.
-
-    Under `torchrun` all processes train, and the first one shows the results.
-    """
+    """Train, print the table, write the plot, and return the exit code: 1 if the runs differ. Rank 0 shows the results."""
     launch = find_launch()
     with launch.one_voice():
-        path = check_argument_file(options.arguments_file, example=EXAMPLE, flags=megatron_flags, own_flags=EXAMPLE_VALUES)
+        path = check_argument_file(options, megatron_flags, example=EXAMPLE)
         if options.data == "":
-            raise ConfigError("--data '' is empty. Give a text file or a folder, or leave --data out.")
-        plot = _check_plot(options.plot, path) if launch.is_first else None
-        steps = None
-        if options.steps is not None:
-            steps = read_count(options.steps, flag="--steps", example=10, hint="; 3 or more to see a step time")
-    records, description = _measure(path, options, megatron_flags, steps, launch)
-    from fgoffload.cli.report import WITH, WITHOUT, write_memory_plot
+            raise ConfigError("--data '' is empty. Use a text file or a folder, or leave --data out.")
+        if launch.is_first:
+            options.plot = check_output_file(options.plot, flag="--plot", inputs={"the argument file": path})
+    records, title = _measure(path, options, megatron_flags, launch)
+    from fgoffload.cli.report import WITH, WITHOUT, build_table, write_memory_plot
     from fgoffload.trainer.steps import find_differences
 
     differences = find_differences(records[WITHOUT].steps, records[WITH].steps) if WITH in records else {}
-    if plot is not None:
+    if launch.is_first:
         try:
-            _print_results(records, differences, description)
-        finally:
-            # Also if the pipe closes early, as with `| head -2`.
-            write_memory_plot(plot, records, description)
-        print(f"Memory over one step: {plot}")
+            _print_results(build_table(records, differences, title), differences, is_on=WITH in records)
+        finally:  # also if the pipe is closed early, as with `| head -2`
+            write_memory_plot(options.plot, records, title)
+        print(f"Memory over one step: {options.plot}")
     return EXIT_DIFFERENT if differences else EXIT_EQUAL
 
 
+def _print_results(table: "Table", differences: "Mapping[str, Difference]", *, is_on: bool) -> None:
+    from fgoffload.cli.console import PipeConsole
+
+    console = PipeConsole()
+    console.print(table)
+    if not is_on:
+        print("Trained once, since offload is off. Switch it on with --fine-grained-activation-offloading.")
+    for name, found in differences.items():
+        text = f"The {name} differ: first in step {found.step}, {found.what}. Please report this with the argument file."
+        console.print(text, style="bold red", soft_wrap=True)
+
+
 def _measure(
-    path: Path, options: argparse.Namespace, megatron_flags: Sequence[str], steps: int | None, launch: Launch
-) -> "tuple[dict[str, RunRecord], Description]":
-    """Train without and, if the flags say so, with offload. Returns the records by label, and the description."""
+    path: Path, options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch
+) -> "tuple[dict[str, RunRecord], str]":
+    """Train without offload and, if the flags switch it on, with it. Return the records by label, and the title."""
     from fgoffload.cli.progress import show_progress
 
-    with show_progress(is_shown=launch.is_first) as progress:
+    with show_progress(is_shown=launch.is_first) as start_run:
         with launch.one_voice(), hold_messages():
-            # Importing torch and Megatron-Core takes seconds: do it after the checks that need neither.
+            # Importing torch and Megatron-Core takes seconds, so the checks that need neither run first.
             from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()
@@ -89,34 +89,17 @@ def _measure(
             from fgoffload.cli.report import WITH, WITHOUT
 
             training = load_training(
-                path, megatron_flags, own_flags=EXAMPLE_VALUES, data=options.data, steps=steps, world_size=launch.world_size
+                path,
+                megatron_flags,
+                own_flags=options.own_flags,
+                data=options.data,
+                steps=options.steps,
+                world_size=launch.world_size,
             )
         offload = training.arguments.offload
         records = {}
         with process_groups(training.arguments, launch):
             for label, option in ((WITHOUT, None), (WITH, offload))[: 1 if offload is None else 2]:
-                on_step = progress.start_run(label, steps=training.arguments.train_iters)
+                on_step = start_run(label, training.arguments.train_iters)
                 records[label] = measure_training(training, option, on_step=on_step)
     return records, describe_training(training.arguments)
-
-
-def _print_results(
-    records: "Mapping[str, RunRecord]", differences: "Mapping[str, Difference]", description: "Description"
-) -> None:
-    from fgoffload.cli.console import PipeConsole
-    from fgoffload.cli.report import WITH, build_table, describe_differences
-
-    console = PipeConsole()
-    console.print(build_table(records, differences, description))
-    if WITH not in records:
-        print("Trained once, since offload is off. Switch it on with --fine-grained-activation-offloading.")
-    for difference in describe_differences(differences):
-        console.print(difference, style="bold red", soft_wrap=True)
-
-
-def _check_plot(name: str, arguments_file: Path) -> Path:
-    """Check that the plot can be written before the training starts, and return its path."""
-    if not name.lower().endswith(PICTURE_SUFFIXES):
-        raise ConfigError(f"--plot {name!r} has an unsupported image format. End it with one of {', '.join(PICTURE_SUFFIXES)}.")
-    inputs = {"the argument file": arguments_file}
-    return check_output_file(name, flag="--plot", example="memory.png", inputs=inputs) or Path(name)

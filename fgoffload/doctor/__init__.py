@@ -3,8 +3,7 @@
     for result in check_machine(Machine()):
         print(result.name, result.status.value, result.found, result.fix)
 
-Each check is a function from a `Machine` to results. Each file covers one topic. Checks read everything through `Machine`, so
-tests can pass their own. No check changes the machine.
+Each check is a function from a `Machine` to results, and no check changes the machine. Each module covers one topic.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ __all__ = ["CheckResult", "CommandResult", "Machine", "Status", "check_machine"]
 
 
 def check_machine(machine: Machine) -> Iterator[CheckResult]:
-    """Yield the result of each check as it is made."""
+    """Run all checks, and yield each result as soon as it is known."""
     yield from check_versions(machine)
     gpus, reason = find_gpus(machine)
     yield from check_gpus(machine, gpus, reason)

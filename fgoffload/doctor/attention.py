@@ -1,7 +1,7 @@
 """Runs Transformer Engine's attention once in a separate process, and checks its kernel and its cuDNN.
 
-With two cuDNNs in one process, Transformer Engine silently falls back to the unfused kernel. That kernel saves a matrix of
-sequence x sequence for each head, which changes every measurement.
+With two copies of cuDNN in one process, Transformer Engine silently falls back to the unfused kernel. That kernel saves a
+sequence x sequence matrix for each head, which changes every measurement.
 """
 
 import re
@@ -21,7 +21,7 @@ torch.cuda.synchronize()
 print("probe: forward and backward ran", flush=True)
 print(open("/proc/self/maps").read(), flush=True)
 """
-"""Causal attention of usual sizes in bf16, which both fused and flash attention support."""
+"""Causal attention in bf16 with sizes that both fused and flash attention support."""
 
 _VARIABLES = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
 _SELECTED = re.compile(r"Selected backend = (\w+)")
@@ -29,7 +29,7 @@ _CUDNN = re.compile(r"(/\S*libcudnn[\w.]*\.so[\w.]*)")
 
 
 def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
-    """Run attention once, and check the kernel and the libraries. `reason` says why there is no GPU, or is empty."""
+    """Run attention once, and check its kernel and libraries. `reason` says why there is no GPU, or is empty."""
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"
     if reason:
@@ -42,7 +42,7 @@ def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
 
 
 def check_kernel(ended: CommandResult) -> CheckResult:
-    """Check which kernel the probe used."""
+    """Check that the probe ran, and not with the unfused kernel."""
     name = "attention kernel"
     if ended.exit_code != 0 or "probe: forward and backward ran" not in ended.output:
         lines = [line for line in ended.output.strip().splitlines() if line.strip()]
@@ -50,11 +50,11 @@ def check_kernel(ended: CommandResult) -> CheckResult:
         return fail(name, f"Transformer Engine's attention failed: {lines[-1] if lines else 'without output'}", fix)
     selected = _SELECTED.findall(ended.output)
     if not selected:
-        return skip(name, "Transformer Engine does not say which one it selected")
+        return skip(name, "Transformer Engine does not report the selected kernel")
     if selected[-1].startswith("Unfused"):
-        found = f"{selected[-1]}, which saves a matrix of sequence x sequence a head"
+        found = f"{selected[-1]}, which saves a sequence x sequence matrix for each head"
         why = "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why the others are unavailable"
-        return fail(name, found, f"see the rows of cuDNN and of the backends; {why}")
+        return fail(name, found, f"see the rows 'cuDNN' and 'attention allowed'; {why}")
     return ok(name, selected[-1])
 
 
@@ -62,10 +62,10 @@ def check_cudnn(output: str) -> CheckResult:
     """Check that the probe loaded cuDNN from a single folder."""
     folders = sorted({str(PurePosixPath(path).parent) for path in _CUDNN.findall(output)})
     if not folders:
-        return skip("cuDNN", "the attention kernel loaded none")
+        return skip("cuDNN", "the attention kernel did not load cuDNN")
     if len(folders) > 1:
         bundled = next((folder for folder in folders if "nvidia/cudnn" in folder), folders[0])
         home, path = PurePosixPath(bundled).parent, f"{bundled}:$LD_LIBRARY_PATH"
-        found = f"two in one process: {' and '.join(folders)}. Fused attention silently falls back"
-        return fail("cuDNN", found, f"put torch's first: export CUDNN_HOME={home} LD_LIBRARY_PATH={path}")
-    return ok("cuDNN", f"one, in {folders[0]}")
+        found = f"two copies in one process: {' and '.join(folders)}. Fused attention silently falls back"
+        return fail("cuDNN", found, f"put torch's copy first: export CUDNN_HOME={home} LD_LIBRARY_PATH={path}")
+    return ok("cuDNN", f"one copy, in {folders[0]}")

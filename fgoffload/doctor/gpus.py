@@ -29,14 +29,14 @@ measured on an H100."""
 
 
 class Gpu(NamedTuple):
-    """A GPU as `nvidia-smi` reports it; None for unknown values."""
+    """A GPU as reported by `nvidia-smi`. Unknown values are None."""
 
     uuid: str
     name: str
     bus_id: str
-    """PCI bus ID, as in `00000000:17:00.0`."""
+    """PCI bus ID, for example `00000000:17:00.0`."""
     generation: int | None
-    """PCIe generation that GPU and slot support. Idle links run slower to save power."""
+    """PCIe generation that both GPU and slot support. Idle links run at a lower one to save power."""
     width: int | None
     """Number of lanes in use."""
     most_width: int | None
@@ -45,14 +45,14 @@ class Gpu(NamedTuple):
 
     @property
     def link_rate(self) -> float | None:
-        """Rate of the link in bytes per second, in one direction."""
+        """Maximum rate of the link in one direction, in bytes per second."""
         if self.generation not in LANE_RATES or self.width is None:
             return None
         return LANE_RATES[self.generation] * self.width
 
 
 def find_gpus(machine: Machine) -> tuple[list[Gpu], str]:
-    """Return the GPUs that torch can use, in torch's order, and the reason if there are none."""
+    """Return the GPUs that torch can use, in torch's order, and the reason if there is none."""
     count = machine.count_gpus()
     if not count:
         return [], "no GPU that torch can use"
@@ -77,7 +77,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check the GPUs and their links."""
+    """List the GPUs, and check the link and the copy rates of each."""
     if not gpus:
         yield from (skip(name, reason) for name in ("GPUs", "link to the host", "copy rates"))
         return
@@ -96,9 +96,9 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
     name = f"GPU {index}: link to the host"
     if gpu.link_rate is None:
         return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
-    found = f"PCIe {gpu.generation} x{gpu.width}: {gpu.link_rate / 1e9:.0f} GB/s each way at most"
+    found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
     if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
-        fix = "put the GPU into a slot with all lanes, reseat it or its riser, or ask the machine's administrator"
+        fix = "use a slot with all lanes, reseat the GPU or its riser, or ask the machine's administrator"
         return warn(name, f"{found}; the GPU could use x{gpu.most_width}", fix)
     return ok(name, found)
 
@@ -116,7 +116,7 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
     found += f", the slower one {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
-        others = "stop other users of the link, and check IOMMU and ACS settings of a virtual machine"
+        others = "stop other users of the link, and in a virtual machine check the IOMMU and ACS settings"
         return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")
     return ok(name, found)
 

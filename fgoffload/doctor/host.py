@@ -1,4 +1,4 @@
-"""Checks host memory and CPUs: pinned memory, each rank's share, and the CPUs near the GPU."""
+"""Checks pinned memory, each rank's share of host memory, and the CPUs near each GPU."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
-    """Check each rank's share of free host memory, within the control group's limit."""
+    """Check each rank's share of free host memory, within the limit of the control group."""
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")
@@ -56,7 +56,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
     found = f"{format_bytes(share_bytes)} a rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
-    fix = "free host memory, raise the container's limit, or give a budget with --offload-host-budget"
+    fix = "free host memory, raise the container's limit, or set --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
         return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
@@ -66,7 +66,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
-    """Check that this process runs on CPUs of the GPU's NUMA node. Copies to another node's memory cross sockets."""
+    """Check that this process runs on the GPU's NUMA node, since copies to another node's memory cross sockets."""
     name = f"GPU {index}: CPUs near it"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")

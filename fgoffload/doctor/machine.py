@@ -1,4 +1,4 @@
-"""Reads the machine for the checks. Checks read it only through `Machine`, so that tests can replace what it says."""
+"""Reads the machine for the checks. Checks read it only through `Machine`, so that tests can replace its answers."""
 
 import importlib
 import importlib.metadata
@@ -14,20 +14,16 @@ from typing import NamedTuple
 from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
-_IGNORE_FOLDER = "-P" if sys.version_info >= (3, 11) else "-I"
-"""Flag that keeps Python from importing a `torch.py` in the working folder. Before 3.11 it also hides user packages."""
-
 TIMEOUT_SECONDS = 120.0
 """Timeout of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
 
-
 COPY_BYTES = 256 * MIB
-"""Bytes of a copy. It takes 5 ms at 50 GB/s, so its start-up time is negligible."""
+"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so its start-up time is negligible."""
 REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second. Each is the best of several copies, since other load only lowers the rate."""
+    """Copy rates in bytes per second: the fastest of several copies, since other load only lowers the rate."""
 
     d2h: float
     h2d: float
@@ -55,7 +51,7 @@ def measure_copies(index: int) -> CopyRates:
 
 
 def try_pinning() -> str | None:
-    """Pin and release `COPY_BYTES` of host memory as the engine does; return the error, or None."""
+    """Pin and release `COPY_BYTES` of host memory as the engine does. Return the error, or None."""
     from fgoffload.engine import find_device
 
     try:
@@ -72,7 +68,7 @@ class CommandResult(NamedTuple):
     exit_code: int | None
     """Exit code; None if the command could not be started or took too long."""
     output: str
-    """Stdout, then stderr. Without an exit code, the reason for that."""
+    """Stdout, then stderr. Without an exit code, the reason."""
 
 
 class Machine:
@@ -90,7 +86,7 @@ class Machine:
         self.environment: Mapping[str, str] = os.environ
         self.python_version = platform.python_version()
         self.memlock_limit_bytes = _find_memlock_limit()
-        """Limit of `ulimit -l` in bytes; None if there is no limit."""
+        """Limit of `ulimit -l` in bytes. None if there is no limit."""
         self.cpus = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
         """CPUs that this process may run on."""
 
@@ -98,14 +94,15 @@ class Machine:
         """Run a command and wait for it.
 
         Args:
-            words: The program and its arguments; `python` is this interpreter, without the working folder in its path.
+            words: The program and its arguments. `python` is this interpreter.
             variables: Additional environment variables.
         """
-        program = (sys.executable, _IGNORE_FOLDER) if words[0] == "python" else words[:1]
+        program = sys.executable if words[0] == "python" else words[0]
         try:
             ended = subprocess.run(
-                [*program, *words[1:]],
-                env={**os.environ, **variables},
+                [program, *words[1:]],
+                # From 3.11 on, PYTHONSAFEPATH keeps Python from importing a `torch.py` in the working folder.
+                env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,
@@ -147,7 +144,7 @@ class Machine:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def find_gpu_uuid(self, index: int) -> str:
-        """Return the UUID of a GPU, as `nvidia-smi` writes it, by torch's number."""
+        """Return the UUID of the GPU with torch's number `index`, in the format of `nvidia-smi`."""
         import torch
 
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -1,15 +1,15 @@
-"""The result of a check."""
+"""Results of checks."""
 
 import dataclasses
 import enum
 
 
 class Status(enum.Enum):
-    """Outcome of a check, for training with offload."""
+    """Severity of a check's finding."""
 
     OK = "ok"  # no action needed
-    WARNING = "warning"  # works, but could be faster or use less
-    ERROR = "error"  # does not work, or silently not as requested
+    WARNING = "warning"  # training works, but could be faster or use less memory
+    ERROR = "error"  # training does not work, or silently not as requested
     SKIPPED = "skipped"  # cannot be checked here
 
 
@@ -20,26 +20,26 @@ class CheckResult:
     name: str
     status: Status
     found: str
-    """Finding, or the reason for skipping the check."""
+    """The finding, or why the check was skipped."""
     fix: str = ""
-    """Fix; empty if none is needed."""
+    """How to fix it. Empty if no action is needed."""
 
 
 def ok(name: str, found: str) -> CheckResult:
-    """Return the result of a check that found nothing to do."""
+    """Return the result of a check that found no problem."""
     return CheckResult(name, Status.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> CheckResult:
-    """Return the result of a check that found something slow or wasteful."""
+    """Return the result of a check that found a problem of speed or memory."""
     return CheckResult(name, Status.WARNING, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> CheckResult:
-    """Return the result of a check that found something that does not work."""
+    """Return the result of a check that found a failure."""
     return CheckResult(name, Status.ERROR, found, fix)
 
 
 def skip(name: str, reason: str) -> CheckResult:
-    """Return the result of a check that cannot be made."""
+    """Return the result of a check that cannot run here."""
     return CheckResult(name, Status.SKIPPED, reason)

@@ -11,9 +11,7 @@ _TORCH_FROM = (2, 9)
 _CORE_FROM = (0, 16, 1)
 _ENGINE_FROM = (2, 15)
 """Earlier versions look for `grad_added_to_main_grad` on the weight that autograd saved. Under saved-tensor hooks that is
-another tensor, unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and of
-v2.15."""
-
+another tensor, unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and v2.15."""
 
 _BACKENDS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
@@ -35,7 +33,7 @@ def _check_torch(machine: Machine) -> CheckResult:
         return fail("torch", missing, "install torch 2.9 or newer: pip install 'fgoffload[torch]'")
     fault = machine.find_import_fault("torch")
     if fault is not None:
-        return fail("torch", f"{found} cannot be imported: {fault}", "install torch again: pip install torch")
+        return fail("torch", f"{found} cannot be imported: {fault}", "reinstall torch: pip install --force-reinstall torch")
     if _read(found) < _TORCH_FROM:
         return fail("torch", found, "install torch 2.9 or newer")
     cuda = machine.find_cuda_version()
@@ -58,52 +56,53 @@ def _check_transformer_engine(found: str | None) -> CheckResult:
     if found is None:
         return ok(name, "not installed; only needed for its layers in Megatron")
     if _read(found) < _ENGINE_FROM:
-        fault = "with fused gradient accumulation, its linears lose track of weights under saved-tensor hooks"
-        fix = "install Transformer Engine 2.15 or newer, or give --no-gradient-accumulation-fusion"
+        fault = "with fused gradient accumulation, its linear layers lose track of weights under saved-tensor hooks"
+        fix = "install Transformer Engine 2.15 or newer, or use --no-gradient-accumulation-fusion"
         return warn(name, f"{found}: {fault}", fix)
     return ok(name, found)
 
 
 def _read(version: str) -> tuple[int, ...]:
-    """Return the numbers that `version` begins with: `2.11.0+cu130` is (2, 11, 0)."""
+    """Return the leading numbers of `version`: `2.11.0+cu130` is (2, 11, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check the variables: one row for the attention backends, and one for each other variable."""
+    """Check the variables of Transformer Engine and CUDA that affect offload or comparisons of bits."""
     yield _check_backends(environment)
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-    # Not a fault, and independent of offload. It matters when two runs are compared bitwise.
+    # Independent of offload, but it matters when two runs are compared bitwise.
     means = "may differ in the last bits from run to run; 0 makes it deterministic"
     if environment.get(variable) == "0":
         means = "is deterministic"
     yield ok("attention's backward", f"{_describe(environment, variable)}: it {means}")
-    name, variable = "Megatron-LM's own check", "NVTE_CPU_OFFLOAD_V1"
-    found = _describe(environment, variable)
-    if environment.get(variable) in (None, "1"):
-        yield ok(name, found)
-    else:
-        fix = f"unset {variable}; `fgoffload run` does not need it"
-        yield warn(name, f"{found}: Megatron-LM refuses its own offload flags", fix)
-    name, variable = "CUDA's queues", "CUDA_DEVICE_MAX_CONNECTIONS"
-    found = _describe(environment, variable)
-    if environment.get(variable) != "1":
-        yield ok(name, found)
-    else:
-        fix = f"unset {variable}, unless Megatron asks for 1 (tensor or context parallel before Blackwell)"
-        yield warn(name, f"{found}: all streams share one queue, so a copy may wait for an unrelated kernel", fix)
+    variable = "NVTE_CPU_OFFLOAD_V1"
+    problem = "" if environment.get(variable) in (None, "1") else "Megatron-LM rejects its own offload flags"
+    fix = f"unset {variable}; `fgoffload run` does not need it"
+    yield _check_variable("Megatron-LM's own check", _describe(environment, variable), problem, fix)
+    variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+    problem = "all streams share one queue, so a copy may wait for an unrelated kernel"
+    fix = f"unset {variable}, unless Megatron requires 1 (tensor or context parallelism before Blackwell)"
+    problem = problem if environment.get(variable) == "1" else ""
+    yield _check_variable("CUDA's queues", _describe(environment, variable), problem, fix)
+
+
+def _check_variable(name: str, found: str, problem: str, fix: str) -> CheckResult:
+    return warn(name, f"{found}: {problem}", fix) if problem else ok(name, found)
 
 
 def _check_backends(environment: Mapping[str, str]) -> CheckResult:
     name = "attention allowed"
     off = [variable for variable in _BACKENDS if environment.get(variable, "1") == "0"]
     allowed = [backend for variable, backend in _BACKENDS.items() if variable not in off]
-    found = f"{', '.join(allowed) or 'none'}{'' if not off else ' (' + ' '.join(f'{variable}=0' for variable in off) + ')'}"
+    found = ", ".join(allowed) or "none"
+    if off:
+        found += f" ({' '.join(f'{variable}=0' for variable in off)})"
     if not allowed:
         return fail(name, found, "unset NVTE_FUSED_ATTN: Megatron sets the backends that it needs")
     if allowed == ["unfused"]:
-        fix = "unset NVTE_FUSED_ATTN: the unfused kernel saves a matrix of sequence x sequence a head"
+        fix = "unset NVTE_FUSED_ATTN: the unfused kernel saves a sequence x sequence matrix for each head"
         return warn(name, found, fix)
     return ok(name, found)
 

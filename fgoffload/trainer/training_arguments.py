@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from fgoffload.config import OffloadConfig
-from fgoffload.cuda_graphs import NO_GRAPHS
+from fgoffload.cuda_graphs import NO_GRAPHS, TRANSFORMER_ENGINE
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import FlagSources

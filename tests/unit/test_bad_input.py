@@ -121,5 +121,7 @@ def start(*words, **options):
 def test_output_that_there_is_no_room_for_is_one_error(words):
     with open("/dev/full", "wb") as full:
         ended = start("-m", "fgoffload", *words, stdout=full)
-    said = "fgoffload: error: the output cannot be written: No space left on device. Free space, or send it elsewhere.\n"
+    said = (
+        "fgoffload: error: the output cannot be written: No space left on device. Free disk space or redirect it elsewhere.\n"
+    )
     assert (ended.returncode, ended.stderr) == (2, said)

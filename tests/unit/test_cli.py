@@ -12,14 +12,14 @@ from fgoffload.cli import main
 from fgoffload.cli.streams import LibraryLog
 
 BEFORE_TORCH = [
-    ((), "COMMAND is missing. Give one, as in: fgoffload train tiny_moe."),
-    (("train",), "ARGUMENTS.sh is missing. Give a Megatron argument file first"),
+    ((), "COMMAND is missing. Use one, for example: fgoffload train tiny_moe."),
+    (("train",), "ARGUMENTS.sh is missing. Pass a Megatron argument file first"),
     (("trian",), "COMMAND 'trian' is not one of: train, run, plan, profile, bench, doctor, completion. Did you mean train?"),
-    (("train", "none.sh"), "argument file 'none.sh' does not exist. Give a file"),
-    (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Give 1 or more"),
-    (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Give it after the flag, as in --steps 10."),
+    (("train", "none.sh"), "argument file 'none.sh' does not exist. Pass a file"),
+    (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Use 1 or more"),
+    (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Use --steps N."),
     (("train", ARGUMENTS, "--plot", "x.txt"), "--plot 'x.txt' has an unsupported image format. End it with one of .png"),
-    (("train", ARGUMENTS, "--plot", "folder.png"), "--plot 'folder.png' is a folder."),
+    (("train", ARGUMENTS, "--plot", "folder.png"), "--plot 'folder.png' cannot be written: Is a directory."),
 ]
 
 SITE = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
@@ -151,7 +151,7 @@ def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
 
 def test_warnings_come_from_the_first_process_alone(capsys):
     log = LibraryLog()
-    log.silence()
+    log.setLevel(logging.CRITICAL)
     with log.attached():
         logging.getLogger("fgoffload.engine.engine").warning("late")
     assert capsys.readouterr().err == ""

@@ -27,7 +27,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
     out = capsys.readouterr().out
     assert "link to the host, GB/s" in out
     assert "Profile: link.json" in out
-    assert "stretch" not in out
+    assert "segment" not in out
 
     profile = Profile.load(Path("link.json"))
     assert profile.ranks == ()
@@ -38,7 +38,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "plain step, without measuring: "):
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "baseline step, without instrumentation: "):
         assert text in out
     profile = Profile.load(tmp_path / "profile.json")
     (rank,) = profile.ranks
@@ -66,11 +66,11 @@ def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.sh"], "argument file 'none.sh' does not exist. Give a file, before any Megatron flag."),
-        (["--swiglu"], "needs a model. Give an argument file first"),
-        (["--json", "none/profile.json"], "--json 'none/profile.json' is in 'none', which does not exist. Give a writable"),
-        (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be overwritten. Give another"),
-        (["config.json"], "is JSON, but a training run needs Megatron's flags. Give a Megatron argument file, as in:"),
+        (["none.sh"], "argument file 'none.sh' does not exist. Pass a file before any Megatron flag."),
+        (["--swiglu"], "needs a model. Pass an argument file first"),
+        (["--json", "none/profile.json"], "--json 'none/profile.json' cannot be written: No such file or directory. Use a"),
+        (["model.sh", "--json", "model.sh"], "--json 'model.sh' is the argument file, and would be overwritten. Use another"),
+        (["config.json"], "is JSON, but a training run needs Megatron's flags. Pass a Megatron argument file, for"),
         (
             ["model.sh", "--pipeline-model-parallel-size", "2"],
             "model.sh and the command line: one copy of the model needs 2 processes",

@@ -60,7 +60,7 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
     assert str(path) in out
     assert re.search(r"With Megatron's own flags, .*, with a peak of 1.\... GiB:", out)
-    assert "chooses what to offload and recompute, and ignores --offload-modules." in err
+    assert "chooses what to offload and recompute itself, and ignores --offload-modules." in err
     assert max(map(len, out.splitlines())) <= 80 + len(str(path))
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
     assert f"{predicted['settings']['this plan']['peak_bytes'] / 2**30:.2f} GiB" == chosen[1]
@@ -77,7 +77,7 @@ def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
-    assert "gives no number of GPUs, so 1 is assumed. Give --num-gpus.\n" in err
+    assert "does not set the number of GPUs, so 1 is assumed. Use --num-gpus.\n" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
     for layout in layouts:  # each is planned
@@ -119,7 +119,7 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, mon
     written = json.loads(numbers.read_text(encoding="utf-8"))["plans"]
     assert len(written) == len(steps)
     assert written[0].keys() >= {"budget_bytes", "peak_bytes", "step_s", "offloaded_bytes", "recompute_s", "copy_waits_s"}
-    assert f"Frontier: {picture}\n" in out
+    assert f"Plot: {picture}\n" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,13 +150,13 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
         (("deepseek_v4", "--gpu", "h100"), "model 'deepseek_v4' does not exist. Did you mean deepseek_v3?"),
         ((LLAMA,), "--gpu is missing"),
-        ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Give one of them"),
+        ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Use one of them"),
         ((MIXTRAL, "--gpu", "h100", "--tp", "4"), "Give --expert-tensor-parallel-size 1 (--etp), which otherwise equals"),
         ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: a100,"),
-        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--json and --plot both name 'x.svg'."),
+        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the file of --json, and"),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),
-        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--gpu and --hardware both name"),
+        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "argument --hardware: not allowed with argument --gpu"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
@@ -195,7 +195,7 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Give"),
+        (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Use"),
         (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the file of --profile"),
     ],
 )
@@ -213,9 +213,9 @@ def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--json", "none/plan.json"), "--json 'none/plan.json' is in 'none', which does not exist."),
-        (("--plot", "file/plan.png"), "--plot 'file/plan.png' is in 'file', which is not a folder."),
-        (("--plot", "plan.bmpx"), "--plot plan.bmpx has an unsupported image format. Give one of "),
+        (("--json", "none/plan.json"), "--json 'none/plan.json' cannot be written: No such file or directory."),
+        (("--plot", "file/plan.png"), "--plot 'file/plan.png' cannot be written: Not a directory."),
+        (("--plot", "plan.bmpx"), "--plot 'plan.bmpx' has an unsupported image format. End it with one of "),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):
@@ -238,9 +238,9 @@ def fail(*_, **__):
         ("mixtral_8x7b --gpu a100 --num-gpus 16 --global-batch-size 128", "Would fit: --num-gpus 16 --tp 1 --pp 2 "),
         ("llama3_405b --gpu h100 --num-gpus 64", "Would fit: --num-gpus 128 "),
         ("kimi_k2 --gpu h800 --num-gpus 256", "Would fit: --num-gpus 256 --tp "),
-        ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", "Everything is kept"),
+        ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", "Everything is kept on the GPU"),
         ("llama3_70b --gpu h100 --num-gpus 128 --cp 8 --seq-length 131072", "saves more than fused attention"),
-        ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", "Everything is kept"),
+        ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", "Everything is kept on the GPU"),
         ("llama3_8b --gpu h100 --num-gpus 1 --tp 1 --cp 1 --optimizer-cpu-offload", "Offload: "),
     ],
 )

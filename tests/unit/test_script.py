@@ -74,8 +74,8 @@ def test_a_single_process_gets_what_megatron_asks_for():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "The environment has WORLD_SIZE and no RANK nor LOCAL_RANK. Start with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "The environment has RANK and WORLD_SIZE and no LOCAL_RANK."),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment has RANK and WORLD_SIZE, but not all of"),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero', which is not a number"),
     ],
 )
@@ -95,10 +95,10 @@ def test_words_before_two_dashes_are_torchruns(script):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "SCRIPT.py is missing. Give it before its flags"),
-        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node comes before the script. End options for torchrun with"),
-        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Give it after the script"),
-        (["none.py", "--lr", "1"], "script 'none.py' does not exist. Give the Python file that trains"),
+        ([], "SCRIPT.py is missing. Pass it before its flags"),
+        (["--nproc-per-node", "2", "x.py"], "--nproc-per-node comes before the script. Put flags of the script after it"),
+        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Put it after the script"),
+        (["none.py", "--lr", "1"], "script 'none.py' does not exist. Pass a Python training script"),
     ],
 )
 def test_words_without_a_script_are_refused(words, message):

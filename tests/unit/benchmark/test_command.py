@@ -16,11 +16,11 @@ from fgoffload.cli import main
 from fgoffload.trainer.steps import StepResult
 
 REFUSED = [
-    ((), "ARGUMENTS.sh is missing. Give a Megatron argument file first, as in: fgoffload bench tiny_moe."),
-    (("none.sh",), "argument file 'none.sh' does not exist. Give a file"),
-    ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Give 1 or more, as in 10."),
-    ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Give 1 or more."),
-    ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Give it after the flag, as in --repeats 2."),
+    ((), "ARGUMENTS.sh is missing. Pass a Megatron argument file first, for example: fgoffload bench tiny_moe."),
+    (("none.sh",), "argument file 'none.sh' does not exist. Pass a file"),
+    ((ARGUMENTS, "--steps", "x"), "--steps 'x' is not a whole number. Use 1 or more."),
+    ((ARGUMENTS, "--warmup", "0"), "--warmup 0 is below 1. Use 1 or more."),
+    ((ARGUMENTS, "--repeats"), "--repeats expected one argument. Use --repeats N."),
     ((ARGUMENTS, "--settings", "recompute:layernorm+bogus"), "--settings 'recompute:layernorm+bogus': 'bogus' is no"),
     (
         (ARGUMENTS, "--settings", "megatron:expert_fc1+core"),
@@ -36,7 +36,7 @@ REFUSED_AFTER_TORCH = [
     (("--recompute-granularity", "selective"), "--recompute-granularity is set by the settings of a benchmark."),
     (("--search-megatron",), "--search-megatron is an unknown flag."),
     (("--repeat", "3"), "--repeat is an unknown flag. Did you mean --repeats?"),
-    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Give a folder that you may write to."),
+    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a folder that you may write to."),
     (("--settings", "plan:a/x.json", "plan:b/x.json"), "two settings have the name plan:x."),
 ]
 

@@ -114,7 +114,7 @@ def test_predictions_are_checked_by_a_command_that_the_benchmark_takes(tmp_path)
     assert words[1:4] == ["-m", "fgoffload", "bench"]
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    options, flags = parser.parse_known_args(words[4:])
+    options, flags = parser.parse_known_args(words[4:], argparse.Namespace(own_flags=[]))
     job = bench.check_options(options, flags)
     assert (job.source, job.measures_profile, job.folder) == (str(path), True, tmp_path)
     assert len(options.settings) + len(options.budgets) == 6

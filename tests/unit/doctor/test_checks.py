@@ -81,7 +81,7 @@ def test_rates_are_compared_with_the_lanes_in_use_and_missing_lanes_are_a_warnin
     machine = make_machine(tmp_path, run=answers.run, measure_copies=lambda index: CopyRates(d2h=25e9, h2d=26e9))
     rows = {result.name: result for result in check_machine(machine)}
     link, rates = rows["GPU 0: link to the host"], rows["GPU 0: copy rates"]
-    assert (link.status, link.found) == (Status.WARNING, "PCIe 5 x8: 32 GB/s each way at most; the GPU could use x16")
+    assert (link.status, link.found) == (Status.WARNING, "PCIe 5 x8: up to 32 GB/s each way; the GPU could use x16")
     assert rates.status is Status.OK
 
 
@@ -120,7 +120,7 @@ def test_host_memory_is_shared_by_the_gpus_where_no_launcher_says_how_many_ranks
             "none (NVTE_FLASH_ATTN=0 NVTE_FUSED_ATTN=0 NVTE_UNFUSED_ATTN=0)",
         ),
         ({"NVTE_FLASH_ATTN": "0"}, "attention allowed", Status.OK, "fused, unfused"),
-        ({"NVTE_CPU_OFFLOAD_V1": "0"}, "Megatron-LM's own check", Status.WARNING, "refuses its own offload flags"),
+        ({"NVTE_CPU_OFFLOAD_V1": "0"}, "Megatron-LM's own check", Status.WARNING, "rejects its own offload flags"),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA's queues", Status.WARNING, "share one queue"),
     ],
 )
