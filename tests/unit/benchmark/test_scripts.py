@@ -80,7 +80,7 @@ def test_what_waits_cost_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
 def test_the_work_of_the_host_beside_copies_has_a_row_for_each_direction(run):
     replaced = {"COPY_BYTES": MIB, "find_device": lambda kind: CpuDevice()}
     code, rows, _ = run("copies_beside_host", "--seconds", "0.001", "--repeats", "2", **replaced)
-    assert (code, rows) == (0, ["nothing", "to the host", "to the device", "both ways"])
+    assert (code, rows) == (0, ["none", "to the host", "to the device", "both ways"])
     assert "none is here" in run("copies_beside_host")[2]
 
 
