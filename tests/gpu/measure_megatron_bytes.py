@@ -1,4 +1,4 @@
-"""Trains a step of each of Megatron's models that it is given and writes what each tag saved.
+"""Trains one step of each requested Megatron model and writes the bytes that each tag saved.
 
 A script, since Transformer Engine keeps state for a process: `python measure_megatron_bytes.py RANK PROCESSES FOLDER` reads
 `request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or what `measure` returns.

@@ -1,4 +1,4 @@
-"""What the processes of a row of the matrix found, as a line of its table."""
+"""Formats the results of a row of the support matrix as a table line."""
 
 import re
 from collections.abc import Mapping, Sequence

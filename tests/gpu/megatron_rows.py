@@ -1,4 +1,4 @@
-"""The trainings of the support matrix on GPUs; `run_megatron_matrix.py` runs them."""
+"""The runs of the support matrix on GPUs, which `run_megatron_matrix.py` executes."""
 
 import dataclasses
 

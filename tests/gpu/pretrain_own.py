@@ -1,4 +1,4 @@
-"""A GPT script on the entry points of `megatron.training`, as wheels of megatron-core have it: they have no pretrain_gpt.py.
+"""A GPT script on the entry points of `megatron.training`, for wheels of megatron-core, which lack pretrain_gpt.py.
 
     fgoffload run -- tests/gpu/pretrain_own.py FLAGS
 

@@ -1,4 +1,4 @@
-"""The GPU column of the support matrix: each row trains without offload twice and with offload, and compares every bit.
+"""Runs the GPU column of the support matrix: trains each row twice without and once with offload, and compares all bits.
 
     python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS | --short] [--out FOLDER] [--megatron CHECKOUT]
 

@@ -1,4 +1,4 @@
-"""What a plan has gone before the loss is gone there, though the host is far ahead of the device; and no bit changes."""
+"""Tests that the storages that a plan offloads before the loss are freed there, even if the host is far ahead."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The planner's formulas against what Transformer Engine's layers really save, tag by tag and to the byte.
+"""Compares the planner's formulas with the bytes that Transformer Engine's layers save, exactly and by tag.
 
 Of the layers of each file of `arguments/`, and of others that differ in a flag. No size is another's by chance: the heads
 together are not as wide as the hidden states, nor is an expert. A step is one microbatch: what all layers share is known to

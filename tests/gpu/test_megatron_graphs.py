@@ -1,4 +1,4 @@
-"""A trainer with Megatron's CUDA graphs: what replays computes the bits of eager steps, and nothing is left behind."""
+"""Tests a trainer with Megatron's CUDA graphs: replays match eager steps bitwise, and nothing leaks."""
 
 import gc
 

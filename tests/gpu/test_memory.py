@@ -1,4 +1,4 @@
-"""What the allocator says is what the ledger says, to the byte; nothing grows; everything is back at the end."""
+"""Tests that allocator and ledger agree to the byte, that memory does not grow, and that everything is freed at the end."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Threads, streams, exceptions, a device that is full, autocast, checkpoints, fp8 and pageable memory, on CUDA."""
+"""Tests threads, streams, exceptions, out-of-memory, autocast, checkpoints, fp8 and pageable memory on CUDA."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

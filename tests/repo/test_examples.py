@@ -1,4 +1,4 @@
-"""Every example runs and prints what its top says."""
+"""Runs every example and compares its output with its docstring."""
 
 import importlib.util
 import re

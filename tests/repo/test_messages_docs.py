@@ -1,4 +1,4 @@
-"""The page of messages quotes what the code says."""
+"""Tests that the page of messages quotes messages of the code."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A device with several streams that only keeps books: which work is ordered before which.
+"""A device with several streams that only records which work is ordered before which.
 
 Work runs at once, on the CPU. But each stream has a vector clock, which work advances and waiting for an event merges, so
 a test can ask whether one piece of work is ordered before another on a real device, however they would be timed. The host

@@ -1,4 +1,4 @@
-"""Norms, linears and attention for Megatron's local layers that save what Transformer Engine's do, whose kernels need a GPU.
+"""CPU norms, linears and attention that save the same tensors as Transformer Engine's, whose kernels need a GPU.
 
 Written from Transformer Engine before 2.20 (`ops/basic/rmsnorm.py`, `prepare_forward` of `module/base.py`, and
 `FusedAttnFunc`), not from our formulas. What one kernel saves of what it is given is taken for granted here. Which kernels

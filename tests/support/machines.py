@@ -1,4 +1,4 @@
-"""Machines for the checks of `fgoffload doctor`: what they read, made up."""
+"""Fake machines for the checks of `fgoffload doctor`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Rows of the matrix of trainings: one is run without and with offload of every tag that its model has a site for."""
+"""Rows of the support matrix. A row is run without offload, and with offload of every tag that its model has."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A small model of plain PyTorch, and running it with and without offload."""
+"""A small plain PyTorch model, and functions that run it with and without offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that have every pair of choices of sites that follow each other in a model's forward, in few trainings.
+"""A few plans that cover every pair of choices for consecutive sites of a model's forward.
 
 A covering design: each plan takes one choice for each site of the model, and each pair of choices of two neighbours that a plan
 may have is in one of them at least.

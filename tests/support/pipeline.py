@@ -1,4 +1,4 @@
-"""Runs trainings of the command line's trainer in several processes, and returns what each process computed.
+"""Runs the command line's trainer in several processes, and returns the results of each process.
 
 As a module: `run_trainings`, `run_pipeline` for one alone, and `train`, which runs one in this process. As a script: one of
 those processes. They meet through a file, so no port is taken, and the parent ends all of them when one fails or time is up.

@@ -1,4 +1,4 @@
-"""Trains a small model of plain PyTorch in several processes, with and without offload, and returns what each computed.
+"""Trains a small plain PyTorch model in several processes with and without offload, and returns the results of each.
 
 As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken, and the parent
 ends all of them when one fails or time is up. Starting takes most of the time, so one start runs many scenarios.

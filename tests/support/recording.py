@@ -1,4 +1,4 @@
-"""A device that records all that is queued, and finds accesses to the same bytes that nothing orders.
+"""A device that records all queued work, and finds unordered accesses to the same bytes.
 
 Every kernel, the engine's own gathering and scattering included, reads its inputs and writes its outputs on the stream that is
 current. A copy reads its source and writes its destination. Memory is written by its owner when it is allocated, and again when

@@ -1,4 +1,4 @@
-"""Small trainings of Megatron-Core's own models on the CPU, with and without offload."""
+"""Trains small Megatron-Core models on the CPU, with and without offload."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Argument files are read as bash reads them, without running anything."""
+"""Tests that argument files are read like bash reads them, without running anything."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Megatron's flags become fields of its config, and what cannot be is refused with flag, value and fix."""
+"""Tests that Megatron's flags become config fields, and that invalid ones raise errors with flag, value and fix."""
 
 import argparse
 from collections.abc import Sequence

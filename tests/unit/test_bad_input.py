@@ -1,4 +1,4 @@
-"""Input that cannot be right ends in one error, with code 2."""
+"""Tests that invalid input ends in one error with exit code 2."""
 
 import gzip
 import os

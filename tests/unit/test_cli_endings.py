@@ -1,4 +1,4 @@
-"""How the command line ends when something else than its input is at fault: packages, readers, Ctrl-C."""
+"""Tests how the command line ends for reasons other than its input: missing packages, closed pipes, Ctrl-C."""
 
 import contextlib
 import os

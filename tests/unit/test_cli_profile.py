@@ -1,4 +1,4 @@
-"""`fgoffload profile`: what it shows, the file that it writes, and bad input."""
+"""Tests `fgoffload profile`: its output, its file, and bad input."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which tags and units each captured module holds, and which tags cannot leave beside it."""
+"""Tests which tags and units each captured module contains, and which tags cannot be offloaded with it."""
 
 import pytest
 

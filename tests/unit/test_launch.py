@@ -1,4 +1,4 @@
-"""What a launcher says of a process is read from its environment, and nothing else is."""
+"""Tests that launch facts of a process are read from the launcher's environment variables only."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all."""
+"""Tests that files are written completely or not at all."""
 
 import contextlib
 import os

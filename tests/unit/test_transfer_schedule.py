@@ -1,4 +1,4 @@
-"""What the schedule decides, of lanes that are nothing but states and bytes."""
+"""Tests the decisions of the schedule on lanes that consist only of states and bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`fgoffload bench`, from its flags to its files."""
+"""Tests `fgoffload bench` from its flags to its files."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Which sources say what of which setting."""
+"""Tests which sources predict which settings."""
 
 from pathlib import Path
 

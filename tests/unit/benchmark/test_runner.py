@@ -1,4 +1,4 @@
-"""One setting in this process: its times, its bits, and what is refused."""
+"""Tests one setting in this process: its times, its bits and its errors."""
 
 from pathlib import Path
 

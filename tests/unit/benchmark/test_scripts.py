@@ -1,4 +1,4 @@
-"""The scripts of `examples/benchmarks`, on the CPU: each ends well, with a row for each thing that it measures."""
+"""Runs the scripts of `examples/benchmarks` on the CPU, and checks for a row per measurement."""
 
 import argparse
 import json

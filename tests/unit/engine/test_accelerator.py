@@ -1,4 +1,4 @@
-"""The accelerator's device, with stand-ins for torch's streams and events, so that no accelerator is needed."""
+"""Tests the accelerator device with stand-ins for torch's streams and events."""
 
 import ctypes
 import dataclasses

@@ -1,4 +1,4 @@
-"""What captured graphs save leaves between replays and is back for their backward, whatever happens to the graphs' memory."""
+"""Tests that tensors saved by captured graphs are offloaded between replays, and reloaded before their backward."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Checkpoints inside, outside and across regions: the same bits, and no checkpoint undone."""
+"""Tests checkpoints inside, outside and across regions: same bits, and no checkpoint undone."""
 
 import contextlib
 import functools

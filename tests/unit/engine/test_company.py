@@ -1,4 +1,4 @@
-"""Other features of torch beside regions: what a region cannot serve it leaves alone, and what it serves is right."""
+"""Tests regions together with other torch features: unsupported tensors are left alone, all others are correct."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Calling back while backward is still in layers of which nothing left."""
+"""Tests prefetch while backward is still in layers without offload."""
 
 import pytest
 import torch

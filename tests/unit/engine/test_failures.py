@@ -1,4 +1,4 @@
-"""After an exception, wherever it came from: no hooks, no host memory in use, and a next step that is bitwise right."""
+"""Tests the state after an exception: no hooks, no host memory in use, and a correct next step."""
 
 import functools
 import gc

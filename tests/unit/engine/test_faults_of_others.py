@@ -1,4 +1,4 @@
-"""Faults that other activation offload engines have, each as small as it can be: ours has none of them.
+"""Tests minimal examples of faults in other activation offload engines, none of which this engine has.
 
 The order is that of a list of faults found in public source and threads, most of them reproduced.
 """

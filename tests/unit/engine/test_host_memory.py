@@ -1,4 +1,4 @@
-"""The default host budget: the tightest limit that holds for this process, shared among the ranks of the node."""
+"""Tests the default host budget: the tightest limit of this process, shared by the ranks of the node."""
 
 import os
 import types

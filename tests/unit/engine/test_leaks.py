@@ -1,4 +1,4 @@
-"""Many steps use as much memory as a few, whatever happens to the groups, and without Python's cyclic collector.
+"""Tests that many steps use as much memory as a few, without Python's garbage collector.
 
 Two counts: resident bytes show a tensor that stays, objects that the collector tracks show a graph, a handle or a cycle.
 """

@@ -1,4 +1,4 @@
-"""What leaves is freed, by exactly its bytes, and everything comes back when the graph goes."""
+"""Tests that offload frees exactly the offloaded bytes, and that dropping a graph frees everything."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The first groups of a backward return during the pass before, once the engine has seen the order of a step."""
+"""Tests the reload of a backward's first groups during the pass before, once the order of a step is known."""
 
 import pytest
 import torch

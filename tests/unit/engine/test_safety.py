@@ -1,4 +1,4 @@
-"""What could make results wrong is refused by name; what could leave traces leaves none."""
+"""Tests that conditions that could make results wrong raise an error, and that nothing leaks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Storages that groups, microbatches, parameters, buffers or the user share: moved once or left alone, and never taken away."""
+"""Tests storages that groups, microbatches, parameters, buffers or the user share."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`--offload-modules auto`: the first step measures, the others keep to the budget, and every bit stays."""
+"""Tests `--offload-modules auto`: the first step measures, later steps meet the budget, and results are bitwise identical."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""`--offload-modules auto` with a budget that the weights alone are above."""
+"""Tests `--offload-modules auto` with a budget below the weights alone."""
 
 import pytest
 from support.trainings import DENSE, make_trainer

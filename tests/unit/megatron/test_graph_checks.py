@@ -1,4 +1,4 @@
-"""What CUDA graphs and offload cannot do together is one error at start-up, with the flag, the module and the reason."""
+"""Tests that unsupported combinations of CUDA graphs and offload raise one error with flag, module and reason."""
 
 import pytest
 

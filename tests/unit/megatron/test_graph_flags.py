@@ -1,4 +1,4 @@
-"""Flags of CUDA graphs, spelled as in 0.19, reach the config of each version; what no graph can hold is refused."""
+"""Tests that CUDA graph flags as in 0.19 reach the config of each version, and that unsupported ones raise errors."""
 
 import pytest
 from support.trainings import DENSE, MOE

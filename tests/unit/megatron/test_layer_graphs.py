@@ -1,4 +1,4 @@
-"""Layers of Megatron's own that are captured and replayed: the same bits with offload beside graphs and inside of them."""
+"""Tests captured and replayed Megatron layers with offload outside and inside the graphs: the same bits."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
+"""Tests models and configs before `apply`, after `remove`, copied and partly frozen: the same bits, or an error at once."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Plans that keep, recompute or offload, site by site and layer by layer: the same bits, whatever the mix."""
+"""Tests plans that keep, recompute or offload by site and layer: the same bits for any mix."""
 
 import contextlib
 import functools

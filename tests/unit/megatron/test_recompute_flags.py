@@ -1,4 +1,4 @@
-"""Megatron's own recompute flags with offload of all that they leave: the same bits as the same recompute without offload."""
+"""Tests Megatron's recompute flags with offload of the remaining tags: the same bits as recompute without offload."""
 
 import contextlib
 from unittest import mock

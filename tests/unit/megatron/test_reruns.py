@@ -1,4 +1,4 @@
-"""Recompute within the graph of its forward: the same bits, nothing held, no copies, and refusals that name the reason."""
+"""Tests recompute within the graph of its forward: same bits, no extra memory, no copies, and errors with a reason."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Tags of which the flags say that nothing would leave are refused before anything is built, with the flag and the fix."""
+"""Tests that tags that would offload nothing are refused before the model is built, with the flag and the fix."""
 
 import types
 

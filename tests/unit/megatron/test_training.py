@@ -1,4 +1,4 @@
-"""The training of the command line: real Megatron-Core models and schedules, the same bits every time."""
+"""Tests training by the command line: real Megatron-Core models and schedules, reproducible bits."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""When a trainer captures CUDA graphs, and what is left of them when it closes. Megatron's captures themselves need a GPU."""
+"""Tests when a trainer captures CUDA graphs and what it releases on close. Megatron's captures need a GPU."""
 
 import pytest
 from support.trainings import DENSE, make_trainer, train

@@ -1,4 +1,4 @@
-"""Where forward of the model is over, the engine hears of it once, behind all layers."""
+"""Tests that the engine is told once, after all layers, that the model's forward is over."""
 
 import pytest
 from support.trainings import DENSE, make_config, make_trainer

@@ -1,4 +1,4 @@
-"""Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
+"""Tests that layers without offload cost no host time, and still show the position of backward."""
 
 import pytest
 from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, write_plan

@@ -1,4 +1,4 @@
-"""What CUDA graphs call: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
+"""Tests the calls of CUDA graphs: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""CUDA graphs in a plan: launches of the host, staging slots, and what a capture cannot hold."""
+"""Tests CUDA graphs in a plan: host launches, staging slots, and tags that a capture cannot support."""
 
 import dataclasses
 import re

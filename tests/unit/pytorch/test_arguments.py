@@ -1,4 +1,4 @@
-"""What cannot be meant is refused at once, in one line with the value, the limit and what to do."""
+"""Tests that invalid arguments raise one-line errors with the value, the limit and the fix."""
 
 import pytest
 import torch

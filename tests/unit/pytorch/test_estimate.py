@@ -1,4 +1,4 @@
-"""`fgoffload.estimate_savings` says what offload then does, and moves nothing itself."""
+"""Tests that `fgoffload.estimate_savings` predicts what offload then does, and moves nothing itself."""
 
 import dataclasses
 

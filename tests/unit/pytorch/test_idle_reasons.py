@@ -1,4 +1,4 @@
-"""What moves nothing is warned about with its real cause, also where nobody asks; and what is counted is counted once."""
+"""Tests that warnings about tags without effect name the real cause, and that bytes are counted once."""
 
 import dataclasses
 import logging

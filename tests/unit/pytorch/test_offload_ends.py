@@ -1,4 +1,4 @@
-"""`fgoffload.offload`: what raises leaves no trace, what is undone is gone, and what cannot be is refused."""
+"""Tests how `fgoffload.offload` ends: errors leave no trace, and `remove` restores the model."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 over two processes on Gloo: every loss and gradient bitwise identical, and no parameter moves."""
+"""Tests DDP and FSDP2 over two Gloo processes: losses and gradients bitwise identical, and no parameter offloaded."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`fgoffload.region`: regions placed by hand in a model's code."""
+"""Tests `fgoffload.region`: regions placed by hand in a model's code."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`fgoffload.saved_tensors`: whatever autograd saves in a block, with backward behind it or inside."""
+"""Tests `fgoffload.saved_tensors` with backward after the block or inside."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What a layer saves outside of all tags: against tensors written down by hand, and against Megatron's functions on the CPU."""
+"""Compares tensors without a tag with lists written by hand, and with Megatron's functions on the CPU."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The passes of a rank, against what Megatron-Core's own schedules run.
+"""Compares the passes of a rank with Megatron-Core's own schedules.
 
 Its schedule functions run here as they are, for any rank of any pipeline in this one process: what they send to other ranks
 goes nowhere, and the steps that they call are written down instead of run.

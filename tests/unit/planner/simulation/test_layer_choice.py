@@ -1,4 +1,4 @@
-"""What a plan makes of one layer, against lists written down by hand."""
+"""Compares the effect of a plan on one layer with lists written down by hand."""
 
 import pytest
 from hypothesis import given, settings

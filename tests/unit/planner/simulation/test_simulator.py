@@ -1,4 +1,4 @@
-"""The simulator against schedules worked out by hand: seconds, bytes, waits, one rule after the other.
+"""Compares the simulator with schedules worked out by hand: seconds, bytes and waits, one rule at a time.
 
 Links move 10 bytes a second unless a test says otherwise, and a layer of one segment takes 20 s forward and 40 s backward.
 """

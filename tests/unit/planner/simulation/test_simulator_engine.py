@@ -1,4 +1,4 @@
-"""The simulator and the engine itself: the same copies in the same order, at the same times, with the same bytes.
+"""Compares the simulator with the engine: the same copies in the same order, at the same times, with the same bytes.
 
 The engine runs on a device whose clock is made of numbers: segments of compute take the seconds that a layer says, copies
 those of a link, one after the other on each stream, and whoever waits for an event goes on at the event's time. Autograd

@@ -1,4 +1,4 @@
-"""The Chrome trace of a simulated step: what a viewer needs, and the lanes and memory of schedules worked out by hand."""
+"""Tests the Chrome trace of a simulated step: the fields that a viewer needs, and lanes and memory worked out by hand."""
 
 import json
 

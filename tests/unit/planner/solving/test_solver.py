@@ -1,4 +1,4 @@
-"""The solver: what it promises of budgets, and what it says where nothing fits."""
+"""Tests the solver: it meets budgets, and explains why no plan fits."""
 
 import dataclasses
 import pickle

@@ -1,4 +1,4 @@
-"""The hardware table, and hardware that users bring in a file."""
+"""Tests the hardware table, and hardware files of users."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""How long the segments of a layer take, against numbers worked out by hand.
+"""Compares the times of a layer's segments with numbers worked out by hand.
 
 Most tests have a device that is only limited by what they are about: it computes 1e12 operations a second and memory is
 infinitely fast, or it moves 1e9 bytes a second and computes in no time.
