@@ -95,7 +95,7 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    """Run all trainings of the request, one after another. They differ in the model alone, and not in how ranks share it."""
+    """Run all models of the request, one after another. They differ in the model only, not in the parallel layout."""
     import torch
     from support.fused_kernels import fused_kernels
     from support.shrunk_models import balanced_routing

@@ -75,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Impossible:
-    """Tags that can move nothing under a recompute."""
+    """Tags that a recompute leaves nothing to offload."""
 
     tags: str
     modules: str

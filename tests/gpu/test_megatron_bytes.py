@@ -208,7 +208,7 @@ FILE_RUNS = list_file_runs()
 
 
 def count_layer(shape, training):
-    """Return the bytes that the formulas say for one layer of `training`, by tag."""
+    """Return the bytes of one layer of `training` by the formulas, per tag."""
     if FULL in training.flags:
         return {"layer_input": count_tag_bytes(shape)["layer_input"]}
     tensors = list_saved_tensors(shape)
@@ -239,10 +239,10 @@ def count_expert(shape, training, rows):
 
 
 def count_step(training, rows=()):
-    """Return the bytes that the formulas say for one step of a training on one rank, by tag.
+    """Return the bytes of one step on one rank by the formulas, per tag.
 
     Args:
-        training: What is trained.
+        training: The model and its layers.
         rows: In FP8, those of each expert in each layer of experts, as the router sends them. Without, all have as many.
     """
     found = {}
@@ -297,12 +297,12 @@ def measure_shared(trainings, request, tmp_path_factory):
 
 
 def predict(training, found):
-    """Return the bytes of each tag that the formulas say for what a rank has measured."""
+    """Return the bytes of each tag that the formulas predict for a rank's measurement."""
     return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else ())
 
 
 def compare(name, run):
-    """Fail where a rank has saved other bytes than the formulas say, and say those of all tags of all ranks."""
+    """Fail if a rank saved other bytes than the formulas predict, and list the bytes of all tags and ranks."""
     lines, is_same = [], True
     for rank, result in enumerate(run.results):
         found = result[name]

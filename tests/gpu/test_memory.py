@@ -41,7 +41,7 @@ def make_engine(**options) -> OffloadEngine:
 
 
 def get_requested_bytes() -> int:
-    """Return what living tensors asked for, and nothing that the allocator rounded up."""
+    """Return the bytes that live tensors requested, without the allocator's rounding."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some layers, and a sum that no two gradients of which are alike."""
+    """Some layers, and a sum whose gradients all differ."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()

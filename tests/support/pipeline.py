@@ -53,7 +53,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class StageResult:
-    """What one process computed."""
+    """Results of one process."""
 
     losses: list[list[float]]
     """By step and microbatch; empty lists on all stages but the last."""
@@ -91,7 +91,7 @@ def run_trainings(
     """Train one after another in `processes` processes, and return the results by training and rank.
 
     Args:
-        trainings: What to run.
+        trainings: Runs to start.
         processes: As many as one copy of the model of each needs.
         timeout_seconds: Of all together.
         imports: As for `run_processes`.

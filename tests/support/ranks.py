@@ -40,7 +40,7 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """What one process computed in one scenario."""
+    """Results of one process in one scenario."""
 
     losses: list[float]
     gradients: list[str]

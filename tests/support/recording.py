@@ -58,7 +58,7 @@ class Unordered(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Book:
-    """What happened to one storage."""
+    """Events of one storage."""
 
     name: str
     reference: StorageWeakRef  # keeps the address from being used again, and not the memory
@@ -84,7 +84,7 @@ class RecordingCpuDevice(ClockedCpuDevice):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count kernels inside, those of a backward too."""
+        """Count kernels in the body, including those of a backward."""
         with _Kernels(self):
             yield
         self.collect()

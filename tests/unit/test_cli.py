@@ -45,7 +45,7 @@ def _work_in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def run_and_refuse(arguments, capsys):
-    """Return the one line that the command ended with, after checking that it did nothing else."""
+    """Check that the command did nothing else, and return the one line that it ended with."""
     before = sorted(Path().iterdir())
     code = main(arguments)
     captured = capsys.readouterr()

@@ -74,7 +74,7 @@ def interrupt(process):
 
 
 def measure_crowding():
-    """Return how much longer than its own time a process takes here now: 1 where nothing else runs."""
+    """Return how much longer than its CPU time a process takes now: 1 if nothing else runs."""
     wall, own = time.monotonic(), time.process_time()
     while time.process_time() - own < 0.1:
         pass

@@ -48,7 +48,7 @@ def _work_in_a_folder_of_two_plans(tmp_path, monkeypatch):
 
 
 def run_and_refuse(words, capsys):
-    """Return the one line that the command ended with, after checking that it did nothing else."""
+    """Check that the command did nothing else, and return the one line that it ended with."""
     before = sorted(Path().iterdir())
     assert main(["bench", *words]) == 2
     shown, said = capsys.readouterr()

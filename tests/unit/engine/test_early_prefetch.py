@@ -55,7 +55,7 @@ def test_the_device_holds_no_more_than_where_forward_ended():
 
 
 def run_turning(*, window_bytes: int) -> TagStats:
-    """Return the numbers of three sites of which the first has left when forward is over, and two are on their way."""
+    """Return the numbers of three sites: at the end of forward, the first is offloaded and two copies are in flight."""
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = sites(torch.sin, w * 2)

@@ -73,7 +73,7 @@ MODELS = {"dense": DENSE, "biased": BIASED, "mixed": MIXED, "biased experts": BI
 
 
 class Group:
-    """A process group of which only this rank is there."""
+    """A process group with this rank only."""
 
     def __init__(self, size, rank=0):
         self._size, self._rank = size, rank

@@ -48,7 +48,7 @@ def _gpu(monkeypatch, seeds):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return what trainers ask of a helper that captures nothing, in order."""
+    """Return the calls of trainers to a helper that captures nothing, in order."""
     found = []
     calculator = load_module("megatron.core.num_microbatches_calculator")
 

@@ -63,7 +63,7 @@ def test_what_moves_nothing_is_warned_about_once_after_three_forwards_with_the_c
 
 
 class OnlyCpu(nn.Module):
-    """All that it saves goes to somebody else's hooks."""
+    """Its saved tensors go to other hooks."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():
@@ -88,7 +88,7 @@ def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
 
 
 class Quantized(nn.Module):
-    """Saves a tensor that it holds too, a new one each time, as a linear of 8-bit weights does."""
+    """Saves a new tensor in each forward and keeps a reference to it, like a linear with 8-bit weights."""
 
     def __init__(self) -> None:
         super().__init__()

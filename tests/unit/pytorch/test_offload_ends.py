@@ -71,7 +71,7 @@ def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_r
 
 
 def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expected: list[torch.Tensor]) -> None:
-    """Check that the next step is right, and that it leaves nothing."""
+    """Check that the next step is correct, and leaves nothing behind."""
     inputs = make_inputs()
     check_equal(expected, get_gradients(net, lambda: net(inputs)))
     assert not has_hooks()

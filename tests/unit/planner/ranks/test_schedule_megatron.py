@@ -22,7 +22,7 @@ transformer = pytest.importorskip("megatron.core.transformer.transformer_config"
 
 
 class Group:
-    """A process group of which only this rank is there."""
+    """A process group with this rank only."""
 
     def __init__(self, size=1, rank=0):
         self._size, self._rank = size, rank
