@@ -1,7 +1,7 @@
 """Trains one step of each requested Megatron model and writes the bytes that each tag saved.
 
-A script, since Transformer Engine keeps state for a process: `python measure_megatron_bytes.py RANK PROCESSES FOLDER` reads
-`request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or what `measure` returns.
+This is a script, since Transformer Engine keeps state per process. `python measure_megatron_bytes.py RANK PROCESSES FOLDER`
+reads `request.json` in FOLDER and writes `result-RANK.json` there, with an error or the result of `measure` for each model.
 Megatron's local layers get stand-ins for the kernels that need a GPU.
 """
 

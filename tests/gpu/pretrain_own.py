@@ -2,8 +2,9 @@
 
     fgoffload run -- tests/gpu/pretrain_own.py FLAGS
 
-Its flags are Megatron's, parsed by its own parser, and its tokens are random. What you should see: our line that says what was
-applied, and Megatron's log with a loss for each step.
+Megatron's own parser reads the flags, and the tokens are random.
+
+What you should see: fgoffload's line with the active tags, and Megatron's log with a loss for each step.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Compares the planner's formulas with the bytes that Transformer Engine's layers save, exactly and by tag.
 
-Of the layers of each file of `arguments/`, and of others that differ in a flag. No size is another's by chance: the heads
-together are not as wide as the hidden states, nor is an expert. A step is one microbatch: what all layers share is known to
-stay alive after it, and stays on the device from then on.
+The tests cover the layers of each file of `arguments/`, and variants that differ in one flag. All sizes differ, so that no two
+formulas agree by chance: neither the heads together nor an expert is as wide as the hidden states. A step is one microbatch.
+Tensors that all layers share outlive it, and stay on the device from then on.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """A few plans that cover every pair of choices for consecutive sites of a model's forward.
 
-A covering design: each plan takes one choice for each site of the model, and each pair of choices of two neighbours that a plan
-may have is in one of them at least.
+This is a covering design: each plan makes one choice per site, and at least one plan contains each allowed pair of choices for
+two neighbouring sites.
 """
 
 import itertools

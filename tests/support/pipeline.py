@@ -1,8 +1,8 @@
 """Runs the command line's trainer in several processes, and returns the results of each process.
 
-As a module: `run_trainings`, `run_pipeline` for one alone, and `train`, which runs one in this process. As a script: one of
-those processes. They meet through a file, so no port is taken, and the parent ends all of them when one fails or time is up.
-Starting takes most of the time, so one start runs many trainings.
+As a module, this offers `run_trainings`, `run_pipeline` for a single run, and `train` for a run in this process. As a script,
+it is one of the processes. They meet through a file, so they need no port. The parent ends all processes on a failure or
+timeout. Starting processes takes most of the time, so one start serves many runs.
 """
 
 import contextlib

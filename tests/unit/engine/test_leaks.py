@@ -1,6 +1,6 @@
 """Tests that many steps use as much memory as a few, without Python's garbage collector.
 
-Two counts: resident bytes show a tensor that stays, objects that the collector tracks show a graph, a handle or a cycle.
+Resident bytes reveal leaked tensors. Counts of garbage-collected objects reveal leaked graphs, handles and cycles.
 """
 
 import array

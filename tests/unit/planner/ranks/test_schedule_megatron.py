@@ -1,7 +1,7 @@
 """Compares the passes of a rank with Megatron-Core's own schedules.
 
-Its schedule functions run here as they are, for any rank of any pipeline in this one process: what they send to other ranks
-goes nowhere, and the steps that they call are written down instead of run.
+Megatron's schedule functions run unchanged, for any rank of any pipeline in this one process. The tests drop sends to other
+ranks, and record the passes instead of running them.
 """
 
 import types

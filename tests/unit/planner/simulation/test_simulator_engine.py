@@ -1,8 +1,8 @@
 """Compares the simulator with the engine: the same copies in the same order, at the same times, with the same bytes.
 
-The engine runs on a device whose clock is made of numbers: segments of compute take the seconds that a layer says, copies
-those of a link, one after the other on each stream, and whoever waits for an event goes on at the event's time. Autograd
-functions save tensors of any size. What the engine does there and what the simulator says of it has to be the same.
+The engine runs on a device with a simulated clock. Segments of compute take the seconds of a layer, and copies the seconds of a
+link, one after the other on each stream. A wait for an event ends at the event's time. Autograd functions save tensors of any
+size. The engine and the simulator must agree.
 """
 
 import contextlib
