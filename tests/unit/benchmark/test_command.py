@@ -134,7 +134,7 @@ def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     assert "gradients from step 1, 0.weight" in capsys.readouterr().out
 
 
-def test_where_all_settings_fail_it_ends_with_code_1(capsys, monkeypatch):
+def test_it_ends_with_code_1_if_all_settings_fail(capsys, monkeypatch):
     measurement = Measurement(step_seconds=(1.0,))
     answer(monkeypatch, lambda number: {"failure": "refused"} if number else {"measurement": measurement})
     assert main(["bench", ARGUMENTS, "--settings", "recompute:full", "save_on_cpu"]) == 1

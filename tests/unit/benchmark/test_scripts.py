@@ -66,7 +66,7 @@ def test_each_kind_of_step_has_the_copies_that_its_name_says(run, monkeypatch, t
     assert second == [stays, none, none_out, first]  # every other round goes backwards
 
 
-def test_what_waits_cost_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
+def test_the_cost_of_waits_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
     words = ("--steps", "1", "--warmup", "1", "--repeats", "1", "--out", tmp_path, "--trace", tmp_path / "traces")
     assert run("measure_waits", *MODEL, *words)[:2] == (0, ["no offload", "before", "after"])
     moved = {one["remedies"]: one["d2h_bytes"] for one in json.loads((tmp_path / "waits.json").read_text())["runs"]}

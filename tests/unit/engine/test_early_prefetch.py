@@ -78,7 +78,7 @@ def test_what_may_not_be_on_its_way_when_the_loss_begins_is_gone_and_comes_back(
     assert stats.prefetch_misses == (stays == 0)
 
 
-def test_what_is_held_when_backward_is_expected_stays():
+def test_groups_that_are_held_when_backward_is_expected_stay_on_the_gpu():
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = w * 2

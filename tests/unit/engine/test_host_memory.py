@@ -145,7 +145,7 @@ def test_ranks_of_a_node_share_the_memory(host, name, monkeypatch):
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * SHARE / 8)
 
 
-def test_what_torchrun_says_comes_first(host, monkeypatch):
+def test_the_variables_of_torchrun_take_precedence(host, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * SHARE / 8)

@@ -196,7 +196,7 @@ def test_marks_that_died_are_forgotten_over_many_steps():
     engine.close()
 
 
-def test_what_something_else_held_and_dropped_is_forgotten_over_many_steps():
+def test_storages_once_referenced_elsewhere_are_forgotten_over_many_steps():
     engine = make_engine()
 
     def run_step(step: int) -> None:

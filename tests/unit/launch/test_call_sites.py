@@ -84,7 +84,7 @@ def test_tags_of_ours_alone_leave_megatrons_flag_off():
         ),
     ],
 )
-def test_where_megatron_would_refuse_its_own_flags_the_config_alone_says_it(given, reason):
+def test_offload_is_set_in_the_config_alone_if_megatron_would_refuse_its_flags(given, reason):
     found = find(**given)
     assert (found.tags, found.flags, found.reason) == (MEGATRONS, (), reason)
     assert f"The script does not get Megatron-LM's own offload flags, because {reason}. Offload works" in str(found)

@@ -25,7 +25,7 @@ def check(tags, values, **options):
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
     ],
 )
-def test_what_a_capture_cannot_hold_is_refused(tags, values, reason):
+def test_settings_that_a_capture_cannot_contain_are_refused(tags, values, reason):
     with pytest.raises(ConfigError, match=reason):
         check(tags, values)
 

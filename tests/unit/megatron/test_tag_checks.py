@@ -34,7 +34,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
     ],
 )
-def test_what_nothing_saves_is_refused(tag, values, says):
+def test_tags_that_save_nothing_are_refused(tag, values, says):
     with pytest.raises(ConfigError, match=says):
         check_tags(OffloadConfig(offload_modules=(tag,)), values)
 

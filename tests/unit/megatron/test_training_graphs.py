@@ -117,7 +117,7 @@ def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay
 
 
 @_NEEDS_NO_STATE
-def test_nothing_of_a_graph_of_the_whole_step_is_left_for_the_next_trainer(monkeypatch):
+def test_a_full_iteration_graph_leaves_nothing_for_the_next_trainer(monkeypatch):
     module = load_module("megatron.core.full_cuda_graph")
     monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
     with make_trainer(FULL, None) as trainer:

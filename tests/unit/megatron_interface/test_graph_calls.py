@@ -14,7 +14,7 @@ def get_expected() -> list[torch.Tensor]:
         return training.step(microbatches=1)
 
 
-def test_nothing_leaves_between_disable_and_enable(caplog):
+def test_no_tensor_is_offloaded_between_disable_and_enable(caplog):
     with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
         interface.disable_offload()

@@ -50,7 +50,7 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )
-def test_what_moves_nothing_is_warned_about_once_after_three_forwards_with_the_cause(run, pattern, says, caplog):
+def test_a_tag_without_effect_causes_one_warning_with_the_cause_after_three_forwards(run, pattern, says, caplog):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyCpu() if run is None else Wraps(run))
     handle = fgoffload.offload(model, {pattern: "tag"}, ALL)
     for step in range(5):
@@ -115,7 +115,7 @@ class _Saves(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0].sign(), None
 
 
-def test_what_something_else_holds_in_each_step_stays_from_the_third_on_and_is_tried_again():
+def test_storages_referenced_elsewhere_in_each_step_stay_from_the_third_step_on_and_are_tried_again():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Quantized(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     moved = []

@@ -187,7 +187,7 @@ def test_the_users_filter_and_the_minimum_size_are_obeyed():
     assert tags["attn"].d2h_bytes == 0
 
 
-def test_what_is_not_enabled_replaces_nothing():
+def test_disabled_offload_replaces_nothing():
     net = make_net()
     config = TransferConfig(enabled=False)
     with fgoffload.offload(net, PATTERNS, config) as handle:

@@ -285,7 +285,7 @@ def test_each_expert_pads_its_rows_and_scales_them_by_itself(recipe, each, input
     ],
     ids=str,
 )
-def test_what_two_tags_save_counts_once(shape, tags, shared):
+def test_storages_that_two_tags_save_count_once(shape, tags, shared):
     alone = count_tag_bytes(shape)
     assert count_bytes(shape, tags) == sum(alone[tag] for tag in tags) - sum_bytes(*shared)
 

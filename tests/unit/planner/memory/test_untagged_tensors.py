@@ -59,7 +59,7 @@ def with_biases(**fields):
     ],
     ids=range(7),
 )
-def test_what_is_saved_outside_of_all_tags(shape, tensors):
+def test_tensors_without_a_tag(shape, tensors):
     assert count_untagged(shape) == sum_bytes(*tensors)
 
 

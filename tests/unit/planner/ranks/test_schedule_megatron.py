@@ -140,7 +140,7 @@ def test_each_rank_runs_the_passes_of_megatrons_schedule(pipeline):
     ("stages", "chunks", "microbatches", "group_size"),
     [(4, 2, 3, None), (4, 2, 6, None), (4, 2, 8, 3), (2, 2, 4, 5), (3, 2, 9, 4)],
 )
-def test_what_megatron_refuses_is_refused_before_it_starts(stages, chunks, microbatches, group_size):
+def test_flags_that_megatron_refuses_are_refused_before_it_starts(stages, chunks, microbatches, group_size):
     with pytest.raises(ValueError, match="microbatches"):
         Pipeline(stages=stages, chunks=chunks, microbatches=microbatches, group_size=group_size)
     unchecked = types.SimpleNamespace(

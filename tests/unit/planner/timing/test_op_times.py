@@ -42,6 +42,6 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
         (Network, {"nvlink_bytes_per_s": 0}, r"nvlink_bytes_per_s 0 must be finite and above 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_field_value_and_fix(make, fields, message):
+def test_invalid_values_are_refused_with_field_value_and_fix(make, fields, message):
     with pytest.raises(ConfigError, match=message):
         make(**fields)
