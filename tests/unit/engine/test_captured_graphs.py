@@ -163,7 +163,7 @@ def test_tensors_saved_by_a_branch_of_the_graph_stay_on_the_gpu():
     assert all(captured.forward is None for captured in Model(engine, layer=layer).layers)
 
 
-def test_what_the_warm_up_has_not_seen_stays():
+def test_sites_that_the_warm_up_did_not_see_stay_on_the_gpu():
     runs = itertools.count()
 
     def layer(hidden, weight, find_region):

@@ -71,7 +71,7 @@ def run_turning(*, window_bytes: int) -> TagStats:
 
 
 @pytest.mark.parametrize(("window_bytes", "stays"), [(2 * NBYTES, 2), (NBYTES, 1), (NBYTES - 1, 0), (0, 0)])
-def test_what_may_not_be_on_its_way_when_the_loss_begins_is_gone_and_comes_back(window_bytes, stays):
+def test_groups_beyond_the_loss_window_are_offloaded_before_the_loss_and_reloaded(window_bytes, stays):
     stats = run_turning(window_bytes=window_bytes)
     assert (stats.recalled_bytes, stats.h2d_bytes) == (stays * NBYTES, (3 - stays) * NBYTES)
     # What went comes back when backward comes to the last group, which is waited for where it went too.

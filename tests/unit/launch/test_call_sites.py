@@ -90,7 +90,7 @@ def test_offload_is_set_in_the_config_alone_if_megatron_would_refuse_its_flags(g
     assert f"The script does not get Megatron-LM's own offload flags, because {reason}. Offload works" in str(found)
 
 
-def test_without_a_parser_to_ask_the_config_alone_says_it():
+def test_offload_is_set_in_the_config_alone_without_a_parser():
     found = find_call_sites(TAGS, 16, None, (), {})
     assert (found.flags, found.reason) == ((), "there is no Megatron-LM next to the script")
 

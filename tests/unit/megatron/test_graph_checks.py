@@ -45,7 +45,7 @@ def test_auto_is_refused_with_graphs():
         (("core_attn", "mlp_fc1"), FULL),
     ],
 )
-def test_what_graphs_and_offload_can_do_together_is_not(tags, values):
+def test_supported_combinations_of_graphs_and_offload_are_not_refused(tags, values):
     check(tags, values)
 
 

@@ -58,7 +58,7 @@ def test_tags_that_save_nothing_are_refused(tag, values, says):
         ("expert_fc1", {"num_layers": 2, "use_checkpoint_args": True}),
     ],
 )
-def test_what_something_saves_is_not(tag, values):
+def test_tags_that_save_something_are_not_refused(tag, values):
     check_tags(OffloadConfig(offload_modules=(tag,)), values)
 
 

@@ -44,7 +44,7 @@ def test_close_puts_everything_back():
         ),
     ],
 )
-def test_layers_that_the_trainer_does_not_build_are_refused(flags, message):
+def test_flags_that_the_trainer_does_not_support_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         make_trainer(flags, None)
 

@@ -178,7 +178,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     ]
 
 
-def test_what_megatron_raises_while_it_captures_is_one_line(calls, load, monkeypatch):
+def test_an_error_of_megatron_during_capture_is_one_line(calls, load, monkeypatch):
     helper = calls.pop()
 
     def fail(self):

@@ -25,7 +25,7 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
     ],
     ids=str,
 )
-def test_pairs_that_a_layer_does_not_support_are_refused_by_name(actions, message):
+def test_actions_that_a_layer_does_not_support_are_refused_by_name(actions, message):
     with pytest.raises(PlanError, match=message):
         resolve_layer(PLAIN, actions, min_offloaded_numel=0)
 

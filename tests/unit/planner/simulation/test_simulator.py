@@ -86,7 +86,7 @@ def test_the_first_groups_of_the_next_backward_are_reloaded_meanwhile():
 # What runs again.
 
 
-def test_what_runs_again_takes_its_time_in_backward_and_frees_what_it_drops_until_then():
+def test_recompute_takes_time_in_backward_and_frees_dropped_tensors_until_then():
     unit = UnitModel(
         name="moe_act", segments=("moe_act",), drops=("activated",), before="expert_fc2", extra_s=1.0, extra_bytes=7
     )
