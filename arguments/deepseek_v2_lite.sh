@@ -1,13 +1,13 @@
 # deepseek_v2_lite: DeepSeek-V2-Lite, 16B MoE with MLA, 8 GPUs
 #
-# Size:    27 layers, of which 1 is dense, hidden 2048, 16 heads; 64 experts of width 1408 and two shared ones, of which each
-#          token takes 6. 15.7 billion parameters, 2.4 billion a token.
-# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. Queries are projected in one go: there is no --q-lora-rank.
+# Size:    27 layers (1 dense), hidden 2048, 16 heads; 64 experts of width 1408, 6 per token, and two shared
+#          experts. 15.7 billion parameters, 2.4 billion active.
+# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. One linear projects the queries: there is no --q-lora-rank.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and
-#          model_configs/benchmarking/DeepSeek-V2-Lite.yaml: EP 8, microbatch 1 and 512 sequences a step on one node of 8 GPUs.
+#          model_configs/benchmarking/DeepSeek-V2-Lite.yaml: EP 8, microbatch 1 and 512 sequences per step on one node of 8 GPUs.
 # See:     fgoffload plan deepseek_v2_lite --gpu h100 --offload-memory-budget 60GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=8
 
@@ -67,7 +67,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

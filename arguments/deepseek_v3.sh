@@ -1,14 +1,14 @@
 # deepseek_v3: DeepSeek-V3, 671B MoE with MLA, 1024 GPUs
 #
-# Size:    61 layers, of which 3 are dense, hidden 7168, 128 heads; 256 experts of width 2048 and a shared one, of which each
-#          token takes 8. 671 billion parameters, 37 billion a token, and 11.6 billion in a layer that predicts a second token.
-# Model:   config.json of deepseek-ai/DeepSeek-V3, and the technical report, arXiv 2412.19437: the loss over each sequence.
+# Size:    61 layers (3 dense), hidden 7168, 128 heads; 256 experts of width 2048, 8 per token, and a shared expert.
+#          671 billion parameters, 37 billion active, and 11.6 billion in a layer of multi-token prediction.
+# Model:   config.json of deepseek-ai/DeepSeek-V3, and the technical report, arXiv 2412.19437, for the sequence-wise balancing loss.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/deepseek-v3/run_deepseek_v3_h100.sh: TP 2, PP 8, VP 4, EP 64, microbatch 1 and
-#          8192 sequences a step on 128 nodes of 8 H100. It runs in FP8, recomputes mla_up_proj and mlp and overlaps the
-#          experts' communication; here it is bf16, and what to recompute is for the plan.
+#          8192 sequences per step on 128 nodes of 8 H100. It runs in FP8, recomputes mla_up_proj and mlp and overlaps the
+#          experts' communication. This file uses bf16, and the plan decides what to recompute.
 # See:     fgoffload plan deepseek_v3 --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=1024
 
@@ -80,7 +80,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -1,12 +1,12 @@
 # dense_full_iteration: dense GPT, the whole iteration in one CUDA graph
 #
 # Size:    12 layers, hidden 2048, 16 heads, gated MLP of width 8192; 0.9 billion parameters. Sequences of 2048 tokens,
-#          4 microbatches of 2 sequences a step, bf16.
-# Purpose: offload inside of a graph of the whole step, where no code of the host runs.
+#          4 microbatches of 2 sequences per step, bf16.
+# Purpose: tests offload inside a full-iteration graph, during which no host code runs.
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
 # See:     fgoffload bench dense_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 12

@@ -1,17 +1,17 @@
 # gpt_oss_120b: gpt-oss-120b, 117B MoE with sliding windows, 64 GPUs
 #
 # Size:    36 layers, hidden 2880, 64 heads in 8 groups, a window of 128 tokens in every other layer; 128 experts of width 2880,
-#          of which each token takes 4. 116.8 billion parameters, 5.1 billion a token.
-# Model:   config.json of openai/gpt-oss-120b, and the model card, arXiv 2508.10925. Its activation is a clamped gate that
-#          Megatron-LM has as --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0, and its rotary
-#          embedding is stretched (yarn): --swiglu and rope, which stand here, are what fgoffload train knows, at the same sizes.
+#          4 per token. 116.8 billion parameters, 5.1 billion active.
+# Model:   config.json of openai/gpt-oss-120b, and the model card, arXiv 2508.10925. The model uses a clamped gate
+#          (--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 in Megatron-LM) and YaRN. fgoffload train
+#          supports neither, so this file uses --swiglu and rope, which have the same sizes.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/gpt_oss/h100/gpt_oss.py,
 #          gpt_oss_120b_pretrain_64gpu_h100_bf16_config, and
-#          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences a step on 64
-#          H100. It recomputes layernorm and moe_act; here what to recompute is for the plan.
+#          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences per step on 64
+#          H100. It recomputes layernorm and moe_act; here the plan decides what to recompute.
 # See:     fgoffload plan gpt_oss_120b --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=64
 
@@ -62,7 +62,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

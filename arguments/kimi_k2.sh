@@ -1,14 +1,14 @@
 # kimi_k2: Kimi K2, 1T MoE with MLA, 1024 GPUs
 #
-# Size:    61 layers, of which 1 is dense, hidden 7168, 64 heads; 384 experts of width 2048 and a shared one, of which each
-#          token takes 8. 1.03 trillion parameters, 32.9 billion a token: the report, arXiv 2507.20534, says 1.04 and 32.6.
+# Size:    61 layers (1 dense), hidden 7168, 64 heads; 384 experts of width 2048, 8 per token, and a shared expert.
+#          1.03 trillion parameters, 32.9 billion active; the report, arXiv 2507.20534, says 1.04 and 32.6.
 # Model:   config.json of moonshotai/Kimi-K2-Instruct.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/kimi/h100/kimi_k2.py, kimi_k2_pretrain_1024gpu_h100_bf16_config:
-#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences a step on 1024 H100. It recomputes mla_up_proj and mlp;
-#          here what to recompute is for the plan.
+#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100. It recomputes mla_up_proj and mlp;
+#          here the plan decides what to recompute.
 # See:     fgoffload plan kimi_k2 --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=1024
 
@@ -75,7 +75,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -1,13 +1,13 @@
 # launch_bound_graphs: launch_bound_moe with CUDA graphs of each layer
 #
-# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
+# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts, 4 per token; 2.0 billion parameters.
 #          Transformer Engine captures attention, the router and the dispatcher's preprocessing after 3 eager steps.
-# Purpose: offload beside graphs. Without them steps take as long as the host takes to launch kernels.
+# Purpose: measures offload with CUDA graphs. Without graphs, a step takes as long as the host needs to launch its kernels.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
 # See:     fgoffload bench launch_bound_graphs --steps 20 --repeats 5 \
 #            --settings megatron:expert_fc1 ours:expert_fc1 megatron:expert_fc1~delay ours:expert_fc1~delay
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 12

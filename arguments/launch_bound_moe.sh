@@ -1,13 +1,13 @@
 # launch_bound_moe: MoE with small ops and launch-bound steps, one GPU
 #
-# Size:    12 layers, hidden 2048, 16 heads, 16 experts of width 1408 of which each token takes 4; 2.0 billion parameters.
-#          Sequences of 2048 tokens, 4 microbatches of 2 sequences a step, bf16.
-# Purpose: what an offload engine costs the host, which nothing hides here. The host's noise is 5 to 10%, so compare many short
-#          repeats: each has its own measurement of nothing.
+# Size:    12 layers, hidden 2048, 16 heads, 16 experts of width 1408, 4 per token; 2.0 billion parameters.
+#          Sequences of 2048 tokens, 4 microbatches of 2 sequences per step, bf16.
+# Purpose: measures the host time of an offload engine, which nothing hides here. Host times vary by 5 to 10%, so compare many
+#          short repeats: each has its own baseline.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
 # See:     fgoffload bench launch_bound_moe --settings megatron ours --repeats 5
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 12

@@ -3,10 +3,10 @@
 # Size:    126 layers, hidden 16384, 128 heads in 8 groups, MLP of width 53248. 405.9 billion parameters.
 # Model:   config.json of meta-llama/Llama-3.1-405B.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100, 1024 H100: TP 8, PP 8, VP 8, CP 2, microbatch 1 and 1536
-#          sequences a step. Embedding and loss count as a layer each: 128 for 64 stages.
+#          sequences per step. Embedding and loss count as one layer each: 128 layers for 64 stages.
 # See:     fgoffload plan llama3_405b --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=1024
 
@@ -48,7 +48,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# The attention, and mlp_fc1, mlp_act and mlp_fc2 would be the MLP; fgoffload plan says which of them a budget needs.
+# The attention modules. The MLP has mlp_fc1, mlp_act and mlp_fc2; fgoffload plan chooses among all for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj

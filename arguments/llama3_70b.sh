@@ -3,10 +3,10 @@
 # Size:    80 layers, hidden 8192, 64 heads in 8 groups, MLP of width 28672. 70.6 billion parameters.
 # Model:   config.json of meta-llama/Meta-Llama-3-70B.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100/llama3.py, llama3_70b_pretrain_64gpu_h100_bf16_config:
-#          TP 4, PP 4, VP 5, CP 2, microbatch 1 and 256 sequences a step on 64 H100.
+#          TP 4, PP 4, VP 5, CP 2, microbatch 1 and 256 sequences per step on 64 H100.
 # See:     fgoffload plan llama3_70b --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=64
 
@@ -46,7 +46,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# The attention, and mlp_fc1, mlp_act and mlp_fc2 would be the MLP; fgoffload plan says which of them a budget needs.
+# The attention modules. The MLP has mlp_fc1, mlp_act and mlp_fc2; fgoffload plan chooses among all for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj

@@ -1,15 +1,15 @@
 # llama3_8b_layers: Llama 3 8B with as many layers as fit one 80 GB GPU
 #
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
-#          Sequences of 8192 tokens, 2 microbatches of 1 sequence a step, bf16, without an optimizer. Weights and gradients take
-#          26.7 GiB; what a layer saves for a microbatch is 1.06 GiB (docs/reference/saved_bytes.md), and the loss some GiB more.
+#          Sequences of 8192 tokens, 2 microbatches of 1 sequence per step, bf16, without an optimizer. Weights and gradients take
+#          26.7 GiB. A layer saves 1.06 GiB per microbatch (docs/reference/saved_bytes.md); the loss needs some GiB more.
 # Source:  sizes: config.json of meta-llama/Meta-Llama-3-8B.
-# Purpose: settings side by side in a dense model. LAYERS=32 takes the whole model, which fits with 70.3 GiB; 28 leave room for what
-#          takes more than nothing does, as recompute of core_attn.
+# Purpose: compares settings on a dense model. LAYERS=32 trains the whole model, which takes 70.3 GiB. 28 layers leave room for
+#          settings that take more memory than the baseline, such as recompute of core_attn.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench llama3_8b_layers
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers ${LAYERS:-28}

@@ -1,13 +1,13 @@
 # mixtral_8x22b: Mixtral 8x22B, 141B MoE with few large experts, 128 GPUs
 #
-# Size:    56 layers, hidden 6144, 48 heads in 8 groups; 8 experts of width 16384, of which each token takes 2.
-#          140.6 billion parameters, 39.1 billion a token.
+# Size:    56 layers, hidden 6144, 48 heads in 8 groups; 8 experts of width 16384, 2 per token.
+#          140.6 billion parameters, 39.1 billion active.
 # Model:   config.json of mistralai/Mixtral-8x22B-v0.1.
-# Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf: TP 2, PP 8, VP 7, EP 8, microbatch 1 and 256 sequences a
+# Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf: TP 2, PP 8, VP 7, EP 8, microbatch 1 and 256 sequences per
 #          step on 16 nodes of 8 GPUs.
 # See:     fgoffload plan mixtral_8x22b --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=128
 
@@ -58,7 +58,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -1,13 +1,13 @@
 # mixtral_8x7b: Mixtral 8x7B, 47B MoE with few large experts, 64 GPUs
 #
-# Size:    32 layers, hidden 4096, 32 heads in 8 groups; 8 experts of width 14336, of which each token takes 2.
-#          46.7 billion parameters, 12.9 billion a token.
+# Size:    32 layers, hidden 4096, 32 heads in 8 groups; 8 experts of width 14336, 2 per token.
+#          46.7 billion parameters, 12.9 billion active.
 # Model:   config.json of mistralai/Mixtral-8x7B-v0.1.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and model_configs/benchmarking/Mixtral-8x7B.yaml:
-#          PP 4, VP 8, EP 8, microbatch 1 and 256 sequences a step on 8 nodes of 8 GPUs.
+#          PP 4, VP 8, EP 8, microbatch 1 and 256 sequences per step on 8 nodes of 8 GPUs.
 # See:     fgoffload plan mixtral_8x7b --gpu h100 --offload-memory-budget 60GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=64
 
@@ -55,7 +55,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -1,17 +1,17 @@
 # mla_moe: six MoE layers with MLA, as in DeepSeek-V2, one GPU
 #
-# Size:    6 layers, hidden 5120, 32 heads, latent attention with ranks of 1536 and 512, 16 experts of width 1536 of which each
-#          token takes 6, two shared experts; 3.2 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences a
+# Size:    6 layers, hidden 5120, 32 heads, latent attention with ranks of 1536 and 512, 16 experts of width 1536,
+#          6 per token, two shared experts; 3.2 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences per
 #          step, bf16. Weights and gradients take 11.9 GiB.
-# Source:  sizes of a layer: config.json of deepseek-ai/DeepSeek-V2. Its 128 heads are 32 on each of 4 tensor-parallel ranks, its
-#          160 experts 16 on each of 10 expert-parallel ranks; its 102400 words are cut to 32000, so that the loss is no large
-#          part of the step.
-# Purpose: predicted beside measured where attention saves most, and can be recomputed from its low ranks (mla_up_proj). Each
-#          expert gets 3072 tokens, so that operators are large, and the device says how long a step takes rather than the host.
+# Source:  sizes of a layer: config.json of deepseek-ai/DeepSeek-V2. This file has one rank's share: 32 of 128
+#          heads (4 tensor-parallel ranks), and 16 of 160 experts (10 expert-parallel ranks). The vocabulary is cut from
+#          102400 to 32000, so that the loss is not a large part of the step.
+# Purpose: compares predictions with measurements for latent attention, which saves the most bytes and can be recomputed from
+#          its low ranks (mla_up_proj). Each expert gets 3072 tokens, so kernels are large and the step is not launch-bound.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench mla_moe
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 6

@@ -1,17 +1,17 @@
 # moe_full_iteration: launch_bound_moe, the whole iteration in one CUDA graph
 #
-# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts of which each token takes 4; 2.0 billion parameters.
-#          Each expert takes the same number of tokens, its capacity: more are dropped, and what is missing is padded.
-# Purpose: offload inside of a graph of the whole step in a model with experts.
+# Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts, 4 per token; 2.0 billion parameters.
+#          Each expert gets a fixed number of tokens, its capacity: extra tokens are dropped, and missing ones padded.
+# Purpose: tests offload inside a full-iteration graph for a model with experts.
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
 # See:     fgoffload bench moe_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
 #
-# Which flags keep the host from waiting: padding to capacity fixes all sizes before the router has run, so the dispatcher
-# copies no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of megatron-core
-# 0.19.2). Without padding a capacity makes it wait earlier than without one. Permutation must not be fused, since the fused
-# one knows no padding.
+# These flags keep the host from waiting. Padding to capacity fixes all sizes before the router runs, so the dispatcher copies
+# no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of megatron-core 0.19.2).
+# A capacity without padding makes the host wait even earlier. The permutation must not be fused, since the fused permutation
+# does not support padding.
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 12

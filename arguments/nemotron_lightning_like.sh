@@ -1,14 +1,14 @@
 # nemotron_lightning_like: small MoE like Nemotron 3.5 Lightning
 #
-# Size:    6 layers, hidden 2688, 32 heads in 2 groups, 32 experts of width 1856 of which each token takes 6, and a shared one;
-#          3.4 billion parameters. Sequences of 4096 tokens, 4 microbatches of 1 sequence a step, bf16. The model itself has
-#          Mamba layers too, which fgoffload train does not build.
-# Purpose: the recipe: expert_fc1 is offloaded behind the next graph, moe_act and layernorm are recomputed, attention is captured.
+# Size:    6 layers, hidden 2688, 32 heads in 2 groups, 32 experts of width 1856, 6 per token, and a shared expert;
+#          3.4 billion parameters. Sequences of 4096 tokens, 4 microbatches of 1 sequence per step, bf16. The original model
+#          also has Mamba layers, which fgoffload train does not build.
+# Purpose: runs the recipe: offload expert_fc1 after the next graph's launch, recompute moe_act and layernorm, capture attention.
 # Needs:   one GPU of 80 GB, and Transformer Engine.
 # See:     fgoffload train nemotron_lightning_like --steps 6
 # Source:  the recipe for 16 H100 of Megatron Bridge 0.6.2.
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers ${LAYERS:-6}

@@ -1,15 +1,15 @@
 # qwen3_235b_a22b: Qwen3-235B-A22B, deep MoE, 256 GPUs
 #
-# Size:    94 layers, hidden 4096, 64 heads in 4 groups; 128 experts of width 1536, of which each token takes 8.
-#          235 billion parameters, 22 billion a token.
+# Size:    94 layers, hidden 4096, 64 heads in 4 groups; 128 experts of width 1536, 8 per token.
+#          235 billion parameters, 22 billion active.
 # Model:   config.json of Qwen/Qwen3-235B-A22B.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/qwen3/run_h100_235b.sh and model_configs/benchmarking/Qwen3-235B-A22B.yaml:
-#          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences a step on 32 nodes of 8 H100. Embedding and loss count as a
-#          layer each: 96 for 32 stages. It recomputes moe_act and layernorm and overlaps the experts' communication; here what
-#          to recompute is for the plan. 1187 is a prime factor of the vocabulary, which so needs no padding.
+#          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences per step on 32 nodes of 8 H100. Embedding and loss count as one
+#          layer each: 96 layers for 32 stages. It recomputes moe_act and layernorm and overlaps the experts' communication;
+#          here the plan decides what to recompute. 1187 is a prime factor of the vocabulary size, so it needs no padding.
 # See:     fgoffload plan qwen3_235b_a22b --gpu h100 --offload-memory-budget 76GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=256
 
@@ -67,7 +67,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

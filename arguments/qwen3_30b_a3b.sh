@@ -1,13 +1,13 @@
 # qwen3_30b_a3b: Qwen3-30B-A3B, MoE with many small experts, 32 GPUs
 #
-# Size:    48 layers, hidden 2048, 32 heads in 4 groups; 128 experts of width 768, of which each token takes 8.
-#          30.5 billion parameters, 3.3 billion a token.
+# Size:    48 layers, hidden 2048, 32 heads in 4 groups; 128 experts of width 768, 8 per token.
+#          30.5 billion parameters, 3.3 billion active.
 # Model:   config.json of Qwen/Qwen3-30B-A3B.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and model_configs/benchmarking/Qwen3-30B-A3B.yaml:
-#          EP 8, microbatch 1 and 256 sequences a step on 4 nodes of 8 GPUs.
+#          EP 8, microbatch 1 and 256 sequences per step on 4 nodes of 8 GPUs.
 # See:     fgoffload plan qwen3_30b_a3b --gpu h100 --offload-memory-budget 60GiB
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
 
 NUM_GPUS=32
 
@@ -57,7 +57,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules that Megatron has places for; fgoffload plan says which of them a budget needs.
+# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

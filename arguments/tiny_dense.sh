@@ -1,13 +1,13 @@
 # tiny_dense: tiny dense GPT, trains on a laptop without a GPU
 #
 # Size:    4 layers, hidden 128, 8 heads, MLP of width 512; 1.1 million parameters. Sequences of 256 bytes, 4 microbatches
-#          of 1 sequence a step; a step takes 0.3 s on two cores.
-# Purpose: the plain counterpart of tiny_moe.sh: offload where no expert is.
+#          of 1 sequence per step; a step takes 0.3 s on two cores.
+# Purpose: tests offload in a model without experts, as the counterpart of tiny_moe.sh.
 # See:     fgoffload train tiny_dense
-#          The loss falls from 5.5 to about 3.2 in 20 steps. With offload losses and gradients are bitwise identical and about
-#          half of the activation bytes at peak are gone: what the dense MLP saves has no tag yet and stays.
+#          The loss falls from 5.5 to about 3.2 in 20 steps. With offload, losses and gradients are bitwise identical, and
+#          activations at peak take about half of the bytes: this file does not offload the MLP.
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 4
@@ -38,5 +38,5 @@ OFFLOAD_ARGS=(
     --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm
     --min-offloaded-tensor-size 1024   # elements; the default of 1048576 suits models a thousand times this size
     --offload-window 1MiB              # the defaults, 1 GiB and 512 MiB, are larger than this whole model
-    --offload-prefetch 3MiB            # the attention of one layer and its neighbours: nothing comes back too late
+    --offload-prefetch 3MiB            # the attention of one layer and its neighbours, so that no reload is late
 )

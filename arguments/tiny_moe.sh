@@ -1,13 +1,13 @@
 # tiny_moe: tiny MoE GPT, trains on a laptop without a GPU
 #
-# Size:    4 layers, hidden 128, 8 heads, 4 experts of width 256 of which each token takes 2; 1.9 million parameters.
-#          Sequences of 256 bytes, 4 microbatches of 1 sequence a step; a step takes 0.3 s on two cores.
+# Size:    4 layers, hidden 128, 8 heads, 4 experts of width 256, 2 per token; 1.9 million parameters.
+#          Sequences of 256 bytes, 4 microbatches of 1 sequence per step; a step takes 0.3 s on two cores.
 # Purpose: shows and tests offload end to end on Megatron-Core's own model and schedules.
 # See:     fgoffload train tiny_moe
-#          The loss falls from 5.6 to about 3.2 in 20 steps. With offload losses and gradients are bitwise identical and more
-#          than 60% of the activation bytes at peak are gone. Offload takes longer here: on a CPU both sides are RAM.
+#          The loss falls from 5.6 to about 3.2 in 20 steps. With offload, losses and gradients are bitwise identical, and
+#          activations at peak take over 60% fewer bytes. Offload makes steps longer on a CPU, where it only copies within RAM.
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 4

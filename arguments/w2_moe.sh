@@ -1,13 +1,13 @@
 # w2_moe: six wide MoE layers, one GPU, the benchmark's workload
 #
-# Size:    6 layers, hidden 4096, 32 heads, 16 experts of width 2048 of which each token takes 4; 3.1 billion parameters.
-#          Sequences of 4096 tokens, 4 microbatches of 2 sequences a step, bf16. Weights and gradients take 11.5 GiB; what a
-#          layer saves for a microbatch is 1.13 GiB (docs/reference/saved_bytes.md).
-# Purpose: settings side by side, forward and backward without an optimizer: fgoffload bench, docs/how_to/benchmark.md.
+# Size:    6 layers, hidden 4096, 32 heads, 16 experts of width 2048, 4 per token; 3.1 billion parameters.
+#          Sequences of 4096 tokens, 4 microbatches of 2 sequences per step, bf16. Weights and gradients take 11.5 GiB. A layer
+#          saves 1.13 GiB per microbatch (docs/reference/saved_bytes.md).
+# Purpose: compares settings, forward and backward without an optimizer: fgoffload bench, docs/how_to/benchmark.md.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     bash examples/benchmarks/frontier_w2.sh, which has the flags and variables that its results are said of.
+# See:     bash examples/benchmarks/frontier_w2.sh, which has the flags and variables of the published results.
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 6

@@ -1,13 +1,13 @@
 # w2_moe_1f1b: w2_moe on two GPUs under the 1F1B schedule
 #
-# Size:    12 layers, hidden 4096, 32 heads, 16 experts of width 2048 of which each token takes 4; 5.9 billion parameters.
-#          Sequences of 4096 tokens, 8 microbatches of 2 sequences a step, bf16. The first stage holds the activations of two
+# Size:    12 layers, hidden 4096, 32 heads, 16 experts of width 2048, 4 per token; 5.9 billion parameters.
+#          Sequences of 4096 tokens, 8 microbatches of 2 sequences per step, bf16. The first stage holds the activations of two
 #          microbatches at once, the second those of one.
-# Purpose: settings side by side where copies have forwards and backwards of other microbatches to hide behind, both ways.
+# Purpose: compares settings in a pipeline, in which copies can hide behind forwards and backwards of other microbatches.
 # Needs:   two GPUs of 80 GB or more in one machine, and Transformer Engine. fgoffload bench starts both processes itself.
 # See:     fgoffload bench w2_moe_1f1b
 #
-# Bash arrays as Megatron-LM's examples have them: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
+# Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
 MODEL_ARGS=(
     --num-layers 12

@@ -1,9 +1,8 @@
-"""Any PyTorch model: name its modules, and their saved tensors are offloaded until backward needs them.
+"""Any PyTorch model: offload the saved tensors of named modules until backward needs them.
 
     python examples/01_plain_pytorch.py
 
-What you should see: an estimate before any offload, gradients that are bitwise identical, and the bytes offloaded under each
-tag.
+What you should see: an estimate of the savings, bitwise identical gradients, and the bytes offloaded by tag.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/02_megatron_in_code.py
 
-What you should see: a loss for each of three steps, and then a line for each tag with its bytes in the last step.
-The model is that of `arguments/tiny_moe.sh`, on Megatron-Core's own schedule. Without a GPU it runs on the CPU.
+What you should see: the losses of three steps, then a line per tag with the bytes of the last step. The model is the one in
+`arguments/tiny_moe.sh`, on Megatron-Core's own schedule. Without a GPU, the example runs on the CPU.
 """
 
 import contextlib

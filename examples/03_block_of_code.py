@@ -1,9 +1,9 @@
-"""A block of code: all tensors that autograd saves in it are offloaded, without module names. Backward may be inside too.
+"""A block of code: offload all tensors that autograd saves in it, without module names. Backward may run inside too.
 
     python examples/03_block_of_code.py
 
-What you should see: three losses, each equal to the one without offload; then the bytes offloaded, and that no host memory is
-in use at the end.
+What you should see: three losses, equal with and without offload; then the offloaded bytes, and 0 B of host memory in use at
+the end.
 """
 
 import torch

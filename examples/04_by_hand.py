@@ -2,7 +2,7 @@
 
     python examples/04_by_hand.py
 
-What you should see: the bytes of the region; then a tensor that is offloaded, frees its device memory, and returns identical.
+What you should see: the bytes of the region, then a tensor that is offloaded, and bitwise identical after its reload.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/05_engine_alone.py
 
-What you should see: three lines. The gradients are bitwise identical; eight storages of 1 MiB were offloaded and reloaded, or
-their offload was canceled; no host memory is in use at the end.
+What you should see: three lines. The gradients are bitwise identical. Eight storages of 1 MiB were offloaded, and then either
+reloaded or their offload was cancelled. No host memory is in use at the end.
 """
 
 import torch
@@ -52,7 +52,7 @@ def main() -> None:
     print(f"gradients bitwise identical: {are_equal}")
     print(
         f"to the host {format_bytes(moved.d2h_bytes)}, back {format_bytes(moved.h2d_bytes)}, "
-        f"called back before they had left {format_bytes(moved.recalled_bytes)}"
+        f"offload cancelled {format_bytes(moved.recalled_bytes)}"
     )
     print(f"host memory in use: {format_bytes(engine.arena.used_bytes)}")
     engine.close()

@@ -1,8 +1,8 @@
-"""transformers' `Trainer`: one callback offloads what its layers save for backward.
+"""transformers' `Trainer`: one callback offloads the activations of the layers.
 
     python examples/06_trainer.py
 
-What you should see: two trainings that log the same losses. The second one logs the memory that it saved.
+What you should see: two runs that log the same losses. The second run also logs the memory that it saved.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
-"""TRL's `SFTTrainer`: its own switch, `activation_offloading=True`, runs the engine of fgoffload.
+"""TRL's `SFTTrainer`: its own switch, `activation_offloading=True`, uses the engine of fgoffload.
 
     python examples/07_trl.py
 
-What you should see: two trainings that log the same losses, and the bytes that the second one offloaded in its last step.
+What you should see: two runs that log the same losses, and the bytes that the second run offloaded in its last step.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-import fgoffload.integrations.trl  # noqa: F401 - replaces TRL's own
+import fgoffload.integrations.trl  # noqa: F401 - replaces TRL's own offload
 from fgoffload.units import format_bytes
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 128}

@@ -3,7 +3,7 @@
     python examples/08_fsdp2.py
     torchrun --nproc-per-node 2 examples/08_fsdp2.py
 
-What you should see: gradients that are bitwise identical, and the bytes offloaded, for both.
+What you should see: bitwise identical gradients and the offloaded bytes, for both settings.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""QLoRA: a model in bitsandbytes' nf4 with PEFT's LoRA, and the activations of its layers offloaded to the host.
+"""QLoRA: offload the activations of a model in bitsandbytes' nf4 with PEFT's LoRA.
 
     python examples/09_qlora.py
 
-What you should see: the log of a training with the memory that it saved. Quantized weights are never offloaded.
+What you should see: the training log with the memory saved. Quantized weights are never offloaded.
 """
 
 import tempfile

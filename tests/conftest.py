@@ -1,4 +1,4 @@
-"""Makes `support` importable: what tests share and pytest does not collect. And lets no example be late."""
+"""Makes `support`, the shared test code, importable, and sets no deadline for examples."""
 
 import sys
 from pathlib import Path

@@ -1,15 +1,15 @@
-"""Measures the host cost of a region: microseconds of Python and driver calls, forward and backward together, with copies.
+"""Measures the host time of a region: Python and driver calls of forward and backward together, including copies.
 
     python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
 
 Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its host time is the
-time until both calls return, with an idle device before and no synchronization inside, minus the same without regions.
+time until both calls return, minus the time without regions. The device is idle before, and nothing synchronizes inside.
 Systems alternate in each repeat, so that a slow host slows all of them.
 
-With `--megatron` Megatron-Core's own engine runs too. It needs megatron-core, Transformer Engine and a GPU, and the script
-sets NVTE_CPU_OFFLOAD_V1=1 for it. With `--profile` the slowest functions are listed after the table.
+`--megatron` also runs Megatron-Core's own engine, which needs megatron-core, Transformer Engine, a GPU and
+NVTE_CPU_OFFLOAD_V1=1 (set by the script). `--profile` lists the slowest functions after the table.
 
-What you should see: a row for each system, median with p20 and p80. On the CPU copies run synchronously and count as host
+What you should see: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as host
 time, so only a GPU shows the engine's own cost.
 """
 
@@ -80,7 +80,7 @@ class OurChain(PlainChain):
         """Check that all saved tensors were offloaded."""
         moved = self.engine.finish_step()
         if moved.d2h_bytes != self.regions * SAVED_BYTES:
-            raise RuntimeError(f"{moved.d2h_bytes} bytes left, and {self.regions * SAVED_BYTES} were saved")
+            raise RuntimeError(f"{moved.d2h_bytes} bytes were offloaded, and {self.regions * SAVED_BYTES} were saved")
 
 
 class MegatronChain(PlainChain):
@@ -139,8 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--regions", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--megatron", action="store_true", help="run Megatron-Core's own engine beside ours")
-    parser.add_argument("--profile", action="store_true", help="print the functions that take longest")
+    parser.add_argument("--megatron", action="store_true", help="also run Megatron-Core's own engine")
+    parser.add_argument("--profile", action="store_true", help="print the slowest functions")
     arguments = parser.parse_args()
     if arguments.megatron:
         os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
@@ -167,7 +167,7 @@ def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
     table = Table(title=f"host time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
     for column in ("system", "p20 us", "p50 us", "p80 us"):
         table.add_column(column, justify="left" if column == "system" else "right")
-    table.add_row("no regions (whole op)", *(f"{1e6 * each / regions:.1f}" for each in quantiles(plain)))
+    table.add_row("no regions (total)", *(f"{1e6 * each / regions:.1f}" for each in quantiles(plain)))
     for name, taken in seconds.items():
         if name != "no regions":
             added = [one - other for one, other in zip(taken, plain, strict=True)]

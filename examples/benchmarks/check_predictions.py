@@ -2,12 +2,13 @@
 
     python examples/benchmarks/check_predictions.py --out predictions [--minutes 8] [--steps 4] [ARGUMENTS.sh ...]
 
-Runs `fgoffload bench ... --profile` on one model after another: by default the reference workload, one with latent attention
-and a dense one. Each model gets an equal share of the remaining minutes; results from before the time is up count. Needs one
-GPU of 80 GB and Transformer Engine. With arguments/tiny_moe.sh it runs anywhere, but the results mean nothing.
+Runs `fgoffload bench ... --profile` on one model after another: by default the reference workload, a model with latent
+attention and a dense model. Each model gets an equal share of the remaining minutes; if its time runs out, the results so far
+count. Needs one GPU of 80 GB and Transformer Engine. With arguments/tiny_moe.sh it runs anywhere, but the results mean
+nothing.
 
-What you should see: a line for each model, then a table, the worst prediction first, and a line with the worst of each source
-against its limits. `--out` has the table as `predictions.md` and everything else as `predictions.tar.gz`.
+What you should see: a line for each model, then a table with the worst prediction first, and a line per source with its worst
+errors and limits. `--out` gets the table as `predictions.md` and all other files as `predictions.tar.gz`.
 """
 
 import argparse
@@ -129,7 +130,7 @@ def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            end = "stopped, since its time was over"
+            end = "stopped at its time limit"
     return f"{time.monotonic() - began:.0f} s, {end}"
 
 
@@ -223,7 +224,7 @@ def main() -> int:
             lines = [*(describe_worst(source, comparisons) for source in Source), *notes]
             # After each model, so that stopping the script only loses the running model.
             write_report(options.out, work, list_rows(comparisons), lines)
-    table = Table(*HEADINGS, title="predicted beside measured, worst first", title_justify="left")
+    table = Table(*HEADINGS, title="predicted and measured, worst first", title_justify="left")
     for cells in list_rows(comparisons):
         table.add_row(*cells)
     console.print(table)

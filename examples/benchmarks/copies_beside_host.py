@@ -1,14 +1,14 @@
-"""Measures how much copies between host and device slow the host's own work, which uses the same memory.
+"""Measures how much copies between host and device slow the work of the CPU, which uses the same memory.
 
     python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
 
-Two kinds of work are timed without copies, and while copies of 256 MiB run back to back: to the host, to the device, and both
-ways. Look-ups of objects in random order miss the caches, so they notice other users of the memory. A view of a small tensor
-runs from the caches. Launching a training's kernels is between the two. The processor takes no part in the copies: they are
-queued before, and the device's copy engines run them.
+The script times two kinds of CPU work without copies, and during continuous copies of 256 MiB: to the host, to the device, and
+in both directions. Look-ups of objects in random order miss the caches, so they notice other memory traffic. A view of a small
+tensor runs from the caches. Launching kernels is between the two. The CPU takes no part in the copies: it queues them before,
+and the device's copy engines run them.
 
-What you should see: the time to pin the copies' host memory, then a row for each kind of traffic, with nanoseconds per look-up
-and per view, medians of the repeats, and GB/s of the copies in each direction.
+What you should see: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per look-up
+and per view, and the GB/s of the copies in each direction.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LOOKUPS, VIEWS = 60_000, 3_000
 MOST_SECONDS = 1
 """Maximum seconds. More copies would fill the driver's queue, and the host would wait while it queues them."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
-    ("nothing", ()),
+    ("none", ()),
     ("to the host", (True,)),
     ("to the device", (False,)),
     ("both ways", (True, False)),
@@ -73,7 +73,7 @@ class Copies:
         self._device = device
         begin = time.perf_counter()
         self._slabs = [device.allocate_host(COPY_BYTES) for _ in range(SLABS)]
-        self.locking_s_per_gib = (time.perf_counter() - begin) * GIB / (SLABS * COPY_BYTES)
+        self.pinning_s_per_gib = (time.perf_counter() - begin) * GIB / (SLABS * COPY_BYTES)
         self._on_device = [device.allocate_device(COPY_BYTES) for _ in range(2)]
 
     def queue(self, count: int, *, to_host: bool) -> tuple[Event, Event]:
@@ -120,15 +120,15 @@ def measure_beside(
 def main() -> int:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=4, help="of all kinds of traffic in turn")
+    parser.add_argument("--seconds", type=float, default=0.2, help="duration of each measurement")
+    parser.add_argument("--repeats", type=int, default=4, help="repeats of all kinds of traffic")
     options = parser.parse_args()
     if options.repeats < 1 or not 0 < options.seconds <= MOST_SECONDS:
-        parser.error(f"give one --repeats or more, and --seconds above 0 and up to {MOST_SECONDS}.")
+        parser.error(f"--repeats must be 1 or more, and --seconds above 0 and at most {MOST_SECONDS}.")
     try:
         device = find_device("cuda")
     except StateError as error:
-        print(f"This measures the copies of a GPU, and none is here: {error}", file=sys.stderr)
+        print(f"This script needs a GPU: {error}", file=sys.stderr)
         return 2
     copies, work = Copies(device), HostWork()
     measured: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name, _ in TRAFFIC}
@@ -137,8 +137,8 @@ def main() -> int:
             measured[name].append(measure_beside(device, copies, work, directions, options.seconds))
     copies.close()
     console = Console()
-    console.print(f"locking host memory: {copies.locking_s_per_gib:.2f} s a GiB", highlight=False)
-    table = Table("copied", "a look-up, ns", "a view, ns", "GB/s")
+    console.print(f"pinning host memory: {copies.pinning_s_per_gib:.2f} s per GiB", highlight=False)
+    table = Table("copies", "ns per look-up", "ns per view", "GB/s")
     for name, rows in measured.items():
         rates = " ".join(f"{statistics.median(each) / 1e9:.1f}" for each in zip(*(row[2] for row in rows), strict=True))
         cells = (f"{1e9 * statistics.median(row[column] for row in rows):.0f}" for column in (0, 1))

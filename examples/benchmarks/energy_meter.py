@@ -1,4 +1,4 @@
-"""Measures the energy of a GPU while work runs on it, in joules, with samples of clock and power. For scripts in this folder.
+"""Measures the energy of a GPU during some work, with samples of clock and power. For scripts in this folder.
 
 Reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`), in a process that need not use the
 GPU itself. A device's energy counter updates every few dozen milliseconds: measure at least a second of work at a time.
@@ -51,9 +51,7 @@ class EnergyMeter:
         try:
             import pynvml
         except ImportError:
-            raise ConfigError(
-                "Energy is read through nvidia-ml-py, and it is not installed: pip install nvidia-ml-py."
-            ) from None
+            raise ConfigError("Measuring energy needs nvidia-ml-py: pip install nvidia-ml-py.") from None
         self._nvml: Any = pynvml
         name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
         try:
@@ -62,7 +60,9 @@ class EnergyMeter:
             self._device = by_name(name if name.startswith("GPU-") else int(name))
             self._read_joules()
         except (pynvml.NVMLError, ValueError) as error:
-            raise ConfigError(f"The energy of GPU {name!r} cannot be read: {error}. Run this where its driver is.") from None
+            raise ConfigError(
+                f"The energy of GPU {name!r} cannot be read: {error}. Run this on the machine with its driver."
+            ) from None
 
     def __enter__(self) -> "EnergyMeter":
         """Return this object."""

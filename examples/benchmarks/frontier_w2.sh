@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# The reference workload in all systems side by side: the run behind the picture at the top of the README, in one command.
+# Compares all systems on the reference workload W2. This run makes the plot at the top of the README.
 #
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [further options of fgoffload bench, or Megatron's flags]
 #
-# Measures a profile, from which the plans for four memory budgets are made; recompute, this package by modules and
-# by those plans, Transformer Engine's offload and PyTorch's; Megatron-Core's own engine in a process of its own. The whole list
-# runs twice. What is typed behind the command comes last, and wins: `--repeats 3` has intervals.
+# The script measures a profile and makes plans for four memory budgets from it. It then measures recompute, fgoffload by modules
+# and by these plans, the offload of Transformer Engine and of PyTorch, and Megatron-Core's own engine in a separate process. The
+# whole list runs twice. Options after the command override those in the script: `--repeats 3` adds intervals.
 #
-# It runs from the repository's root, whatever folder it is called from: paths are relative to that, and so is --out (by default
-# bench_w2_moe). Both variables are those of the results: the first as launch scripts of Megatron have it, and with the second
-# Transformer Engine multiplies all experts of a layer in one launch, which spares the host most of them.
+# The script changes to the repository's root, so paths and --out (by default bench_w2_moe) are relative to the root. It sets two
+# variables: the first as in Megatron's launch scripts; with the second, Transformer Engine multiplies all experts of a layer in
+# one launch, which saves most of the host's launches.
 #
-# Needs one GPU of 80 GB or more that the hardware table has, as an H100 or H200, with nothing else on it; Transformer Engine,
-# and matplotlib for the picture. Takes about twenty minutes.
+# Needs one idle GPU with 80 GB or more from the hardware table, such as an H100 or H200; Transformer Engine; and matplotlib for
+# the plot. Takes about twenty minutes.
 #
-# What you should see: the name of each setting and the steps that it is at; then the table of all settings, with p20 and p80 of
-# their steps, time over baseline in each repeat, memory, and what was predicted; and for each budget the fastest setting of each
-# system. The folder has the same as a page, results.csv with a row for each setting and repeat, the plans, and frontier.png: peak
-# memory against step time. docs/results/megatron.md has what came of it.
+# What you should see: the progress of each setting, then a table of all settings with p20 and p80 of their steps, the step time
+# over baseline in each repeat, memory and predictions. For each budget it shows the fastest setting of each system. The folder has
+# the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with peak memory against step
+# time. docs/results/megatron.md shows our results.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -1,15 +1,15 @@
-"""Measures the host time of a step for each setting: launching forward and backward, and waiting for the device.
+"""Measures the host time of a step for each setting: the time to launch forward and backward, and the waits for the device.
 
     python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings baseline plan:FILE ...] [--steps 8] [--warmup 3]
         [--out FILE] [Megatron's flags]
 
-In a forward with experts the host waits for the device in each layer. Between two waits it must launch a layer within the time
-that the device takes for one. If "forward" takes longer, the device waits. The first wait of each forward is for the previous
-backward, in which the host is ahead, so waits can be long although nothing is launch-bound. No profiler runs, since it would
-double the host time.
+In a forward with experts, the host waits for the device in each layer. Between two waits it must launch a layer in the time
+that the device needs to run one. If the host takes longer, the device waits. The first wait of each forward is for the
+previous backward, in which the host is ahead, so waits can be long even if the step is not launch-bound. The script uses no
+profiler, which would double the host time.
 
-What you should see: a table with the median of each setting, in ms per step: the step, the host's time for forward and for
-backward without waits, and its waits in each. `--out` has every step, as JSON.
+What you should see: a table of medians per setting in ms per step: the step, the host time of forward and of backward without
+waits, and the waits in each. `--out` gets every step as JSON.
 """
 
 import argparse

@@ -4,16 +4,17 @@
         [--budgets 26GiB 22GiB 18GiB 15.1GiB] [--steps 8] [--out FILE.json]
     python examples/benchmarks/hugging_face.py --draw FILE.csv --out PICTURE.png
 
-`dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens; `moe` has layers as in
-Qwen3-30B (hidden 2048, 64 experts of 768, 8 for each token) and one sequence of 8192. Weights are random, in bf16. verl and TRL
-run on a GPU where `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
+`dense` has layers of Qwen2.5-7B's size (hidden 3584, FFN 18944) and two sequences of 4096 tokens. `moe` has layers as in
+Qwen3-30B (hidden 2048, 64 experts of 768, 8 per token) and one sequence of 8192. Weights are random, in bf16. verl and TRL run
+only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
 
-What you should see: a row for each setting with the median step, its ratio to the first setting, the peak of the allocator, the
-bytes offloaded in a step, and whether loss and gradients of deterministic kernels are bitwise identical to the first setting's.
-`over link` is the step over what the link allows: for forward and for backward the larger of the first setting's time and the
-bytes over the rate of the link, measured in the same run. `--budgets` adds settings with a memory budget, with what each plan
-predicted before it ran, and prints their plans. A plan settles in 33 steps. A setting that fails has a row with its error. The
-rows are printed again at the end, and written to `--out`, or else to a file in the folder `$OUT` if that is set.
+What you should see: a row for each setting with the median step, its ratio to the first setting, the allocator's peak, the
+bytes offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first
+setting's. `over link` is the step time over the limit that the link sets: for forward and for backward, the larger of the
+first setting's time and the time of the copies at the link rate of the same run. `--budgets` adds settings with a memory
+budget, shows the prediction of each plan, and prints the plans. A plan settles in 33 steps. If a setting fails, its row shows
+the error. The script prints all rows again at the end, and writes them to `--out`, or else to a file in the folder `$OUT` if
+that is set.
 """
 
 import argparse
@@ -119,7 +120,7 @@ class Baseline:
 
 @contextlib.contextmanager
 def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ckpt: bool = False) -> Iterator[object]:
-    """Offload the model's layers, or the modules that `patterns` name, with no numbers given."""
+    """Offload the model's layers, or the modules that `patterns` name, with default sizes."""
     handle = fgoffload.offload(model, patterns) if patterns else enable_activation_offloading(model, "fsdp2", enable_ckpt)
     with handle:
         yield handle
@@ -306,12 +307,12 @@ def parse_options() -> argparse.Namespace:
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS)
     )
     parser.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="memory budgets to plan for")
-    parser.add_argument("--layers", type=int, help="in place of the workload's")
-    parser.add_argument("--steps", type=int, default=8, help="that count")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step; their gradients add up")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before them; the engine compares bytes in the first 8")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that it works, without a GPU too")
-    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="draw such a file into --out, and measure nothing")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the workload's")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--microbatches", type=int, default=1, help="microbatches per step, whose gradients add up")
+    parser.add_argument("--warmup", type=int, default=10, help="untimed steps; the engine compares bytes in the first 8")
+    parser.add_argument("--smoke", action="store_true", help="use a tiny model, to test the script with or without a GPU")
+    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file into --out without measuring")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     if options.steps < 1:

@@ -1,16 +1,17 @@
-"""Finds the idle time of a device in a traced step, and how much of it is at waits of the host. Numbers in, numbers out.
+"""Finds the idle time of a device in a traced step, and how much of it is at host waits.
 
 [Note: What idle means]
-The device is idle between the first and last kernel of a step while no kernel runs on any stream. Experts run on their own
-streams, so the gaps of one stream say nothing. Copies and fills are not kernels: a device that only copies is idle.
+The device is idle between the first and last kernel of a step while no kernel runs on any stream. Experts run on separate
+streams, so gaps on a single stream do not count. Copies and fills are not kernels: a device that only copies is idle.
 
-A gap is at a wait if the host returns from that wait within it: the kernel that ends the gap could not be launched before.
-This holds for bytes that a copy brings and for bytes that a kernel writes, of which no copy tells. The part of such a gap that
-the host spends inside waits is counted too: copies ahead of those bytes make it longer. The rest is launching, and work that
-the host had not launched before it began to wait.
+A gap is at a wait if the host returns from that wait within the gap: it could not launch the kernel that ends the gap earlier.
+This holds whether a copy or a kernel transfers the bytes that the host waits for. The script also measures how much of such a
+gap the host spends inside waits: copies ahead of these bytes make that part longer. In the rest, the host launches kernels,
+including work that it had not launched before the wait.
 
 A gap is a late launch if the launch call of the kernel that ends it returned only after the gap began: the device was idle
-because of the host. In all other gaps the kernel was already launched, and the device waited for an event or took its time.
+because of the host. In all other gaps, the kernel was already launched, and the device waited for an event or was slow to
+start.
 """
 
 import bisect

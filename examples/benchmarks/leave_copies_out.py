@@ -1,16 +1,16 @@
-"""Separates the cost of copies from the rest of offload: the same steps with all copies, and with some omitted.
+"""Separates the cost of copies from the rest of offload: runs the same steps with all copies, and without some of them.
 
     python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
         [--warmup 2] [--out FILE] [Megatron's flags]
 
-Each setting has one model. Each round runs one step of each kind: with all copies; without copies to the host; without any
-copies; and one without offload but with the plan's recompute. Every other round is reversed. Everything but the copies is
-identical down to the last call: groups, events, waits and memory. Without copies the reloaded tensors and so the gradients are
-garbage, but no optimizer runs, and forward does not use them.
+Each setting has one model. Each round runs one step of each kind: with all copies, without copies to the host, without any
+copies, and without offload but with the plan's recompute. Every other round is reversed. All calls except the copies are
+identical: groups, events, waits and memory. Without copies, the reloaded tensors and thus the gradients are garbage, but no
+optimizer runs, and forward does not use them.
 
-What you should see: a row for each kind of step of each setting, with its median and its overhead over the same round's step
-without offload, with a 95% interval over the rounds. "without any copy" is the host cost of groups. The rest is the cost of
-copies: compute that waits for them, or a host that shares its memory with them. `--out` has every step, as JSON.
+What you should see: a row for each kind of step of each setting, with its median and its overhead over the step without
+offload in the same round, with a 95% interval over the rounds. "no copies" shows the host time of groups. The rest is the cost
+of copies: compute waits for them, and they share memory bandwidth with the host. `--out` gets every step as JSON.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from fgoffload.integrations.megatron.patching.methods import set_attribute
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
 
-HEADINGS = ("setting", "step", "ms", "over nothing leaves")
+HEADINGS = ("setting", "step", "ms", "over no offload")
 LEAVING = (System.OURS, System.PLAN)
 
 
@@ -49,9 +49,9 @@ class Kind(enum.Enum):
     """Kinds of steps, by the copies that they omit."""
 
     ALL = "all copies"
-    NONE_OUT = "without those to the host"
-    NONE = "without any copy"
-    STAYS = "nothing leaves"
+    NONE_OUT = "no copies to the host"
+    NONE = "no copies"
+    STAYS = "no offload"
 
 
 class Omission:
@@ -128,7 +128,7 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
     settings = [parse_setting(word) for word in options.settings]
     for setting in settings:
         if setting.system not in LEAVING:
-            raise ConfigError(f"{setting.name} offloads nothing of ours. Give settings such as ours:expert_fc1 or plan:FILE.")
+            raise ConfigError(f"{setting.name} does not use this engine. Use settings such as ours:expert_fc1 or plan:FILE.")
     own_flags = ("--settings", "--rounds", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.rounds) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, rounds=options.rounds) for one in settings}

@@ -1,17 +1,17 @@
-"""Measures the cost of the waits of Megatron's host: without offload, with offload but no remedy, and as shipped.
+"""Measures the cost of host waits in Megatron: without offload, with offload but no remedy, and with offload as shipped.
 
     python examples/benchmarks/measure_waits.py [ARGUMENTS.sh] [--tags core_attn attn_proj] [--steps 10] [--warmup 2]
         [--repeats 2] [--trace FOLDER] [--out FOLDER] [Megatron's flags]
 
 The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
 process trains the three settings in order, with a new model each time, and repeats the whole list. "before" omits
-`host_waits/waits.py` of the integration: it holds no copies back until a wait is over, and the bytes that the host waits for
-use the copy engine. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
+`host_waits/waits.py` of the integration: copies are not held until a wait is over, and the bytes that the host waits for use
+the copy engine. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
 
-What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU a second table shows when no
-kernel ran in one step of the first repeat under torch's profiler, and how much of that was at waits of the token dispatchers
-([Note: What idle means] in `idle_time.py`). `--out` has everything as `waits.json`, updated after each run, and `--trace` the
-traces of those steps.
+What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle
+time in one step of the first repeat under torch's profiler, and how much of it was at waits of the token dispatchers ([Note:
+What idle means] in `idle_time.py`). `--out` gets all numbers in `waits.json`, updated after each run. `--trace` gets the
+traces of these steps.
 """
 
 import argparse
@@ -58,7 +58,7 @@ from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "waits.json"
-TIME_HEADINGS = ("setting", "step ms (p20 p80)", "over none, ms, by repeat", "peak allocated", "to host a step")
+TIME_HEADINGS = ("setting", "step ms (p20 p80)", "over no offload, ms, by repeat", "peak allocated", "to host per step")
 IDLE_HEADINGS = (
     "one traced step, ms",
     "first to last kernel",
@@ -168,7 +168,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
         d2h_bytes = 0 if trainer.integration is None else trainer.integration.last_step.d2h_bytes
         if trainer.integration is not None and not d2h_bytes:
             raise ConfigError(
-                f"--tags {' '.join(tags)} move nothing in this model. Give others, or a smaller --min-offloaded-tensor-size."
+                f"--tags {' '.join(tags)} offload nothing in this model. Use others, or a smaller --min-offloaded-tensor-size."
             )
         idle = None
         if repeat == 0 and job.writes_traces:
@@ -274,8 +274,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--trace", metavar="FOLDER", type=Path, help="keep the traces there")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} there")
+    parser.add_argument("--trace", metavar="FOLDER", type=Path, help="write the traces to this folder")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} to this folder")
     options, flags = parser.parse_known_args()
     for name in ("steps", "repeats"):
         if getattr(options, name) < 1:
@@ -305,7 +305,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     """
     arguments = load_arguments(job)
     if arguments.world_size > 1:
-        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
     initialize_parallel(arguments)
     try:
         workload, surroundings = describe_workload(arguments), find_surroundings(device=name_device())
@@ -324,7 +324,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
                 began = time.monotonic()
                 run = measure(runner, job, options.tags, remedies, repeat=repeat)
                 runs.append(run)
-                line = f"{remedies.value}, repeat {repeat + 1}: {run.ms:.1f} ms a step, {time.monotonic() - began:.0f} s in all"
+                line = f"{remedies.value}, repeat {repeat + 1}: {run.ms:.1f} ms per step, {time.monotonic() - began:.0f} s"
                 console.print(line, highlight=False)
                 if options.out is not None:
                     document = {**about, "runs": [run.to_fields() for run in runs]}
@@ -336,7 +336,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     if idle := list_idle_rows(runs):
         console.print(build_table("when no kernel ran on any stream", IDLE_HEADINGS, idle))
     else:
-        console.print("No kernel was traced: nothing says when a device was idle.", highlight=False)
+        console.print("The trace has no kernel, so there is no idle time to report.", highlight=False)
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/memory_of_a_step.py images/memory_huggingface.png
 
-What you should see: one line for each setting with the peak of its activations. It runs on a CPU.
+What you should see: one line per setting with its activation peak. The script runs on a CPU.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main(path: str) -> None:
         places = [100 * place / len(found) for place in range(len(found))]
         axes.plot(places, found, color=color, label=label)
         axes.fill_between(places, found, color=color, alpha=0.15, linewidth=0)
-    axes.set_xlabel("position in the step, by tensors saved and taken back [%]")
+    axes.set_xlabel("position in the step, by tensors saved and unpacked [%]")
     axes.set_ylabel("activations on the device [MiB]")
     axes.set(xlim=(0, 100), ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Set-up of scripts that measure settings of one training in this process, one after another."""
+"""Set-up for scripts that measure several settings one after another in this process."""
 
 import contextlib
 import os
@@ -16,17 +16,17 @@ from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 @contextlib.contextmanager
 def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], warmup: int, steps: int) -> Iterator[Runner]:
-    """Yield a runner for the trainings of `file`, within the process groups that it needs.
+    """Yield a runner for the model of `file`, within the process groups that it needs.
 
     Args:
         file: A Megatron argument file.
-        flags: Megatron's flags, typed beside it.
+        flags: Megatron's flags from the command line.
         own_flags: Flags of the script.
         warmup: Untimed steps of each setting.
         steps: Timed steps of each setting.
 
     Raises:
-        OffloadError: The file or a flag is refused, or the model needs several processes.
+        OffloadError: The file or a flag is invalid, or the model needs several processes.
     """
     with tempfile.TemporaryDirectory(prefix="fgoffload-") as folder:
         job = Job(
@@ -40,7 +40,7 @@ def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], w
         )
         arguments = load_arguments(job)
         if arguments.world_size > 1:
-            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
         initialize_parallel(arguments)
         try:
             yield Runner(job, on_step=lambda _: None)

@@ -1,9 +1,9 @@
-"""Plans every model of `arguments/` on three devices: its memory, and the cost of halving its activations.
+"""Plans every model of `arguments/` on three devices: its memory, and the cost of a budget halfway to full recompute.
 
     python examples/benchmarks/plan_models.py [--models llama3_8b ...] [--gpus h100 h200 gb200]
 
 For each model and device it predicts the memory of the fullest rank and the step time for the baseline, for full recompute, and
-for the plan whose budget is halfway between the two. It needs no GPU; large models take seconds each.
+for the plan whose budget is halfway between the two. It needs no GPU. Large models take several seconds.
 
 What you should see: the table of arguments/README.md as Markdown, with a row for each model and device.
 """
@@ -33,7 +33,7 @@ MODELS = (
     "llama3_70b",
 )
 GPUS = ("h100", "h200", "gb200")
-HEADINGS = ("model", "GPU", "everything kept", "full recompute", "planned for half of what lies between", "host, GiB a rank")
+HEADINGS = ("model", "GPU", "baseline", "full recompute", "plan for a budget halfway between", "host, GiB per rank")
 
 
 def main() -> None:

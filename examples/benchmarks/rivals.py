@@ -1,4 +1,4 @@
-"""Other ways to save activation memory of a Hugging Face model, as contexts that `hugging_face.py` compares."""
+"""Alternatives to fgoffload for a Hugging Face model, as context managers that `hugging_face.py` compares."""
 
 import contextlib
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def trl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def save_on_cpu(model: torch.nn.Module) -> Iterator[None]:
-    """Save everything on the host, as PyTorch's documentation shows."""
+    """Save all tensors on the host, as in PyTorch's documentation."""
     forward = model.forward
 
     def inside(*arguments: object, **options: object) -> object:

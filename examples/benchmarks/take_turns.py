@@ -3,21 +3,21 @@
     python examples/benchmarks/take_turns.py [ARGUMENTS.sh] [--settings ours:expert_fc1 megatron:expert_fc1] [--rounds 15]
         [--warmup 2] [--repeats 6] [--steps-a-round 1] [--energy] [--out FOLDER] [Megatron's flags]
 
-Takes `arguments/launch_bound_moe.sh` by default, whose steps are launch-bound: there a step differs from the next by 5 to 10%,
-and by more from one minute to the next. `fgoffload bench` runs all steps of a setting before the next one. Here a round is
-one step of each setting, or as many as `--steps-a-round`, a second or two in total, so that a slow machine slows all of them.
-Every other round is reversed. Each setting has a `baseline` of its own kind of process beside it (Megatron-Core's engine needs
-a variable at start), and its ratio compares the two steps of one round. In each repeat all processes restart, since the
-placement of a process is luck too. All models are on the device at once, so it must have room for them.
+The default is `arguments/launch_bound_moe.sh`. Its launch-bound steps differ by 5 to 10% from one step to the next, and by more
+over minutes. `fgoffload bench` runs all steps of one setting before the next setting. In this script, a round runs one step of
+each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round is reversed.
+Each setting runs next to a `baseline` in the same kind of process (Megatron-Core's engine needs a variable at start), and its
+ratio compares steps of the same round. All processes restart in each repeat, since their placement on the machine also matters.
+The device must have room for all models at once.
 
-A device at its power limit slows down as it does more: `--energy` measures the energy of each through nvidia-ml-py. Use
-`--steps-a-round 6` or so with it, since the energy counter updates a few dozen times a second.
+A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
+it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.
 
-What you should see: a line for each repeat, then a table. For each setting it has the median step with p20 and p80, the step
-time over baseline, the median of each repeat's rounds, and peak memory. From three repeats on, the step time over baseline is
-the geometric mean of those medians with its 95% interval; for one or two it is their median. With `--energy` a second table:
-joules per step, over baseline, clock, power, and how often the power limit lowered the clock. `--out` has every step and the
-peak of each repeat as `turns.json`, updated after each repeat, and the processes' output.
+What you should see: a line for each repeat, then a table. For each setting it shows the median step with p20 and p80, the step
+time over baseline, the median of each repeat's rounds, and peak memory. With three or more repeats, the step time over baseline
+is the geometric mean of these medians with a 95% interval; otherwise it is their median. With `--energy`, a second table shows
+joules per step, the ratio to the baseline, clock, power, and how often the power limit lowered the clock. `--out` gets
+`turns.json` with every step and the peak of each repeat, updated after each repeat, and the output of the processes.
 """
 
 import argparse
@@ -57,13 +57,13 @@ from fgoffload.units import GIB
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
 HEADINGS = ("setting", "step ms (p20 p80)", "over baseline", "by repeat", "peak GiB")
-INTERVALS = "Over baseline: the geometric mean of the repeats, with its interval of 95%. By repeat: the median of its rounds."
-ENERGY_HEADINGS = ("setting", "J a step", "over baseline", "clock MHz", "power W", "held down by the power limit")
+INTERVALS = "Over baseline: geometric mean of the repeats, with its 95% interval. By repeat: median of its rounds."
+ENERGY_HEADINGS = ("setting", "J per step", "over baseline", "clock MHz", "power W", "limited by power")
 PEAK = "peak"
 """Request to a process for its peak bytes over all steps. Other requests are numbers of steps to run."""
 
 SILENCE_SECONDS = 300.0
-"""Seconds without a message before a process is given up."""
+"""Seconds without a message after which a process counts as hung."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
 
     arguments = load_arguments(job)
     if arguments.world_size > 1:
-        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Give smaller parallel sizes.")
+        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
     initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda _: None)
     with runner.train(setting) as trainer, quiet_collector():
@@ -164,11 +164,11 @@ def hear(player: Player, connection: Connection) -> Any:
         OffloadError: The process cannot train its setting, or has ended.
     """
     if not connection.poll(SILENCE_SECONDS):
-        raise ConfigError(f"{player.name} has said nothing for {SILENCE_SECONDS:.0f} s. Look into its log.")
+        raise ConfigError(f"{player.name} has sent no message for {SILENCE_SECONDS:.0f} s. See its log.")
     try:
         word = connection.recv()
     except EOFError:
-        raise ConfigError(f"{player.name} has ended. Look into its log.") from None
+        raise ConfigError(f"{player.name} has ended. See its log.") from None
     if isinstance(word, OffloadError):
         raise word
     return word
@@ -244,7 +244,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
 
 def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
     """Return the table of each player's energy over all repeats."""
-    table = Table(title="what the device drew", title_justify="left")
+    table = Table(title="energy of the device", title_justify="left")
     for heading in ENERGY_HEADINGS:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
     for player, own in energies.items():
@@ -264,7 +264,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--steps-a-round", type=int, default=1)
-    parser.add_argument("--energy", action="store_true", help="read what the device draws, through nvidia-ml-py")
+    parser.add_argument("--energy", action="store_true", help="measure the device's energy through nvidia-ml-py")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} and logs there")
     options, flags = parser.parse_known_args()
     for name in ("rounds", "repeats", "steps_a_round"):
@@ -307,7 +307,7 @@ def run_all(
             peaks.append(ask_peaks(connections))
         workload, surroundings = ready[0]
         medians = ", ".join(f"{player.name} {1e3 * statistics.median(own):.1f}" for player, own in repeats[-1].items())
-        console.print(f"repeat {repeat + 1}, ms a step: {medians}", highlight=False)
+        console.print(f"repeat {repeat + 1}, ms per step: {medians}", highlight=False)
         document = {
             "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,

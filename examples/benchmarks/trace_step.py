@@ -1,13 +1,13 @@
-"""Traces one training step on a GPU, as a Chrome trace and a picture of copies beside compute.
+"""Traces one training step on a GPU, and plots copies and compute.
 
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
-The model is a stack of blocks in bfloat16, each a norm, two wide linears and a residual. The saved tensors of the second linear
-are offloaded. Writes `trace.json`, which https://ui.perfetto.dev opens, and `trace.png`: the kernels and copies of the same
-step, drawn in lanes. Needs a CUDA GPU.
+The model is a stack of blocks in bfloat16, each with a norm, two wide linears and a residual. The script offloads the saved
+tensors of the second linear. It writes `trace.json`, which https://ui.perfetto.dev opens, and `trace.png`, which shows the
+kernels and copies of the same step in lanes. Needs a CUDA GPU.
 
-What you should see: a table of the copied bytes and their times; in the picture, copies to the host below forward, and copies
-to the device below backward, both beside kernels.
+What you should see: a table of the copied bytes and their times. In the plot, copies to the host run during forward, and
+copies to the device during backward, at the same time as kernels.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tests that need one CUDA GPU; elsewhere they are skipped, and say so."""
+"""Tests that need one CUDA GPU. They skip themselves without one."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Trains a step of each of Megatron's models that it is given and writes what each tag saved.
+"""Trains one step of each requested Megatron model and writes the bytes that each tag saved.
 
-A script, since Transformer Engine keeps state for a process: `python measure_megatron_bytes.py RANK PROCESSES FOLDER` reads
-`request.json` in FOLDER and writes `result-RANK.json` there. For each training that is an error, or what `measure` returns.
+This is a script, since Transformer Engine keeps state per process. `python measure_megatron_bytes.py RANK PROCESSES FOLDER`
+reads `request.json` in FOLDER and writes `result-RANK.json` there, with an error or the result of `measure` for each model.
 Megatron's local layers get stand-ins for the kernels that need a GPU.
 """
 
@@ -95,7 +95,7 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    """Run all trainings of the request, one after another. They differ in the model alone, and not in how ranks share it."""
+    """Run all models of the request, one after another. They differ in the model only, not in the parallel layout."""
     import torch
     from support.fused_kernels import fused_kernels
     from support.shrunk_models import balanced_routing

@@ -1,4 +1,4 @@
-"""What the processes of a row of the matrix found, as a line of its table."""
+"""Formats the results of a row of the support matrix as a table line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ def judge_row(name: str, ranks: Sequence[Mapping[str, Any]], *, expected_kernel:
 
     Args:
         name: Of the row.
-        ranks: What each process found.
+        ranks: Results of each process.
         expected_kernel: The one attention kernel that may run. FP8 rows have FP8 linears and the same attention; fp32 has none
             but the unfused one.
-        log: What all of them wrote.
+        log: Output of all processes.
     """
     kernels = find_kernels(log)
     tags = ranks[0]["tags"]
@@ -55,7 +55,7 @@ def judge_row(name: str, ranks: Sequence[Mapping[str, Any]], *, expected_kernel:
 
 
 def make_line(name: str, outcome: str) -> Line:
-    """Return the line of a row that has nothing to compare: it failed, or was not run."""
+    """Return the line of a row without a result: it failed, or did not run."""
     return {"row": name, "moved": "-", "attention": "-", "reproduces": "-", "equal": _escape(outcome)}
 
 

@@ -1,4 +1,4 @@
-"""The trainings of the support matrix on GPUs; `run_megatron_matrix.py` runs them."""
+"""The runs of the support matrix on GPUs, which `run_megatron_matrix.py` executes."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Impossible:
-    """Tags that can move nothing under a recompute."""
+    """Tags that a recompute leaves nothing to offload."""
 
     tags: str
     modules: str

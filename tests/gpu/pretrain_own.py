@@ -1,9 +1,10 @@
-"""A GPT script on the entry points of `megatron.training`, as wheels of megatron-core have it: they have no pretrain_gpt.py.
+"""A GPT script on the entry points of `megatron.training`, for wheels of megatron-core, which lack pretrain_gpt.py.
 
     fgoffload run -- tests/gpu/pretrain_own.py FLAGS
 
-Its flags are Megatron's, parsed by its own parser, and its tokens are random. What you should see: our line that says what was
-applied, and Megatron's log with a loss for each step.
+Megatron's own parser reads the flags, and the tokens are random.
+
+What you should see: fgoffload's line with the active tags, and Megatron's log with a loss for each step.
 """
 
 import torch

@@ -1,12 +1,13 @@
-"""The GPU column of the support matrix: each row trains without offload twice and with offload, and compares every bit.
+"""Runs the GPU column of the support matrix: trains each row twice without and once with offload, and compares all bits.
 
     python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS | --short] [--out FOLDER] [--megatron CHECKOUT]
 
-Each row is a process of its own, or one for each GPU that it needs, since Transformer Engine and Megatron keep state for a
-whole process. A row whose training without offload does not reproduce itself says nothing about offload, and is shown as such.
-With `--megatron` the Megatron-Core of a checkout runs in place of the installed one; rows that it cannot take are shown with
-the reason, and are no failures. What you should see: a line for each row as it ends, and a table at the end, which is in
-`matrix_1gpu_0.19.2.md` too; exit code 0 where every row that ran is equal.
+Each row runs in separate processes, one per GPU that it needs, since Transformer Engine and Megatron keep state per process. If
+the two runs without offload differ, the row says nothing about offload, and the table says so. `--megatron` uses the
+Megatron-Core of a checkout instead of the installed one. Rows that it does not support show the reason and are not failures.
+
+What you should see: a line for each row as it ends, and a table at the end, which the script also writes to
+`matrix_1gpu_0.19.2.md`. The exit code is 0 if every row that ran is equal.
 """
 
 import argparse

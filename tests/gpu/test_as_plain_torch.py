@@ -1,4 +1,4 @@
-"""What plain torch allows, on a device whose copies are under way while forward goes on."""
+"""Tests usage that plain torch allows, on a device that copies while forward runs."""
 
 import contextlib
 

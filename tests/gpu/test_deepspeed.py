@@ -1,4 +1,4 @@
-"""`Trainer` with DeepSpeed ZeRO-2 and ZeRO-3 on one GPU, where DeepSpeed is installed."""
+"""Tests `Trainer` with DeepSpeed ZeRO-2 and ZeRO-3 on one GPU, if DeepSpeed is installed."""
 
 import pytest
 from support.deepspeed_ranks import STAGES, run_ranks

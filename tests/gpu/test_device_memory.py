@@ -1,4 +1,4 @@
-"""What `--offload-modules auto` reads of the allocator: bytes now, the most since it was read, and the most of all readings."""
+"""Tests the allocator readings of `--offload-modules auto`: current bytes, peak since the last reading, and overall peak."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each wait of the engine is needed: with all of them the bits are the same, and without any one of them they are not.
+"""Tests that each wait of the engine is necessary: results are bitwise identical with all waits, and differ without any one.
 
 Each scenario puts one piece of work behind a sleep, so that only the wait in question keeps another from overtaking it.
 """

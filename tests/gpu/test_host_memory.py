@@ -1,4 +1,4 @@
-"""Locked host memory on a real device: its exact size as the system counts it, blocks of several parts, budgets, refusals."""
+"""Tests pinned host memory on a real device: exact size as the system counts it, blocks of several parts, budgets, refusals."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a plan has gone before the loss is gone there, though the host is far ahead of the device; and no bit changes."""
+"""Tests that the storages that a plan offloads before the loss are freed there, even if the host is far ahead."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def run_step(engine: OffloadEngine | None, weights: list[torch.nn.Parameter], wi
     return allocated
 
 
-def test_what_may_not_be_on_its_way_is_gone_before_the_loss_wherever_the_host_is():
+def test_groups_beyond_the_loss_window_are_freed_before_the_loss_however_far_ahead_the_host_is():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     run_step(None, weights, None)
     expected = take_gradients(weights)

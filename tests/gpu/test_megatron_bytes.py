@@ -1,8 +1,8 @@
-"""The planner's formulas against what Transformer Engine's layers really save, tag by tag and to the byte.
+"""Compares the planner's formulas with the bytes that Transformer Engine's layers save, exactly and by tag.
 
-Of the layers of each file of `arguments/`, and of others that differ in a flag. No size is another's by chance: the heads
-together are not as wide as the hidden states, nor is an expert. A step is one microbatch: what all layers share is known to
-stay alive after it, and stays on the device from then on.
+The tests cover the layers of each file of `arguments/`, and variants that differ in one flag. All sizes differ, so that no two
+formulas agree by chance: neither the heads together nor an expert is as wide as the hidden states. A step is one microbatch.
+Tensors that all layers share outlive it, and stay on the device from then on.
 """
 
 import dataclasses
@@ -208,7 +208,7 @@ FILE_RUNS = list_file_runs()
 
 
 def count_layer(shape, training):
-    """Return the bytes that the formulas say for one layer of `training`, by tag."""
+    """Return the bytes of one layer of `training` by the formulas, per tag."""
     if FULL in training.flags:
         return {"layer_input": count_tag_bytes(shape)["layer_input"]}
     tensors = list_saved_tensors(shape)
@@ -239,10 +239,10 @@ def count_expert(shape, training, rows):
 
 
 def count_step(training, rows=()):
-    """Return the bytes that the formulas say for one step of a training on one rank, by tag.
+    """Return the bytes of one step on one rank by the formulas, per tag.
 
     Args:
-        training: What is trained.
+        training: The model and its layers.
         rows: In FP8, those of each expert in each layer of experts, as the router sends them. Without, all have as many.
     """
     found = {}
@@ -297,12 +297,12 @@ def measure_shared(trainings, request, tmp_path_factory):
 
 
 def predict(training, found):
-    """Return the bytes of each tag that the formulas say for what a rank has measured."""
+    """Return the bytes of each tag that the formulas predict for a rank's measurement."""
     return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else ())
 
 
 def compare(name, run):
-    """Fail where a rank has saved other bytes than the formulas say, and say those of all tags of all ranks."""
+    """Fail if a rank saved other bytes than the formulas predict, and list the bytes of all tags and ranks."""
     lines, is_same = [], True
     for rank, result in enumerate(run.results):
         found = result[name]

@@ -1,4 +1,4 @@
-"""A trainer with Megatron's CUDA graphs: what replays computes the bits of eager steps, and nothing is left behind."""
+"""Tests a trainer with Megatron's CUDA graphs: replays match eager steps bitwise, and nothing leaks."""
 
 import gc
 
@@ -206,7 +206,8 @@ def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
         train(" ".join(flags))
         found_bytes, pools = find_held()
         assert found_bytes == allocated_bytes
-        assert pools <= earlier_pools or flags == LOCAL  # Megatron never gives back what it allocates in their pool outside of a capture
+        # Megatron never frees what it allocates in the pool of local graphs outside of a capture.
+        assert pools <= earlier_pools or flags == LOCAL
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])

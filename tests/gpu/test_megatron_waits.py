@@ -1,4 +1,4 @@
-"""The few bytes that Megatron's host waits for go around the copy engine that offload keeps busy."""
+"""Tests that the few bytes that Megatron's host waits for bypass the copy engine, which offload keeps busy."""
 
 import functools
 import time

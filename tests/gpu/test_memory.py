@@ -1,4 +1,4 @@
-"""What the allocator says is what the ledger says, to the byte; nothing grows; everything is back at the end."""
+"""Tests that allocator and ledger agree to the byte, that memory does not grow, and that everything is freed at the end."""
 
 import gc
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def make_engine(**options) -> OffloadEngine:
 
 
 def get_requested_bytes() -> int:
-    """Return what living tensors asked for, and nothing that the allocator rounded up."""
+    """Return the bytes that live tensors requested, without the allocator's rounding."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 

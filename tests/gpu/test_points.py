@@ -1,4 +1,4 @@
-"""Threads, streams, exceptions, a device that is full, autocast, checkpoints, fp8 and pageable memory, on CUDA."""
+"""Tests threads, streams, exceptions, out-of-memory, autocast, checkpoints, fp8 and pageable memory on CUDA."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def make_engine(device: Device | None = None, *, window_bytes: int = 0, prefetch
 
 
 def check_nothing_is_left(engine: OffloadEngine) -> None:
-    """Check that no graph holds host memory. Autograd's own thread may let go of its last node after `backward` returned."""
+    """Check that no graph holds host memory. Autograd's thread may release its last node after `backward` returned."""
     deadline = time.monotonic() + 5
     while engine.arena.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A profile shows which group moves, and the copies run on streams of their own."""
+"""Tests that a profile names the groups that are copied, and that copies run on separate streams."""
 
 import json
 

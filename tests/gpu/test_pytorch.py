@@ -1,4 +1,4 @@
-"""Plain PyTorch on a real device: each way in gives the bits of a training without it, and moves bytes."""
+"""Tests each API for plain PyTorch on a real device: results match a run without offload bitwise, and bytes are offloaded."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Two hundred random steps in which copies, compute and takes are late, bitwise identical; and unequal without a wait."""
+"""Runs 200 random steps with delayed copies, compute and unpacks: bitwise identical, and different if a wait is missing."""
 
 import itertools
 

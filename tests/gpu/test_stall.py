@@ -1,4 +1,4 @@
-"""A device that is stalled lets the host get ahead: events measure what kernels take, and not when they were launched."""
+"""Tests that events measure kernel time, not launch time, on a stalled device that the host is ahead of."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The files of `arguments/`: bash and Megatron take them, and their models have the sizes that their makers publish."""
+"""Tests that bash and Megatron accept the files of `arguments/`, and that the models have their published sizes."""
 
 import dataclasses
 import subprocess

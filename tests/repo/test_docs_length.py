@@ -1,4 +1,4 @@
-"""Pages stay short enough to be read, and every relative link leads somewhere.
+"""Tests that pages stay short, and that every relative link resolves.
 
 Words are counted plainly: everything between blanks, tables and code included.
 """

@@ -1,4 +1,4 @@
-"""The examples in docstrings run."""
+"""Runs the examples in docstrings."""
 
 import doctest
 import importlib

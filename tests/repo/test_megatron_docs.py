@@ -1,4 +1,4 @@
-"""The page on Megatron-Core names every tag, recompute unit and held wait of the code."""
+"""Tests that the page on Megatron-Core names every tag, recompute unit and held wait in the code."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page of messages quotes what the code says."""
+"""Tests that the page of messages quotes messages of the code."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ QUOTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 def list_strings():
-    """Return every string constant of the package; those of an f-string are its pieces."""
+    """Return every string constant of the package, with the pieces of f-strings."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "fgoffload").glob("**/*.py")]
     nodes = (node for tree in trees for node in ast.walk(tree))
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

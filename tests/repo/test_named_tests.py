@@ -1,4 +1,4 @@
-"""The tests that the pages name exist, and each fault has its test."""
+"""Tests that the tests that pages name exist, and that each fault has a test."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""A small reference attention for Megatron's local layers: what their own refuses, in plain torch and without any fusion.
+"""A small reference attention in plain torch, for cases that Megatron's local layers do not support.
 
 It takes heads whose values are of another size than their keys (MLA), fewer groups of keys than queries, and sequences packed
 into one (THD).

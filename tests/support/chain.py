@@ -1,4 +1,4 @@
-"""A chain of equal layers whose memory can be computed: each keeps its input and one product."""
+"""A chain of equal layers with known memory: each saves its input and one product."""
 
 from __future__ import annotations
 

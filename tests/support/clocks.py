@@ -1,10 +1,9 @@
-"""A device with several streams that only keeps books: which work is ordered before which.
+"""A device with several streams that only records which work is ordered before which.
 
-Work runs at once, on the CPU. But each stream has a vector clock, which work advances and waiting for an event merges, so
-a test can ask whether one piece of work is ordered before another on a real device, however they would be timed. The host
-has a clock too: what it has seen done is ordered before all that it queues later. No event counts as done before the host
-has waited for it, so nothing is right only because it happened to be finished; a test that wants the host to see some events
-done says which.
+Work runs at once, on the CPU. Each stream has a vector clock: work advances it, and waiting for an event merges the clocks. So
+a test can ask whether one piece of work is ordered before another on a real device, regardless of timing. The host also has a
+clock: work that it has seen finish is ordered before all work that it queues later. An event counts as done only after the
+host has waited for it, so no result is correct by luck. A test can name events that the host sees as done.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs Python scripts and modules one after another, each in a copy of one process.
 
-To import transformers takes longer than a small training. So the process imports what the commands share, once, and leaves out
-packages that transformers imports wherever they are installed.
+Importing transformers takes longer than a small training run. So the process imports the shared packages once, and leaves out
+optional packages that transformers would import if they are installed.
 
-As a module: `run_commands`. As a script: the process whose copies run the commands.
+As a module, this offers `run_commands`. As a script, it is the process whose copies run the commands.
 """
 
 import gc

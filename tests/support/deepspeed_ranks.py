@@ -1,4 +1,4 @@
-"""Trains a tiny Llama by `Trainer` with DeepSpeed in several processes, without and with the callback.
+"""Trains a tiny Llama with `Trainer` and DeepSpeed in several processes, without and with the callback.
 
 As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken.
 """

@@ -1,4 +1,4 @@
-"""A device on which one chosen call raises, for what comes after an interrupt or a lack of memory."""
+"""A device on which one chosen call raises, to test the state after an interrupt or out-of-memory."""
 
 from __future__ import annotations
 

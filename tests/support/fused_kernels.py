@@ -1,8 +1,8 @@
-"""Norms, linears and attention for Megatron's local layers that save what Transformer Engine's do, whose kernels need a GPU.
+"""CPU norms, linears and attention that save the same tensors as Transformer Engine's, whose kernels need a GPU.
 
-Written from Transformer Engine before 2.20 (`ops/basic/rmsnorm.py`, `prepare_forward` of `module/base.py`, and
-`FusedAttnFunc`), not from our formulas. What one kernel saves of what it is given is taken for granted here. Which kernels
-there are, and what they are given, is Megatron's own code.
+They follow the source of Transformer Engine before 2.20 (`ops/basic/rmsnorm.py`, `prepare_forward` of `module/base.py`, and
+`FusedAttnFunc`), not our formulas. The stand-ins fix which inputs a kernel saves. Megatron's own code decides which kernels
+run, and with which inputs.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Small trainings whose layers or steps are captured and replayed, with accesses that waits of the engine must order."""
+"""Small captured and replayed runs, with accesses that the engine's waits must order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CUDA graphs on the CPU: operations that were captured run again on the memory that they were captured with.
+"""CUDA graphs on the CPU: replays captured operations on the memory that they were captured with.
 
-As in a pool of CUDA's, memory that nothing holds when all is captured may be written by anybody between two replays. Here
-`poison` fills it with NaN, so that a backward which reads what was only offloaded, or not reloaded, shows.
+As in a CUDA graph pool, memory without owners after the capture may be overwritten between two replays. `poison` fills it with
+NaN, which exposes a backward that reads a tensor before its reload.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Megatron's grouped experts are, as far as `TEGroupedMLP.forward` asks: the linears of Transformer Engine need a GPU."""
+"""Stand-ins for the grouped linears that `TEGroupedMLP.forward` needs. Transformer Engine's own linears need a GPU."""
 
 import contextlib
 import functools

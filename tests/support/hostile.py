@@ -1,4 +1,4 @@
-"""Devices on which everything that may be late is late, and memory that is not to be read is full of NaN.
+"""Devices that delay all work as long as allowed, and fill memory that must not be read with NaN.
 
 [Note: Poison that adds no order]
 Poison must not wait for anything that the engine itself could have forgotten to wait for, or it would hide the race that it is

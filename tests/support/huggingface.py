@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and training them by its `Trainer`. transformers is imported when a test asks for it."""
+"""Trains tiny random transformers models with `Trainer`. Imports transformers only on request."""
 
 import importlib.util
 from pathlib import Path

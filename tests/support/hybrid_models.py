@@ -1,4 +1,4 @@
-"""Hybrid models of Megatron-Core on the CPU: attention layers and MLP layers by pattern, from its local modules."""
+"""Hybrid Megatron-Core models on the CPU, with local attention and MLP layers in a given pattern."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Layers for the tests of the planner: small numbers that can be added up by hand."""
+"""Layers with small numbers that can be added up by hand, for tests of the planner."""
 
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 

@@ -1,4 +1,4 @@
-"""Layers and devices for the tests of times: small enough to work out by hand."""
+"""Layers and devices that are small enough to compute their times by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Whether CUDA has locked host memory."""
+"""Checks whether CUDA has pinned host memory."""
 
 import contextlib
 

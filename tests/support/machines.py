@@ -1,4 +1,4 @@
-"""Machines for the checks of `fgoffload doctor`: what they read, made up."""
+"""Fake machines for the checks of `fgoffload doctor`."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ probe: forward and backward ran
 
 @dataclasses.dataclass
 class Answers:
-    """What the commands of a machine say."""
+    """Output of the commands of a machine."""
 
     smi: CommandResult = dataclasses.field(default_factory=lambda: CommandResult(0, SMI))
     probe: CommandResult = dataclasses.field(default_factory=lambda: CommandResult(0, PROBE_OUTPUT))

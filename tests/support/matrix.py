@@ -1,4 +1,4 @@
-"""Rows of the matrix of trainings: one is run without and with offload of every tag that its model has a site for."""
+"""Rows of the support matrix. A row is run without offload, and with offload of every tag that its model has."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ class Row:
         return [name for name in _KNOWN_TAGS if name not in absent]
 
     def list_trainings(self) -> list[Training]:
-        """Return the training without and with offload."""
+        """Return the runs without and with offload."""
         offload = f"--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules {' '.join(self.tags)}"
         baseline = Training(
             argv=tuple(f"{self.flags} {offload}".split()),

@@ -1,6 +1,6 @@
-"""Megatron-Core's own layers, captured and replayed on the CPU by graphs of `support/graphs.py`, not Transformer Engine's.
+"""Captures and replays Megatron-Core's own layers on the CPU with the graphs of `support/graphs.py`.
 
-Everything else is Megatron's: which part of a layer a capture runs, what a replay runs behind it, and the calls of the
+All other code is Megatron's: it decides which part of a layer a capture runs and which code follows a replay, and it calls the
 interface around both.
 """
 

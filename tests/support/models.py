@@ -1,4 +1,4 @@
-"""A small model of plain PyTorch, and running it with and without offload."""
+"""A small plain PyTorch model, and functions that run it with and without offload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some layers, and a sum that no two gradients of which are alike."""
+    """Some layers, and a sum whose gradients all differ."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Plans that have every pair of choices of sites that follow each other in a model's forward, in few trainings.
+"""A few plans that cover every pair of choices for consecutive sites of a model's forward.
 
-A covering design: each plan takes one choice for each site of the model, and each pair of choices of two neighbours that a plan
-may have is in one of them at least.
+This is a covering design: each plan makes one choice per site, and at least one plan contains each allowed pair of choices for
+two neighbouring sites.
 """
 
 import itertools
@@ -68,7 +68,7 @@ WHOLES = {
 
 
 def list_pairs(layers: Sequence[Layer]) -> list[Plan]:
-    """Return each pair of choices of two sites of which one follows the other, of those that a plan may have.
+    """Return each pair of choices that a plan may make for two consecutive sites.
 
     A pair has what a plan with it needs in rows of its own: beside `attn_proj` a `core_attn` that leaves, in some layer.
     """
@@ -125,7 +125,7 @@ def design(layers: Sequence[Layer]) -> list[Plan]:
 
 
 def find_missing(pairs: Iterable[Plan], plans: Sequence[Plan]) -> list[Plan]:
-    """Return those of `pairs` that none of `plans` has."""
+    """Return the members of `pairs` that no plan in `plans` has."""
     return [pair for pair in pairs if not any(has(plan, pair) for plan in plans)]
 
 

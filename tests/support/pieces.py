@@ -1,4 +1,4 @@
-"""Storages over one allocation, as Transformer Engine's quantized inputs and their scales are."""
+"""Storages that share one allocation, like Transformer Engine's quantized inputs and their scales."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Runs trainings of the command line's trainer in several processes, and returns what each process computed.
+"""Runs the command line's trainer in several processes, and returns the results of each process.
 
-As a module: `run_trainings`, `run_pipeline` for one alone, and `train`, which runs one in this process. As a script: one of
-those processes. They meet through a file, so no port is taken, and the parent ends all of them when one fails or time is up.
-Starting takes most of the time, so one start runs many trainings.
+As a module, this offers `run_trainings`, `run_pipeline` for a single run, and `train` for a run in this process. As a script,
+it is one of the processes. They meet through a file, so they need no port. The parent ends all processes on a failure or
+timeout. Starting processes takes most of the time, so one start serves many runs.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class StageResult:
-    """What one process computed."""
+    """Results of one process."""
 
     losses: list[list[float]]
     """By step and microbatch; empty lists on all stages but the last."""
@@ -91,7 +91,7 @@ def run_trainings(
     """Train one after another in `processes` processes, and return the results by training and rank.
 
     Args:
-        trainings: What to run.
+        trainings: Runs to start.
         processes: As many as one copy of the model of each needs.
         timeout_seconds: Of all together.
         imports: As for `run_processes`.

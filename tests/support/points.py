@@ -1,4 +1,4 @@
-"""What real training does to an engine, each as a function of a device type: it runs on the CPU and on CUDA alike."""
+"""Scenarios of real training as functions of a device type, which run on the CPU and on CUDA."""
 
 from __future__ import annotations
 

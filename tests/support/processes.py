@@ -1,4 +1,4 @@
-"""Starts a script in several processes, one a rank, and waits for all; ends all of them when one fails or time is up.
+"""Starts a script in one process per rank and waits for all. Ends all of them on a failure or timeout.
 
 As a module: `run_processes`. As a script: the process whose copies the ranks are. It imports what all of them need once, since
 to import Megatron takes longer than most trainings of tests do.

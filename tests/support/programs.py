@@ -1,4 +1,4 @@
-"""Random small programs with regions, and their gradients, bitwise, with an engine and without."""
+"""Random small programs with regions, run with and without an engine to compare gradients bitwise."""
 
 from __future__ import annotations
 

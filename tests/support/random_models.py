@@ -1,4 +1,4 @@
-"""Random small models and trainings, for `hypothesis`: what autograd allows, in an order that nobody thought of."""
+"""Random small models and runs for `hypothesis`, with unusual uses of autograd."""
 
 from __future__ import annotations
 

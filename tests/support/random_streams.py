@@ -1,4 +1,4 @@
-"""Random small trainings on several streams, for `hypothesis`."""
+"""Random small runs on several streams, for `hypothesis`."""
 
 from __future__ import annotations
 

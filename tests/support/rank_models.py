@@ -1,4 +1,4 @@
-"""Small ranks for the tests of the simulator: seconds and bytes that can be added up by hand."""
+"""Small ranks for tests of the simulator, with seconds and bytes that can be added up by hand."""
 
 from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment

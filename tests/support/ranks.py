@@ -1,4 +1,4 @@
-"""Trains a small model of plain PyTorch in several processes, with and without offload, and returns what each computed.
+"""Trains a small plain PyTorch model in several processes with and without offload, and returns the results of each.
 
 As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken, and the parent
 ends all of them when one fails or time is up. Starting takes most of the time, so one start runs many scenarios.
@@ -40,7 +40,7 @@ class Scenario:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """What one process computed in one scenario."""
+    """Results of one process in one scenario."""
 
     losses: list[float]
     gradients: list[str]

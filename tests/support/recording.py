@@ -1,12 +1,12 @@
-"""A device that records all that is queued, and finds accesses to the same bytes that nothing orders.
+"""A device that records all queued work, and finds unordered accesses to the same bytes.
 
-Every kernel, the engine's own gathering and scattering included, reads its inputs and writes its outputs on the stream that is
-current. A copy reads its source and writes its destination. Memory is written by its owner when it is allocated, and again when
-it is freed: the owner is the stream that was current at the allocation, and torch's allocator hands what is freed to the next
-kernel of that stream, at once. Host memory that goes back to the system is written by the host.
+Every kernel, including the engine's gather and scatter, reads its inputs and writes its outputs on the current stream. A copy
+reads its source and writes its destination. Allocating and freeing memory count as writes of its owner, the stream that was
+current at the allocation: torch's allocator may give freed memory to the next kernel of that stream at once. Returning host
+memory to the system counts as a write of the host.
 
-Two accesses to overlapping bytes, one of them a write, must be ordered by streams, events and what the host has waited for. If
-they are not, a real device may run them in either order, however well this one went.
+If two accesses touch overlapping bytes and one is a write, streams, events or host waits must order them. Otherwise a real
+device may run them in either order, even if this run was correct.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Unordered(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Book:
-    """What happened to one storage."""
+    """Events of one storage."""
 
     name: str
     reference: StorageWeakRef  # keeps the address from being used again, and not the memory
@@ -84,7 +84,7 @@ class RecordingCpuDevice(ClockedCpuDevice):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Count kernels inside, those of a backward too."""
+        """Count kernels in the body, including those of a backward."""
         with _Kernels(self):
             yield
         self.collect()

@@ -1,4 +1,4 @@
-"""For each hazard a few lines in which only the wait against it keeps the results right, on a device with real streams."""
+"""A short scenario per hazard in which only the wait against it keeps results correct, on a device with real streams."""
 
 from __future__ import annotations
 

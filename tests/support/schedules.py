@@ -1,4 +1,4 @@
-"""Small trainings on one stream, each with accesses that one or more waits of the engine must order."""
+"""Small single-stream runs, with accesses that one or more of the engine's waits must order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of `examples/benchmarks` as modules."""
+"""Loads the scripts of `examples/benchmarks` as modules."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""A tiny trainer of TRL."""
+"""A tiny TRL trainer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,8 @@
-"""The models of `arguments/`, each small enough to train a step in a second, and their layers as the planner sees them.
+"""The models of `arguments/`, shrunk to train a step in a second, and their layers as the planner sees them.
 
-Nothing here knows a file by name. Its own flags stay but for sizes, which become those below, and for ranks: one layer of each
-kind that the model has, as few experts and heads as leave the ratios that matter, and every flag that says what a layer is.
-Predictions come from the same flags, through the reader of plans.
+No code depends on a file's name. A shrunk model keeps the flags of its file, except for ranks and sizes: it has one layer of
+each kind, and as few experts and heads as preserve the ratios that matter. Predictions use the same flags, read like those of a
+plan.
 """
 
 import contextlib

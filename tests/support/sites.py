@@ -1,4 +1,4 @@
-"""Running one forward with and without the engine, and comparing every bit."""
+"""Runs a forward with and without the engine, and compares all bits."""
 
 from __future__ import annotations
 

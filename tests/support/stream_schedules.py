@@ -1,4 +1,4 @@
-"""Small trainings on several streams, each with accesses that one or more waits of the engine must order."""
+"""Small runs on several streams, with accesses that one or more of the engine's waits must order."""
 
 from __future__ import annotations
 

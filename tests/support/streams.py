@@ -1,4 +1,4 @@
-"""A small training on several streams, on the recording device.
+"""A small run on several streams of the recording device.
 
 It may run without the engine too; it is right by itself, so whatever its recording finds unordered is the engine's.
 """

@@ -1,4 +1,4 @@
-"""Leaves to differentiate, and a comparison of every bit, a NaN's and a zero's sign included."""
+"""Leaves to differentiate, and a comparison of all bits that includes the sign of NaN and zero."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""A device whose clock moves by known seconds, so that a test can say exactly what was measured."""
+"""A device whose clock advances by known seconds, so that tests can check measured times exactly."""
 
 from fgoffload.engine import CpuDevice, Hazard
 

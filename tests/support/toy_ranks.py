@@ -1,4 +1,4 @@
-"""Ranks that are small enough to try all their plans: a few layers with four sites each, in round numbers.
+"""Ranks that are small enough to try all plans: a few layers with four sites each, and round numbers.
 
 Bytes and seconds are small whole numbers: a byte a second is a rate, and a window is a few bytes.
 """

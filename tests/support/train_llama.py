@@ -1,4 +1,4 @@
-"""A training script as users of transformers have it: it knows nothing of offload. Prints its losses as JSON."""
+"""A training script of a transformers user, without any offload code. Prints its losses as JSON."""
 
 import json
 import sys

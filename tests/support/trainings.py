@@ -1,4 +1,4 @@
-"""Small trainings of Megatron-Core's own models on the CPU, with and without offload."""
+"""Trains small Megatron-Core models on the CPU, with and without offload."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ def make_trainer(flags: str, offload: OffloadConfig | None) -> contextlib.closin
 
 
 def train(flags: str, offload: OffloadConfig | None = None, *, steps: int = 2) -> tuple[list[object], dict[str, int]]:
-    """Return the bits of all steps, and the bytes that left in the last one by tag."""
+    """Return the bits of all steps, and the bytes offloaded in the last step by tag."""
     with make_trainer(flags, offload) as trainer:
         results: list[StepResult] = [trainer.run_step() for _ in range(steps)]
         stats = trainer.integration.last_step.tags if offload else {}

@@ -1,4 +1,4 @@
-"""Which megatron-core the tests run with."""
+"""Finds the version of megatron-core that the tests run with."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of this folder run on the CPU, on a machine with a GPU too: those that need one are in `tests/gpu`."""
+"""Keeps the tests of this folder on the CPU, even on a machine with a GPU. GPU tests are in `tests/gpu`."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Argument files are read as bash reads them, without running anything."""
+"""Tests that argument files are read like bash reads them, without running anything."""
 
 import subprocess
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
         ("A=1", r"has no array of flags. Write for example MODEL_ARGS=\( --num-layers 4 \)\."),
     ],
 )
-def test_what_has_no_end_is_refused_with_its_line(script: str, message: str) -> None:
+def test_an_unterminated_construct_is_refused_with_its_line(script: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Script(script, source="f.sh")
 

@@ -1,4 +1,4 @@
-"""Megatron's flags become fields of its config, and what cannot be is refused with flag, value and fix."""
+"""Tests that Megatron's flags become config fields, and that invalid ones raise errors with flag, value and fix."""
 
 import argparse
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("--recompute-granularity full", "Megatron-Core refuses this combination of flags: .*recompute_method"),
     ],
 )
-def test_what_cannot_be_is_refused_with_flag_value_and_fix(flags: str, message: str) -> None:
+def test_invalid_flags_are_refused_with_flag_value_and_fix(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(flags)
 

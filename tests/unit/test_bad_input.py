@@ -1,4 +1,4 @@
-"""Input that cannot be right ends in one error, with code 2."""
+"""Tests that invalid input ends in one error with exit code 2."""
 
 import gzip
 import os
@@ -79,7 +79,7 @@ def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys,
 @pytest.mark.parametrize(
     ("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0"), ("--x", "0")]
 )
-def test_what_torchrun_cannot_use_is_one_error(option, value):
+def test_arguments_that_torchrun_cannot_use_cause_one_error(option, value):
     with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc|--x).*\. See `torchrun --help`\.$"):
         run_torchrun([option, value, "x.py"])
 

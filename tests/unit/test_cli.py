@@ -45,7 +45,7 @@ def _work_in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def run_and_refuse(arguments, capsys):
-    """Return the one line that the command ended with, after checking that it did nothing else."""
+    """Check that the command did nothing else, and return the one line that it ended with."""
     before = sorted(Path().iterdir())
     code = main(arguments)
     captured = capsys.readouterr()
@@ -109,7 +109,7 @@ def test_a_gradient_that_differs_ends_with_code_1_and_names_the_parameter(capsys
     assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
 
 
-def test_what_megatron_raises_at_first_is_one_line_that_says_how_to_see_more(capsys, monkeypatch):
+def test_an_early_error_of_megatron_is_one_line_that_says_how_to_see_more(capsys, monkeypatch):
     def fail(self, *args, **kwargs):
         raise IndexError("index 7 is out of range")
 
@@ -141,7 +141,7 @@ def test_a_plan_of_another_training_is_found_before_the_first_training(capsys, d
     assert message in run_and_refuse(("train", ARGUMENTS, "--offload-plan", "plan.json"), capsys)
 
 
-def test_what_auto_has_planned_is_shown_and_other_news_is_not(capsys):
+def test_plans_of_auto_are_shown_and_other_messages_are_not(capsys):
     with LibraryLog().attached():
         logging.getLogger("fgoffload.integrations.megatron.auto.auto_offload").info("2 of 9 sites leave")
         logging.getLogger("fgoffload.integrations.megatron.adapter.site_actions").info("chunk 0")

@@ -1,4 +1,4 @@
-"""How the command line ends when something else than its input is at fault: packages, readers, Ctrl-C."""
+"""Tests how the command line ends for reasons other than its input: missing packages, closed pipes, Ctrl-C."""
 
 import contextlib
 import os
@@ -74,7 +74,7 @@ def interrupt(process):
 
 
 def measure_crowding():
-    """Return how much longer than its own time a process takes here now: 1 where nothing else runs."""
+    """Return how much longer than its CPU time a process takes now: 1 if nothing else runs."""
     wall, own = time.monotonic(), time.process_time()
     while time.process_time() - own < 0.1:
         pass

@@ -1,4 +1,4 @@
-"""`fgoffload profile`: what it shows, the file that it writes, and bad input."""
+"""Tests `fgoffload profile`: its output, its file, and bad input."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert len(make_rank_model(profile, rank=0).passes) == 8
 
 
-def test_what_was_measured_can_be_planned_for_and_nothing_else(capsys):
+def test_only_the_measured_model_can_be_planned_from_a_profile(capsys):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     words = ["--profile", "profile.json", "--offload-memory-budget", "1GiB"]
     assert main(["plan", ARGUMENTS, *words, "--num-layers", "2"]) == 0

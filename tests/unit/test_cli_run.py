@@ -1,4 +1,4 @@
-"""`fgoffload run`, as users start it: in processes of its own, on a script in the shape of Megatron-LM's."""
+"""Tests `fgoffload run` in separate processes, on a script like Megatron-LM's."""
 
 import json
 import os

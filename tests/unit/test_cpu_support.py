@@ -1,4 +1,4 @@
-"""Megatron-Core's symbols are replaced for the CPU, and come back as they were."""
+"""Tests that Megatron-Core's symbols are replaced for the CPU, and restored."""
 
 import importlib
 from pathlib import Path

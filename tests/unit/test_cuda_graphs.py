@@ -1,4 +1,4 @@
-"""Which tags and units each captured module holds, and which tags cannot leave beside it."""
+"""Tests which tags and units each captured module contains, and which tags cannot be offloaded with it."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_shared_experts_beside_the_exchange_are_outside_of_the_graph_of_the_rout
         (FULL_ITERATION, [], False, {"layer_input"}),
     ],
 )
-def test_what_cannot_leave_beside_a_graph(impl, modules, is_moe, kept):
+def test_tags_that_cannot_be_offloaded_with_a_graph(impl, modules, is_moe, kept):
     found = find_kept(impl, modules, is_moe=is_moe)
     assert set(found) == kept
     assert all(found.values())

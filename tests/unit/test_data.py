@@ -1,4 +1,4 @@
-"""Text becomes microbatches: the same arguments give the same bits, and a text that cannot serve is refused."""
+"""Tests that text becomes microbatches reproducibly, and that unsuitable text raises an error."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a launcher says of a process is read from its environment, and nothing else is."""
+"""Tests that launch facts of a process are read from the launcher's environment variables only."""
 
 import pytest
 
@@ -34,6 +34,6 @@ def test_torchrun_says_which_process_this_is():
         ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not within 0 to 1, as WORLD_SIZE 2 requires\. Start .* torchrun"),
     ],
 )
-def test_what_no_launcher_would_set_is_refused(environment, message):
+def test_values_that_no_launcher_sets_are_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         find_launch(environment)

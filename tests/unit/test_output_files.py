@@ -1,4 +1,4 @@
-"""Files are written whole or not at all."""
+"""Tests that files are written completely or not at all."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     assert (link.is_symlink(), target.read_text(), stat.S_IMODE(target.stat().st_mode)) == (True, "newer", 0o640)
 
 
-def test_what_is_no_regular_file_is_written_to_and_stays_what_it_is(tmp_path):
+def test_a_special_file_is_written_to_and_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

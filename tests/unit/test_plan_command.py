@@ -1,4 +1,4 @@
-"""`fgoffload plan`: the tables, the files, and one error for each bad input."""
+"""Tests `fgoffload plan`: its tables, its files, and one error per bad input."""
 
 import json
 import re

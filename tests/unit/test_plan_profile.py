@@ -1,4 +1,4 @@
-"""`fgoffload plan --profile`: a plan for what was measured, and one error for anything else."""
+"""Tests `fgoffload plan --profile`: a plan for the measured model, and an error for any other."""
 
 import dataclasses
 import json

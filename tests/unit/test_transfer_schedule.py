@@ -1,4 +1,4 @@
-"""What the schedule decides, of lanes that are nothing but states and bytes."""
+"""Tests the decisions of the schedule on lanes that consist only of states and bytes."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before
     assert (lane.remaining, lane.ahead_bytes) == (0, 2 * NBYTES)
 
 
-def test_nothing_is_called_back_while_more_than_half_of_the_prefetch_is_ahead():
+def test_nothing_is_reloaded_while_more_than_half_of_the_prefetch_is_ahead():
     lane, schedule = ToyLane("a", "b", "c", "d", "e"), make_schedule(prefetch=3 * NBYTES)
     assert reach(schedule, lane, 4) == [("", "e"), ("", "dcb")]
     assert reach(schedule, lane, 3) == []  # though the first group fits

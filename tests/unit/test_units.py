@@ -64,7 +64,7 @@ def test_seconds_are_written_as_milliseconds():
 
 
 @pytest.mark.parametrize("text", ["1", "76", "4294967296", " 1.0 "])
-def test_where_a_unit_is_needed_a_number_alone_is_refused(text):
+def test_a_size_without_a_unit_is_refused(text):
     with pytest.raises(
         ConfigError, match=rf"--reserve {text!r} has no unit\. Add one of B, KiB, .* for example {text.strip()}GiB"
     ):

@@ -1,4 +1,4 @@
-"""A training script in the shape of Megatron-LM's pretrain_gpt.py. It knows nothing of offload but Megatron's own flags.
+"""A training script like Megatron-LM's pretrain_gpt.py. It knows only Megatron's own offload flags.
 
 The model is the wheel's GPT of local layers, on the CPU, whatever `--transformer-impl` says: that flag is checked, as
 Megatron-LM does, and not looked at again. What was computed goes to `--result`, one file a rank.

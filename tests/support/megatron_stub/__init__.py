@@ -1,8 +1,8 @@
-"""Megatron-Core's offload interface as both generations have it, without its engine: the originals raise if they are reached.
+"""Both generations of Megatron-Core's offload interface without its engine. Calling the original methods raises.
 
-`installed(make_development_interface())` puts such a class where Megatron-Core has its own, and `load_layers()` imports modules
-that call it as those of the development branch do. What the class has is that of the branch's commit d98e8a64, and so is who
-calls it: `transformer_layer.py`, `attention.py`, `moe/experts.py`, `gpt_model.py`, `schedules.py`, `cuda_graphs.py`.
+`installed(make_development_interface())` replaces Megatron-Core's class with such a class, and `load_layers()` imports modules
+that call it like the modules of the development branch. The members of the class and its callers follow commit d98e8a64 of that
+branch: `transformer_layer.py`, `attention.py`, `moe/experts.py`, `gpt_model.py`, `schedules.py`, `cuda_graphs.py`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Modules that call the offload interface in the order in which those of Megatron-Core's development branch do.
+"""Modules that call the offload interface in the same order as Megatron-Core's development branch.
 
 Small ops with known saved tensors stand for attention and experts. One module imports the interface by name, as attention and
 experts do, and the layer asks for it in a function when it is built.

@@ -1,4 +1,4 @@
-"""Trainings on the stub's modules, with and without offload."""
+"""Trains the stub's modules with and without offload."""
 
 import contextlib
 import dataclasses

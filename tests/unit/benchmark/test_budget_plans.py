@@ -1,4 +1,4 @@
-"""Plans for budgets: tried, and made again where they take more than the budget."""
+"""Tests that plans for budgets are tried, and made again if they exceed the budget."""
 
 import dataclasses
 import itertools

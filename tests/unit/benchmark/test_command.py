@@ -1,4 +1,4 @@
-"""`fgoffload bench`, from its flags to its files."""
+"""Tests `fgoffload bench` from its flags to its files."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def _work_in_a_folder_of_two_plans(tmp_path, monkeypatch):
 
 
 def run_and_refuse(words, capsys):
-    """Return the one line that the command ended with, after checking that it did nothing else."""
+    """Check that the command did nothing else, and return the one line that it ended with."""
     before = sorted(Path().iterdir())
     assert main(["bench", *words]) == 2
     shown, said = capsys.readouterr()
@@ -140,7 +140,7 @@ def test_bits_that_differ_end_with_code_1(capsys, monkeypatch):
     assert "gradients from step 1, 0.weight" in capsys.readouterr().out
 
 
-def test_where_all_settings_fail_it_ends_with_code_1(capsys, monkeypatch):
+def test_it_ends_with_code_1_if_all_settings_fail(capsys, monkeypatch):
     measurement = Measurement(step_seconds=(1.0,))
     answer(monkeypatch, lambda number: {"failure": "refused"} if number else {"measurement": measurement})
     assert main(["bench", ARGUMENTS, "--settings", "recompute:full", "save_on_cpu"]) == 1

@@ -1,4 +1,4 @@
-"""Which sources say what of which setting."""
+"""Tests which sources predict which settings."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def make_job(folder=Path(), *, name="w2_moe", profile=None):
 
 
 def make_profile(*, layers=6, device=DEVICE, **options):
-    """Return a profile whose stretches take some seconds each: nothing of the table."""
+    """Return a profile whose segments take some seconds each, independent of the table."""
     numbered = tuple(
         NumberedLayer(number=number, model=make_toy_layer(kind=f"moe (layer {number})", sizes=(1, 8, 6, 4, 2)))
         for number in range(layers)

@@ -1,4 +1,4 @@
-"""What nobody beats in memory and time, and the picture of it."""
+"""Tests the Pareto frontier of memory and time, and its plot."""
 
 from fgoffload.benchmark.frontier import Point, find_frontier
 

@@ -1,4 +1,4 @@
-"""Medians, ratios and what is compared with what."""
+"""Tests medians, ratios, and the choice of the baseline for each ratio."""
 
 import math
 import statistics

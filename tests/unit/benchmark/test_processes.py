@@ -1,4 +1,4 @@
-"""Sessions: what becomes of the settings after one that fails, and of processes that die or fall silent."""
+"""Tests sessions: the settings after one that fails, and processes that die or hang."""
 
 import contextlib
 import dataclasses

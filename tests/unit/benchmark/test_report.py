@@ -1,4 +1,4 @@
-"""Tables, CSV and JSON, and the comparison of bits."""
+"""Tests tables, CSV, JSON and the bitwise comparison."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""What runs in which order, and files that are whole at any time."""
+"""Tests the order of runs, and that result files are complete at any time."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""One setting in this process: its times, its bits, and what is refused."""
+"""Tests one setting in this process: its times, its bits and its errors."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_each_timed_step_has_a_time_and_warmup_steps_have_none():
     assert len(set(losses)) == 1
 
 
-def test_where_graphs_are_captured_no_timed_step_comes_before_their_first_replay_is_over():
+def test_no_timed_step_runs_before_the_first_replay_of_captured_graphs():
     losses = []
     job = make_job(steps_until_replay=3)
     measured = Runner(job, losses.append).measure_times(Run(setting=BASELINE, repeat=0))
@@ -43,7 +43,7 @@ def test_where_graphs_are_captured_no_timed_step_comes_before_their_first_replay
     assert len(losses) == job.steps_of_run == 3 + 1 + 2
 
 
-def test_where_graphs_are_captured_bits_are_compared_up_to_a_replay():
+def test_bits_are_compared_up_to_a_replay_if_graphs_are_captured():
     job = make_job(steps_until_replay=3, compares_bits=True)
     assert len(Runner(job, lambda loss: None).record_bits(BASELINE)) == job.steps_of_run == 4
 

@@ -1,4 +1,4 @@
-"""The scripts of `examples/benchmarks`, on the CPU: each ends well, with a row for each thing that it measures."""
+"""Runs the scripts of `examples/benchmarks` on the CPU, and checks for a row per measurement."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ def test_each_kind_of_step_has_the_copies_that_its_name_says(run, monkeypatch, t
     assert second == [stays, none, none_out, first]  # every other round goes backwards
 
 
-def test_what_waits_cost_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
+def test_the_cost_of_waits_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
     words = ("--steps", "1", "--warmup", "1", "--repeats", "1", "--out", tmp_path, "--trace", tmp_path / "traces")
     assert run("measure_waits", *MODEL, *words)[:2] == (0, ["no offload", "before", "after"])
     moved = {one["remedies"]: one["d2h_bytes"] for one in json.loads((tmp_path / "waits.json").read_text())["runs"]}
@@ -80,8 +80,8 @@ def test_what_waits_cost_has_a_row_and_a_trace_for_each_setting(run, tmp_path):
 def test_the_work_of_the_host_beside_copies_has_a_row_for_each_direction(run):
     replaced = {"COPY_BYTES": MIB, "find_device": lambda kind: CpuDevice()}
     code, rows, _ = run("copies_beside_host", "--seconds", "0.001", "--repeats", "2", **replaced)
-    assert (code, rows) == (0, ["nothing", "to the host", "to the device", "both ways"])
-    assert "none is here" in run("copies_beside_host")[2]
+    assert (code, rows) == (0, ["none", "to the host", "to the device", "both ways"])
+    assert "needs a GPU" in run("copies_beside_host")[2]
 
 
 @pytest.mark.slow

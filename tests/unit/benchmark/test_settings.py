@@ -1,4 +1,4 @@
-"""Names of settings, and the flags behind them."""
+"""Tests the names of settings, and their flags."""
 
 import pytest
 

@@ -70,7 +70,7 @@ def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
         ({"run": Answers(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),
     ],
 )
-def test_what_is_wrong_has_its_status_and_says_what_to_do(tmp_path, changes, name, status, said):
+def test_a_problem_has_its_status_and_a_fix(tmp_path, changes, name, status, said):
     row = check(tmp_path, name, **changes)
     assert row.status is status
     assert said in row.fix

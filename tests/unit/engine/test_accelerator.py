@@ -1,4 +1,4 @@
-"""The accelerator's device, with stand-ins for torch's streams and events, so that no accelerator is needed."""
+"""Tests the accelerator device with stand-ins for torch's streams and events."""
 
 import ctypes
 import dataclasses
@@ -125,7 +125,7 @@ def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece
     assert Queue.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the one before it"
 
 
-def test_what_cuda_refuses_is_an_error(use_runtime, monkeypatch):
+def test_an_error_of_cuda_is_raised(use_runtime, monkeypatch):
     use_runtime(Runtime(status=700))
     checked = []
     monkeypatch.setattr(torch.cuda, "check_error", checked.append)

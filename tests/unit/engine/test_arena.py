@@ -1,4 +1,4 @@
-"""The arena: exact bytes, no double hand-out, everything joined again."""
+"""Tests the arena: exact sizes, no block used twice, and free ranges merged again."""
 
 import contextlib
 import threading

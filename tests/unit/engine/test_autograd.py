@@ -1,4 +1,4 @@
-"""Whatever one may do with an autograd graph: twice, in part, in another order, differentiated again, looked at, or dropped."""
+"""Tests unusual uses of an autograd graph: backward twice, in part, in another order, of a gradient, or not at all."""
 
 import pytest
 import torch

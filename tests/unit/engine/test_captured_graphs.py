@@ -1,4 +1,4 @@
-"""What captured graphs save leaves between replays and is back for their backward, whatever happens to the graphs' memory."""
+"""Tests that tensors saved by captured graphs are offloaded between replays, and reloaded before their backward."""
 
 import itertools
 
@@ -104,7 +104,7 @@ def test_a_forward_whose_backward_never_comes_leaves_nothing_behind():
     assert engine.finish_step().host_bytes == 0
 
 
-def test_what_something_else_holds_stays():
+def test_storages_that_are_referenced_elsewhere_stay_on_the_gpu():
     held = []
 
     def layer(hidden, weight, find_region):
@@ -137,7 +137,7 @@ def test_an_object_that_something_else_holds_stays():
 
 
 @pytest.mark.parametrize("eager_runs", [0, LAYERS], ids=["always", "when it is captured"])
-def test_what_is_changed_in_place_behind_its_save_is_refused_as_without_graphs(eager_runs):
+def test_a_change_in_place_after_a_save_is_refused_as_without_graphs(eager_runs):
     runs = itertools.count()
 
     def layer(hidden, weight, find_region):
@@ -152,7 +152,7 @@ def test_what_is_changed_in_place_behind_its_save_is_refused_as_without_graphs(e
         Model(make_engine(GraphDevice()), layer=layer)
 
 
-def test_what_a_branch_of_the_graph_saves_stays():
+def test_tensors_saved_by_a_branch_of_the_graph_stay_on_the_gpu():
     engine = make_engine(GraphDevice())
 
     def layer(hidden, weight, find_region):
@@ -163,7 +163,7 @@ def test_what_a_branch_of_the_graph_saves_stays():
     assert all(captured.forward is None for captured in Model(engine, layer=layer).layers)
 
 
-def test_what_the_warm_up_has_not_seen_stays():
+def test_sites_that_the_warm_up_did_not_see_stay_on_the_gpu():
     runs = itertools.count()
 
     def layer(hidden, weight, find_region):

@@ -1,4 +1,4 @@
-"""Checkpoints inside, outside and across regions: the same bits, and no checkpoint undone."""
+"""Tests checkpoints inside, outside and across regions: same bits, and no checkpoint undone."""
 
 import contextlib
 import functools
@@ -141,7 +141,7 @@ def test_a_selective_checkpoint_gives_the_same_bits_and_recomputes_as_often(plac
 
 
 @pytest.mark.skipif(not HAS_CHOICE, reason="torch before 2.14 hides from hooks what a selective checkpoint keeps")
-def test_what_a_selective_checkpoint_keeps_is_offloaded_where_it_respects_hooks():
+def test_tensors_kept_by_a_selective_checkpoint_are_offloaded_if_it_respects_hooks():
     hidden, offloaded = (
         compare(in_a_region, make_selective("everything", respects_hooks=choice), DelayedCpuDevice) for choice in (False, True)
     )

@@ -1,4 +1,4 @@
-"""Other features of torch beside regions: what a region cannot serve it leaves alone, and what it serves is right."""
+"""Tests regions together with other torch features: unsupported tensors are left alone, all others are correct."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_torch_func_grad_around_regions_works_and_moves_nothing():
     assert engine.finish_step().tags == {}
 
 
-def test_where_hooks_are_forbidden_regions_do_nothing():
+def test_regions_do_nothing_if_hooks_are_forbidden():
     engine = make_engine()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         check_same_bits(lambda sites: sine_in_a_region(sites, x), [x := leaf(64, 64)], engine)

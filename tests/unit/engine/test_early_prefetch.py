@@ -1,4 +1,4 @@
-"""Calling back while backward is still in layers of which nothing left."""
+"""Tests prefetch while backward is still in layers without offload."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_the_device_holds_no_more_than_where_forward_ended():
 
 
 def run_turning(*, window_bytes: int) -> TagStats:
-    """Return the numbers of three sites of which the first has left when forward is over, and two are on their way."""
+    """Return the numbers of three sites: at the end of forward, the first is offloaded and two copies are in flight."""
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = sites(torch.sin, w * 2)
@@ -71,14 +71,14 @@ def run_turning(*, window_bytes: int) -> TagStats:
 
 
 @pytest.mark.parametrize(("window_bytes", "stays"), [(2 * NBYTES, 2), (NBYTES, 1), (NBYTES - 1, 0), (0, 0)])
-def test_what_may_not_be_on_its_way_when_the_loss_begins_is_gone_and_comes_back(window_bytes, stays):
+def test_groups_beyond_the_loss_window_are_offloaded_before_the_loss_and_reloaded(window_bytes, stays):
     stats = run_turning(window_bytes=window_bytes)
     assert (stats.recalled_bytes, stats.h2d_bytes) == (stays * NBYTES, (3 - stays) * NBYTES)
     # What went comes back when backward comes to the last group, which is waited for where it went too.
     assert stats.prefetch_misses == (stays == 0)
 
 
-def test_what_is_held_when_backward_is_expected_stays():
+def test_groups_that_are_held_when_backward_is_expected_stay_on_the_gpu():
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = w * 2

@@ -1,4 +1,4 @@
-"""After an exception, wherever it came from: no hooks, no host memory in use, and a next step that is bitwise right."""
+"""Tests the state after an exception: no hooks, no host memory in use, and a correct next step."""
 
 import functools
 import gc
@@ -63,7 +63,7 @@ def count_moved_bytes(make_device: Callable[[], Device]) -> int:
 
 
 def check_traces(engine: OffloadEngine, make_device: Callable[[], Device]) -> None:
-    """Check that nothing is left of a step that raised, and that a step is as the first of a new engine."""
+    """Check that a step that raised leaves nothing behind, and that the next step equals the first step of a new engine."""
     assert not has_hooks()
     gc.collect()  # an exception and its frames are a cycle of Python's, and hold the graph
     assert engine.arena.used_bytes == 0

@@ -1,4 +1,4 @@
-"""Faults that other activation offload engines have, each as small as it can be: ours has none of them.
+"""Tests minimal examples of faults in other activation offload engines, none of which this engine has.
 
 The order is that of a list of faults found in public source and threads, most of them reproduced.
 """
@@ -71,14 +71,14 @@ ALIASES = {
 
 @DEVICES
 @pytest.mark.parametrize("name", ALIASES)
-def test_fault_03_tensors_at_one_address_are_not_taken_for_one_tensor(name, make_device):
+def test_fault_03_tensors_at_the_same_address_stay_distinct(name, make_device):
     x = leaf(64, 64)
     engine = check_same_bits(lambda sites: sites(ALIASES[name], x * 2), [x], make_engine(make_device()))
     assert count_moved_bytes(engine) > 0
     engine.close()
 
 
-def test_fault_04_a_storage_that_is_saved_twice_moves_once():
+def test_fault_04_a_storage_that_is_saved_twice_is_copied_once():
     x = leaf(64, 64)
     engine = check_same_bits(lambda sites: sites(lambda h: h.sin() + h.cos() + h.detach().exp() * h, x * 2), [x])
     # h, saved by three ops, and the exponential that the product saves.
@@ -87,7 +87,7 @@ def test_fault_04_a_storage_that_is_saved_twice_moves_once():
 
 
 @DEVICES
-def test_fault_05_a_view_with_an_offset_is_rebuilt_where_it_lay(make_device):
+def test_fault_05_a_view_is_rebuilt_at_its_offset(make_device):
     x = leaf(64, 64)
     engine = make_engine(make_device())
     check_same_bits(lambda sites: sites(lambda h: h[60:, 3:].sin() + h[60:, :-3].cos(), x * 2), [x], engine)
@@ -96,7 +96,7 @@ def test_fault_05_a_view_with_an_offset_is_rebuilt_where_it_lay(make_device):
     engine.close()
 
 
-def test_fault_06_a_forward_without_grad_before_training_uses_nothing_up():
+def test_fault_06_a_forward_without_grad_before_training_does_not_count_as_a_step():
     x = leaf(64, 64)
     engine = make_engine()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_fault_07_more_microbatches_than_the_step_before_are_offloaded_too():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_fault_08_what_is_recomputed_and_offloaded_gives_the_same_bits(is_inside, use_reentrant):
+def test_fault_08_a_recomputed_and_offloaded_module_gives_the_same_bits(is_inside, use_reentrant):
     x = leaf(64, 64)
 
     def recompute(function, h: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def test_fault_09_a_fraction_of_ten_groups_is_that_many_groups(fraction, offload
     assert [site.layer for site in sites if actions[site] is Action.OFFLOAD] == list(range(offloaded))
 
 
-def test_fault_10_backward_may_come_twice_in_any_order_and_through_nested_regions():
+def test_fault_10_backward_may_run_twice_in_any_order_and_through_nested_regions():
     x = leaf(64, 64)
     seen = []
 
@@ -184,7 +184,7 @@ def test_fault_11_an_exception_inside_a_region_leaves_no_hooks():
     engine.close()
 
 
-def test_fault_12_device_memory_of_what_came_back_goes_as_backward_goes():
+def test_fault_12_reloaded_tensors_are_freed_during_backward():
     x = leaf(64, 64)
     engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=0))
     ledger = ActivationLedger(parameters=[x])
@@ -198,7 +198,7 @@ def test_fault_12_device_memory_of_what_came_back_goes_as_backward_goes():
 
 
 @DEVICES
-def test_fault_13_a_storage_that_somebody_else_holds_is_left_as_it_is(make_device):
+def test_fault_13_a_storage_that_is_still_referenced_elsewhere_is_not_changed(make_device):
     engine = make_engine(make_device())
     held = leaf(64, 64) * 2
     before = held.detach().clone()
@@ -212,7 +212,7 @@ def test_fault_13_a_storage_that_somebody_else_holds_is_left_as_it_is(make_devic
 
 
 @DEVICES
-def test_fault_14_strides_are_those_that_were_saved(make_device):
+def test_fault_14_reloaded_tensors_keep_their_strides(make_device):
     seen = []
 
     class Look(torch.autograd.Function):
@@ -259,7 +259,7 @@ def test_fault_16_two_models_in_one_process_share_nothing():
     engines[0].close()
 
 
-def test_fault_17_host_memory_is_exact_shared_by_all_shapes_and_capped():
+def test_fault_17_host_memory_is_exact_capped_and_shared_by_all_shapes():
     shapes = [(96, 96), (3, 7, 512), (1152,)]  # 36, 42 and 4.5 KiB: whole multiples of 512 bytes, and no power of two
     budget_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
     engine = make_engine(host_budget_bytes=budget_bytes)
@@ -324,7 +324,7 @@ def test_fault_20_a_saved_output_closes_no_cycle_through_its_graph(options):
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-def test_fault_21_a_storage_that_somebody_empties_is_kept_if_announced_and_refused_if_not(is_announced):
+def test_fault_21_an_emptied_storage_is_kept_if_announced_and_refused_if_not(is_announced):
     engine = make_engine()
     h = leaf(64, 64) * 2
     contents = h.detach().clone()
@@ -345,7 +345,7 @@ def test_fault_21_a_storage_that_somebody_empties_is_kept_if_announced_and_refus
 
 
 @DEVICES
-def test_fault_22_what_a_region_returns_is_no_view_and_megatron_may_deallocate_it(make_device):
+def test_fault_22_the_output_of_a_region_is_not_a_view_and_megatron_may_deallocate_it(make_device):
     schedules = load_module("megatron.core.pipeline_parallel.schedules")
     x = leaf(64, 64)
     gradients = []

@@ -1,4 +1,4 @@
-"""Views: where they lie, and packing them and putting them back."""
+"""Tests the geometry of views: where they are in a storage, and how they are packed and restored."""
 
 import torch
 from hypothesis import given, settings

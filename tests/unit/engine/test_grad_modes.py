@@ -1,4 +1,4 @@
-"""Passes with and without gradients in any mixture, and steps that are never alike: counts, lengths, routing, precision."""
+"""Tests mixed passes with and without gradients, and steps with changing counts, lengths, routing and precision."""
 
 from collections.abc import Callable
 

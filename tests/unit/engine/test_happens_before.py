@@ -1,4 +1,4 @@
-"""Whatever touches the same bytes is ordered by streams and events, and no wait of the engine could be left out.
+"""Tests that streams and events order all accesses to the same bytes, and that no wait of the engine is redundant.
 
 The recording device knows each read and write of each kernel, copy, allocation and free. See `support/recording.py` for what
 counts as ordered, and `support/schedules.py` and `support/stream_schedules.py` for what runs.

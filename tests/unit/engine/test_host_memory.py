@@ -1,4 +1,4 @@
-"""The default host budget: the tightest limit that holds for this process, shared among the ranks of the node."""
+"""Tests the default host budget: the tightest limit of this process, shared by the ranks of the node."""
 
 import os
 import types
@@ -129,7 +129,7 @@ def test_ranks_of_a_node_share_the_memory(host, name, monkeypatch):
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 
 
-def test_what_torchrun_says_comes_first(host, monkeypatch):
+def test_the_variables_of_torchrun_take_precedence(host, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)

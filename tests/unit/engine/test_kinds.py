@@ -1,4 +1,4 @@
-"""Every element type, every layout of bytes and every kind of tensor: moved bitwise identical, or left alone with a reason."""
+"""Tests every dtype, memory layout and kind of tensor: offloaded bitwise identical, or kept with a reason."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Writes that come too late: into a tensor after it was saved, and into a host block that has gone to somebody else."""
+"""Tests late writes: into a tensor after it was saved, and into a host block that is in use again."""
 
 from collections.abc import Callable
 

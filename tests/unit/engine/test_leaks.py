@@ -1,6 +1,6 @@
-"""Many steps use as much memory as a few, whatever happens to the groups, and without Python's cyclic collector.
+"""Tests that many steps use as much memory as a few, without Python's garbage collector.
 
-Two counts: resident bytes show a tensor that stays, objects that the collector tracks show a graph, a handle or a cycle.
+Resident bytes reveal leaked tensors. Counts of garbage-collected objects reveal leaked graphs, handles and cycles.
 """
 
 import array
@@ -196,7 +196,7 @@ def test_marks_that_died_are_forgotten_over_many_steps():
     engine.close()
 
 
-def test_what_something_else_held_and_dropped_is_forgotten_over_many_steps():
+def test_storages_once_referenced_elsewhere_are_forgotten_over_many_steps():
     engine = make_engine()
 
     def run_step(step: int) -> None:

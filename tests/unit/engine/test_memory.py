@@ -1,4 +1,4 @@
-"""What leaves is freed, by exactly its bytes, and everything comes back when the graph goes."""
+"""Tests that offload frees exactly the offloaded bytes, and that dropping a graph frees everything."""
 
 import gc
 
@@ -66,7 +66,7 @@ def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
     assert resident[1] == 0
 
 
-def test_what_is_below_the_minimum_size_stays_and_is_counted():
+def test_storages_below_the_minimum_size_stay_on_the_gpu_and_are_counted():
     w = weight()
     engine = make_engine(min_offloaded_numel=128 * 128 + 1)
     sites = Sites(engine)

@@ -1,4 +1,4 @@
-"""The first groups of a backward return during the pass before, once the engine has seen the order of a step."""
+"""Tests the reload of a backward's first groups during the pass before, once the order of a step is known."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_any_order_gives_the_same_bits_and_leaves_nothing_on_the_host(order):
         assert offloaded.engine.arena.used_bytes == 0
 
 
-def test_what_returned_for_a_backward_that_does_not_come_next_is_freed():
+def test_tensors_reloaded_for_a_backward_that_does_not_run_next_are_freed():
     training = Training()
     training.run("F0 F1 F2 B0 B1 B2")
     _, right_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")

@@ -1,4 +1,4 @@
-"""What could make results wrong is refused by name; what could leave traces leaves none."""
+"""Tests that conditions that could make results wrong raise an error, and that nothing leaks."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
     assert gradients[0][0, 0] == 10
 
 
-def test_a_buffer_is_allocated_on_the_stream_that_saved_whoever_calls_it_back():
+def test_a_buffer_is_allocated_on_the_stream_that_saved_whichever_stream_reloads_it():
     device = ClockedCpuDevice()
     engine = make_engine(device)
     sites = Sites(engine)

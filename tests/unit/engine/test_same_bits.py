@@ -1,4 +1,4 @@
-"""Whatever is saved, in whatever shape, is reloaded bitwise identical, and each storage moves once."""
+"""Tests that all saved tensors are reloaded bitwise identical, and that each storage is offloaded once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Storages that groups, microbatches, parameters, buffers or the user share: moved once or left alone, and never taken away."""
+"""Tests storages that groups, microbatches, parameters, buffers or the user share."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_a_table_of_all_microbatches_leaves_at_most_once_in_all_steps(order, mak
 
 
 @DEVICES
-def test_what_the_user_still_holds_is_not_freed_and_what_nobody_holds_is(make_device):
+def test_tensors_that_the_user_references_are_not_freed_and_others_are(make_device):
     x = leaf(64, 64)
     engine = make_eager_engine(make_device)
     with without_the_cyclic_collector():

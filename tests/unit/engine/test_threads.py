@@ -70,7 +70,7 @@ class Training:
 
 
 def make_tight_engine(make_device: Callable, threads: int) -> OffloadEngine:
-    """An engine in which copies wait, come back late, and take the host blocks of each other."""
+    """An engine with late copies that reuse each other's host blocks."""
     policy = TransferPolicy(window_bytes=3 * NBYTES, prefetch_bytes=2 * NBYTES)
     return make_engine(make_device(), policy=policy, host_budget_bytes=threads * 20 * NBYTES)
 

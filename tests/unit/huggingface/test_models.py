@@ -1,4 +1,4 @@
-"""Losses and gradients of tiny random models are bitwise identical with their layers offloaded: the rows of the page."""
+"""Tests that losses and gradients of tiny random models are bitwise identical with offload, for each row of the page."""
 
 import pytest
 import torch

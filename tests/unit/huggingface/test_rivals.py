@@ -1,4 +1,4 @@
-"""Switches of others that offload activations, on at the same time: training is as with each of them alone, and it is named."""
+"""Tests other activation offload switches that are on at the same time: results are the same, and a warning names them."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""`fgoffload run` on a script of transformers that knows nothing of offload."""
+"""Tests `fgoffload run` on a transformers script without any offload code."""
 
 import importlib
 import json

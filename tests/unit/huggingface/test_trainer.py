@@ -1,4 +1,4 @@
-"""`OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
+"""Tests `OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
 
 import logging
 import re

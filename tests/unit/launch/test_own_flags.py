@@ -19,7 +19,7 @@ def test_our_flags_are_taken_wherever_they_stand_and_the_rest_stays_in_order():
     assert own.remarks == ()
 
 
-def test_what_follows_two_dashes_is_the_scripts():
+def test_arguments_after_two_dashes_belong_to_the_script():
     own = take_own_flags(["--seed", "1", "--", *ON, "--", "x"])
     assert (own.offload, own.remarks) == (None, ())
     assert own.script_words == ("--seed", "1", "--", *ON, "--", "x")

@@ -1,4 +1,4 @@
-"""The process groups that Megatron-Core's models need, for all tests of a module."""
+"""Sets up the process groups that Megatron-Core's models need, once per test module."""
 
 import gc
 from collections.abc import Iterator

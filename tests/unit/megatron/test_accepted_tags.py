@@ -1,4 +1,4 @@
-"""Which tags Megatron's config is given: those that it accepts, in each version."""
+"""Tests that Megatron's config gets only the tags that it accepts in each version."""
 
 import dataclasses
 import types

@@ -1,7 +1,7 @@
-"""The planner's formulas against Megatron's own code, for the layers of each file of `arguments/`, on the CPU.
+"""Compares the planner's formulas with Megatron's own code on the CPU, for the layers of each file of `arguments/`.
 
-Megatron's local layers, with stand-ins for the kernels of Transformer Engine (`support/fused_kernels.py`). What the real ones
-save needs a GPU to be seen: `tests/gpu/test_megatron_bytes.py` has the same models.
+The tests use Megatron's local layers with stand-ins for Transformer Engine's kernels (`support/fused_kernels.py`).
+`tests/gpu/test_megatron_bytes.py` tests the same models with the real kernels, which need a GPU.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""From Megatron's flags to what a prediction takes for granted: gradients, the optimizer, kernels, and what offload moves."""
+"""Tests how Megatron's flags become assumptions of a prediction: gradients, optimizer, kernels and offloaded bytes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`--offload-modules auto`: the first step measures, the others keep to the budget, and every bit stays."""
+"""Tests `--offload-modules auto`: the first step measures, later steps meet the budget, and results are bitwise identical."""
 
 import dataclasses
 import logging
@@ -177,7 +177,7 @@ def test_larger_steps_are_planned_before_they_run(caplog):
     ],
     ids=["below static", "too small", "recompute flags"],
 )
-def test_what_auto_cannot_do_is_refused(flags, budget, error, says):
+def test_settings_that_auto_does_not_support_are_refused(flags, budget, error, says):
     flags = f"{MIXED} {flags}"
     with pytest.raises(error, match=says):
         run(flags, make_auto(budget(count_static(flags))), steps=2)

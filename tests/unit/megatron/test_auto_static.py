@@ -1,4 +1,4 @@
-"""`--offload-modules auto` with a budget that the weights alone are above."""
+"""Tests `--offload-modules auto` with a budget below the weights alone."""
 
 import pytest
 from support.trainings import DENSE, make_trainer
@@ -18,7 +18,7 @@ class FullMemory:
 
 
 @pytest.mark.usefixtures("parallel")
-def test_what_an_allocator_counts_above_the_budget_ends_the_first_step_before_a_forward(monkeypatch):
+def test_allocated_bytes_above_the_budget_end_the_first_step_before_a_forward(monkeypatch):
     monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: FullMemory())
     config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=BUDGET_BYTES)
     with make_trainer(DENSE, config) as trainer:

@@ -1,4 +1,4 @@
-"""Pipeline ranks that offload less, the later the less: whole sites, the last of forward, in every microbatch alike."""
+"""Tests that later pipeline ranks offload less: whole sites, the last of forward, in every microbatch."""
 
 import dataclasses
 from types import SimpleNamespace

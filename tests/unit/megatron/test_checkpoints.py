@@ -1,4 +1,4 @@
-"""What runs again through Megatron's checkpoints without output: what they keep leaves, and is gone until backward."""
+"""Tests Megatron's checkpoints without output: their inputs are offloaded and stay freed until backward."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""Recomputed units whose outputs their users do not save: no copy, no storage after forward, and the same bits."""
+"""Tests recomputed units whose outputs no consumer saves: no copy, no storage after forward, and the same bits."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Ranks are compared after the first step."""
+"""Tests the comparison of ranks after the first step."""
 
 import contextlib
 import types

@@ -1,4 +1,4 @@
-"""Digests of gradients: all bits of each, whichever thread takes it."""
+"""Tests that digests of gradients cover all bits, on any thread."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""What CUDA graphs and offload cannot do together is one error at start-up, with the flag, the module and the reason."""
+"""Tests that unsupported combinations of CUDA graphs and offload raise one error with flag, module and reason."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def check(tags, values, **options):
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
     ],
 )
-def test_what_a_capture_cannot_hold_is_refused(tags, values, reason):
+def test_settings_that_a_capture_cannot_contain_are_refused(tags, values, reason):
     with pytest.raises(ConfigError, match=reason):
         check(tags, values)
 
@@ -45,7 +45,7 @@ def test_auto_is_refused_with_graphs():
         (("core_attn", "mlp_fc1"), FULL),
     ],
 )
-def test_what_graphs_and_offload_can_do_together_is_not(tags, values):
+def test_supported_combinations_of_graphs_and_offload_are_not_refused(tags, values):
     check(tags, values)
 
 

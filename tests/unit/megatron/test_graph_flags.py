@@ -1,4 +1,4 @@
-"""Flags of CUDA graphs, spelled as in 0.19, reach the config of each version; what no graph can hold is refused."""
+"""Tests that CUDA graph flags as in 0.19 reach the config of each version, and that unsupported ones raise errors."""
 
 import pytest
 from support.trainings import DENSE, MOE
@@ -140,7 +140,7 @@ def test_graphs_of_transformer_engine_need_it(monkeypatch):
         (f"{FULL} --num-experts 4 --moe-expert-capacity-factor 1.0", "--moe-pad-expert-input-to-capacity"),
     ],
 )
-def test_what_no_graph_can_hold_is_refused(flags, message):
+def test_settings_that_no_graph_can_contain_are_refused(flags, message):
     with pytest.raises(ConfigError) as caught:
         refuse_what_is_not_built(parse(flags))
     assert message in str(caught.value)

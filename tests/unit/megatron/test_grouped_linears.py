@@ -1,4 +1,4 @@
-"""What the experts' grouped linears save: as few tensors as possible, and never more bytes than without offload."""
+"""Tests that the experts' grouped linears save few tensors, and never more bytes than without offload."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Hybrid models, whose depths of multi-token prediction have stacks of layers: the same bits, and a number for each layer."""
+"""Tests hybrid models with stacks of layers in multi-token prediction: the same bits, and a number for each layer."""
 
 import pytest
 from support.hybrid_models import hybrid_models

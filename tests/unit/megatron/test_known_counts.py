@@ -1,4 +1,4 @@
-"""A recompute is given the counts of its forward, so that the host need not wait again: the same ones, and checked."""
+"""Tests that a recompute reuses and checks the counts of its forward, so that the host need not wait again."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Models that do not say when a forward begins, in a loop without Megatron's schedules: each forward has a lane of its own."""
+"""Tests that each forward has its own lane in a loop without Megatron's schedules."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Layers of Megatron's own that are captured and replayed: the same bits with offload beside graphs and inside of them."""
+"""Tests captured and replayed Megatron layers with offload outside and inside the graphs: the same bits."""
 
 import contextlib
 import gc
@@ -107,7 +107,7 @@ def test_delayed_groups_leave_when_the_next_graph_is_launched_and_not_later(monk
     assert left[0] == ["layers.0.expert_fc1 mb=0"]
 
 
-def test_where_another_stage_follows_the_last_groups_leave_at_the_end_of_forward(monkeypatch, caplog):
+def test_the_last_groups_are_offloaded_at_the_end_of_forward_if_another_stage_follows(monkeypatch, caplog):
     offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
     monkeypatch.setattr("fgoffload.integrations.megatron.adapter.layers._find_ending_block", lambda model: None)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):

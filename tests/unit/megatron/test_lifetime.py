@@ -1,4 +1,4 @@
-"""Models and configs before `apply`, after `remove`, copied, refused and partly frozen: the same bits, or an error at once."""
+"""Tests models and configs before `apply`, after `remove`, copied and partly frozen: the same bits, or an error at once."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def freeze(trainer, *trained):
     ],
     ids=str,
 )
-def test_what_recomputes_behind_frozen_parameters_loses_no_gradient(plan, trained, tmp_path):
+def test_a_recomputed_unit_after_frozen_parameters_loses_no_gradient(plan, trained, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     expected = run_backward(None, *trained)
     found = run_backward(make_config(offload_plan=path), *trained)

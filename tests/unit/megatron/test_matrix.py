@@ -1,4 +1,4 @@
-"""Each kind of layer trains to the same bits with offload of every tag that its model has, in one process."""
+"""Trains each kind of layer in one process with offload of every tag that its model has, and compares bitwise."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Offload in real Megatron-Core models and schedules: the same bits, exactly the bytes, and no flag without an effect."""
+"""Tests offload in real Megatron-Core models and schedules: the same bits, exact bytes, and no flag without effect."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""From Megatron's flags to the model and the ranks of a plan."""
+"""Tests how Megatron's flags become the model and the ranks of a plan."""
 
 import argparse
 import dataclasses

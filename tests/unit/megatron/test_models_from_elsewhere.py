@@ -1,4 +1,4 @@
-"""Models from Hugging Face configurations: Megatron's flags say how they are trained."""
+"""Tests Hugging Face configurations with Megatron's flags for the training."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The parameters that the planner gives each rank, against those of models that Megatron-Core builds on the CPU.
+"""Compares the planner's parameters of each rank with models that Megatron-Core builds on the CPU.
 
 Models are built for any rank in this one process: the groups of ranks are stand-ins with a size and a rank, of which building a
 model asks nothing else.
@@ -73,7 +73,7 @@ MODELS = {"dense": DENSE, "biased": BIASED, "mixed": MIXED, "biased experts": BI
 
 
 class Group:
-    """A process group of which only this rank is there."""
+    """A process group with this rank only."""
 
     def __init__(self, size, rank=0):
         self._size, self._rank = size, rank

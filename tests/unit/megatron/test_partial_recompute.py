@@ -1,4 +1,4 @@
-"""First parts of modules that run again: they run twice and what is behind them once, nothing of them stays, and bits stay."""
+"""Tests partial recompute: only the first operations run twice, none of their tensors stay, and results are identical."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""A measured step: the bits of a step without, every segment with its time, and bytes as the engine counts them."""
+"""Tests a measured step: the same bits as without measurement, a time for every segment, and the engine's bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans that keep, recompute or offload, site by site and layer by layer: the same bits, whatever the mix."""
+"""Tests plans that keep, recompute or offload by site and layer: the same bits for any mix."""
 
 import contextlib
 import functools
@@ -161,7 +161,7 @@ def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monk
     ],
     ids=str,
 )
-def test_what_a_layer_cannot_do_is_refused_by_name(plan, message, tmp_path):
+def test_settings_that_a_layer_does_not_support_are_refused_by_name(plan, message, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
     with (

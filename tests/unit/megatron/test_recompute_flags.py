@@ -1,4 +1,4 @@
-"""Megatron's own recompute flags with offload of all that they leave: the same bits as the same recompute without offload."""
+"""Tests Megatron's recompute flags with offload of the remaining tags: the same bits as recompute without offload."""
 
 import contextlib
 from unittest import mock
@@ -46,7 +46,7 @@ def stand_ins(flags):
 
 
 def list_allowed(*modules):
-    """Return the tags of the model that may be offloaded beside `modules`."""
+    """Return the tags of the model that can be offloaded with `modules` recomputed."""
     refused = {tag for module, tag in REFUSED if module in modules}
     refused |= {tag.name for tag in default_tags() if refused.intersection(tag.requires)}
     return [tag for tag in MIXED_TAGS if tag not in refused]

@@ -1,4 +1,4 @@
-"""Recompute within the graph of its forward: the same bits, nothing held, no copies, and refusals that name the reason."""
+"""Tests recompute within the graph of its forward: same bits, no extra memory, no copies, and errors with a reason."""
 
 import contextlib
 import functools
@@ -206,7 +206,7 @@ def test_an_output_that_is_changed_in_place_after_its_use_has_the_gradients_of_i
     assert_same_bits(run(normalize, (6, 16), mode=DETACHED, use=use), run(normalize, (6, 16), mode=BASELINE))
 
 
-def test_who_holds_a_detached_output_finds_a_copy(copied):
+def test_a_reference_to_a_detached_output_sees_a_copy(copied):
     held = []
     found = run(normalize, (6, 16), mode=DETACHED, look=lambda output: held.append(output.detach()))
     assert_same_bits(found, run(normalize, (6, 16), mode=BASELINE))

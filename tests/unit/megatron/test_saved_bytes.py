@@ -1,4 +1,4 @@
-"""The planner's formulas against real Megatron code on the CPU, for the tags whose operators are plain torch everywhere.
+"""Compares the planner's formulas with real Megatron code on the CPU, for tags of plain torch operators.
 
 Those of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes.py`.
 """

@@ -1,4 +1,4 @@
-"""Every tag that has a site in Megatron-Core's local layers: the same bits, and exactly the bytes."""
+"""Tests every tag with a site in Megatron-Core's local layers: the same bits, and exact bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tags of which the flags say that nothing would leave are refused before anything is built, with the flag and the fix."""
+"""Tests that tags that would offload nothing are refused before the model is built, with the flag and the fix."""
 
 import types
 
@@ -34,7 +34,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
     ],
 )
-def test_what_nothing_saves_is_refused(tag, values, says):
+def test_tags_that_save_nothing_are_refused(tag, values, says):
     with pytest.raises(ConfigError, match=says):
         check_tags(OffloadConfig(offload_modules=(tag,)), values)
 
@@ -58,7 +58,7 @@ def test_what_nothing_saves_is_refused(tag, values, says):
         ("expert_fc1", {"num_layers": 2, "use_checkpoint_args": True}),
     ],
 )
-def test_what_something_saves_is_not(tag, values):
+def test_tags_that_save_something_are_not_refused(tag, values):
     check_tags(OffloadConfig(offload_modules=(tag,)), values)
 
 

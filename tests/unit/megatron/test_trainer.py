@@ -1,4 +1,4 @@
-"""The trainer by itself: what it is fed, what it reduces, and what it refuses."""
+"""Tests the trainer alone: its inputs, its reductions and its errors."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The training of the command line: real Megatron-Core models and schedules, the same bits every time."""
+"""Tests training by the command line: real Megatron-Core models and schedules, reproducible bits."""
 
 import os
 
@@ -44,7 +44,7 @@ def test_close_puts_everything_back():
         ),
     ],
 )
-def test_what_is_not_built_is_refused(flags, message):
+def test_flags_that_the_trainer_does_not_support_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         make_trainer(flags, None)
 

@@ -1,4 +1,4 @@
-"""What a plan says that it was made for is what Megatron's config says of the same flags: no training refuses its own plan."""
+"""Tests that a plan's `made_for` agrees with Megatron's config of the same flags."""
 
 import enum
 import types

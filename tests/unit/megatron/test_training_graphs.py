@@ -1,4 +1,4 @@
-"""When a trainer captures CUDA graphs, and what is left of them when it closes. Megatron's captures themselves need a GPU."""
+"""Tests when a trainer captures CUDA graphs and what it releases on close. Megatron's captures need a GPU."""
 
 import pytest
 from support.trainings import DENSE, make_trainer, train
@@ -48,7 +48,7 @@ def _gpu(monkeypatch, seeds):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return what trainers ask of a helper that captures nothing, in order."""
+    """Return the calls of trainers to a helper that captures nothing, in order."""
     found = []
     calculator = load_module("megatron.core.num_microbatches_calculator")
 
@@ -117,7 +117,7 @@ def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay
 
 
 @_NEEDS_NO_STATE
-def test_nothing_of_a_graph_of_the_whole_step_is_left_for_the_next_trainer(monkeypatch):
+def test_a_full_iteration_graph_leaves_nothing_for_the_next_trainer(monkeypatch):
     module = load_module("megatron.core.full_cuda_graph")
     monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
     with make_trainer(FULL, None) as trainer:
@@ -178,7 +178,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     ]
 
 
-def test_what_megatron_raises_while_it_captures_is_one_line(calls, load, monkeypatch):
+def test_an_error_of_megatron_during_capture_is_one_line(calls, load, monkeypatch):
     helper = calls.pop()
 
     def fail(self):

@@ -1,4 +1,4 @@
-"""Where forward of the model is over, the engine hears of it once, behind all layers."""
+"""Tests that the engine is told once, after all layers, that the model's forward is over."""
 
 import pytest
 from support.trainings import DENSE, make_config, make_trainer
@@ -31,9 +31,7 @@ def test_backward_is_expected_once_a_microbatch_behind_the_last_layer(groups, fl
 
 
 @pytest.mark.parametrize("window_bytes", [None, 4096])
-def test_what_a_plan_says_may_be_on_its_way_when_the_loss_begins_is_what_the_engine_is_told(
-    monkeypatch, tmp_path, window_bytes
-):
+def test_the_engine_gets_the_loss_window_of_the_plan(monkeypatch, tmp_path, window_bytes):
     told = []
     monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: told.append(window_bytes))
     plan = OffloadPlan(

@@ -1,4 +1,4 @@
-"""Each parallel layout trains to the same bits with offload. Processes are started once for several trainings.
+"""Trains each parallel layout with and without offload, and compares bitwise. One start of processes serves several runs.
 
 In slow tests each rank is an interpreter of its own, which orders sets of words in its own way.
 """

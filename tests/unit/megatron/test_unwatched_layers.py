@@ -1,4 +1,4 @@
-"""Layers of which nothing leaves cost the host nothing, and say that backward is on its way."""
+"""Tests that layers without offload cost no host time, and still show the position of backward."""
 
 import pytest
 from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, write_plan
@@ -8,7 +8,7 @@ from fgoffload import Action
 pytestmark = pytest.mark.usefixtures("parallel")
 
 
-def test_what_left_is_let_go_of_in_the_layers_behind_it(tmp_path):
+def test_offloaded_storages_are_released_in_later_layers(tmp_path):
     plan = write_plan(tmp_path / "plan.json", {(0, "mlp_act"): Action.OFFLOAD})
     flags = DENSE.replace("--num-layers 2", "--num-layers 4")
     waiting = []

@@ -1,4 +1,4 @@
-"""Where Megatron's host waits for the device: what is ahead of the wait is held, in order, and the bits stay the same."""
+"""Tests the waits of Megatron's host: groups ahead of the wait are held in order, and the bits stay the same."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Modules that call the interface as the development branch's do: the same bits, exactly the bytes, the order of the calls."""
+"""Tests modules that call the interface like the development branch: the same bits, exact bytes, and the order of calls."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Which generation of the interface is there is found by what it has; what is missing or unknown is named."""
+"""Tests that the generation of the interface is detected by its members, and that missing or unknown ones are named."""
 
 import inspect
 import re

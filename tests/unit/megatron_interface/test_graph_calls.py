@@ -1,4 +1,4 @@
-"""What CUDA graphs call: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
+"""Tests the calls of CUDA graphs: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
 
 import logging
 
@@ -14,7 +14,7 @@ def get_expected() -> list[torch.Tensor]:
         return training.step(microbatches=1)
 
 
-def test_nothing_leaves_between_disable_and_enable(caplog):
+def test_no_tensor_is_offloaded_between_disable_and_enable(caplog):
     with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
         interface.disable_offload()

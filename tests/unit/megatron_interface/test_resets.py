@@ -1,4 +1,4 @@
-"""`reset` ends a step only where a forward of a training came before it: Megatron calls it around other things too."""
+"""Tests that `reset` ends a step only after a training forward: Megatron also calls it at other times."""
 
 from support.megatron_stub.training import LAYERS, with_offload
 

@@ -1,4 +1,4 @@
-"""CUDA graphs in a plan: launches of the host, staging slots, and what a capture cannot hold."""
+"""Tests CUDA graphs in a plan: host launches, staging slots, and tags that a capture cannot support."""
 
 import dataclasses
 import re
@@ -107,7 +107,7 @@ def make_plan(*tags, action=Action.OFFLOAD):
     return OffloadPlan(actions={Site(chunk=0, layer=number, tag=tag): action for number in range(4) for tag in tags})
 
 
-def test_what_leaves_from_inside_of_a_graph_takes_two_slots_as_large_as_the_largest_layers():
+def test_offload_inside_a_graph_takes_two_slots_as_large_as_the_largest_layer():
     ranks, plan = build(WHOLE_BLOCK), make_plan("core_attn", "attn_proj")
     # Query, key and value and the attention output: 2sb(3h) and 2sbh.
     slot_bytes = 2 * 2048 * 2 * (3 * 2048 + 2048)
@@ -123,7 +123,7 @@ def test_what_leaves_from_inside_of_a_graph_takes_two_slots_as_large_as_the_larg
 
 
 @pytest.mark.parametrize("graphs", [WHOLE_BLOCK, Graphs(FULL_ITERATION)])
-def test_what_leaves_from_outside_of_a_graph_or_from_that_of_a_full_iteration_takes_no_slot(graphs):
+def test_offload_outside_a_graph_or_in_a_full_iteration_graph_takes_no_slot(graphs):
     ranks = build(graphs)
     plan = OffloadPlan(actions={Site(chunk=0, layer=3, tag="expert_fc1"): Action.OFFLOAD})
     assert simulate(ranks, plan).ranks[0].static_bytes == ranks[0].static_bytes

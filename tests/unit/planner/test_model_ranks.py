@@ -1,4 +1,4 @@
-"""From a model and its ranks to what the simulator takes, and the plan from one call."""
+"""Tests how a model and its ranks become the simulator's input, and planning with one call."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""All ranks of a profile: of a pipeline the step that keeps all takes what the plain step took."""
+"""Tests all ranks of a profile: the simulated baseline of a pipeline takes as long as the measured step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What cannot be meant is refused at once, in one line with the value, the limit and what to do."""
+"""Tests that invalid arguments raise one-line errors with the value, the limit and the fix."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_meant_is_refused_at_once(case):
+def test_meaningless_arguments_are_refused_at_once(case):
     call, says = REFUSED[case]
     with pytest.raises(ConfigError, match=says):
         call()

@@ -1,4 +1,4 @@
-"""What plain torch allows in and around a model, offload allows, with the same bits and the same sharing of memory."""
+"""Tests that usage that plain torch allows also works with offload, with the same bits and the same shared memory."""
 
 import contextlib
 

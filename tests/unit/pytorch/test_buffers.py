@@ -1,4 +1,4 @@
-"""Buffers stay: batch norm writes its running statistics without counting a version."""
+"""Tests that buffers stay on the GPU: batch norm writes its statistics without changing a version."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""One tensor, offloaded and brought back by hand."""
+"""Tests a single tensor that is offloaded and reloaded by hand."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Layers that checkpoint their own `__call__`, as those of transformers before 5.23 do: their inputs are offloaded."""
+"""Tests layers that checkpoint their own `__call__`, as in transformers before 5.23: their inputs are offloaded."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""`torch.compile` of a module in a region, of the model around regions, and of the code around a block: the same bits."""
+"""Tests `torch.compile` of a module in a region, of a model around regions, and of code around a block: the same bits."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Window and prefetch where the user gives none: they fit what the model offloads, and its peak falls."""
+"""Tests the derived window and prefetch: they fit the model's offloaded bytes, and lower its peak."""
 
 import pytest
 from support.models import ATTN_BYTES, MLP_BYTES, check_equal, get_gradients, make_inputs, make_net

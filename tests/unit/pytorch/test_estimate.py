@@ -1,4 +1,4 @@
-"""`fgoffload.estimate_savings` says what offload then does, and moves nothing itself."""
+"""Tests that `fgoffload.estimate_savings` predicts what offload then does, and moves nothing itself."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def test_without_a_model_everything_that_the_forward_saves_is_measured():
         ({"host_budget_bytes": 512}, KeptReason.HOST_BUDGET),
     ],
 )
-def test_what_would_stay_is_said_with_the_reason(options, reason):
+def test_tensors_that_would_stay_are_reported_with_the_reason(options, reason):
     net, inputs = make_net(), make_inputs()
     config = dataclasses.replace(ALL, **options)
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, {"layers.0.attn": "attn"}, config)

@@ -1,4 +1,4 @@
-"""verl's call for FSDP1 and FSDP2: the bits are the same, and checkpoints gather no parameter again."""
+"""Tests verl's call for FSDP1 and FSDP2: the same bits, and no extra gather under checkpoints."""
 
 import dataclasses
 import functools

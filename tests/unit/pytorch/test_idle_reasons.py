@@ -1,4 +1,4 @@
-"""What moves nothing is warned about with its real cause, also where nobody asks; and what is counted is counted once."""
+"""Tests that warnings about tags without effect name the real cause, and that bytes are counted once."""
 
 import dataclasses
 import logging
@@ -50,7 +50,7 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )
-def test_what_moves_nothing_is_warned_about_once_after_three_forwards_with_the_cause(run, pattern, says, caplog):
+def test_a_tag_without_effect_causes_one_warning_with_the_cause_after_three_forwards(run, pattern, says, caplog):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyCpu() if run is None else Wraps(run))
     handle = fgoffload.offload(model, {pattern: "tag"}, ALL)
     for step in range(5):
@@ -63,7 +63,7 @@ def test_what_moves_nothing_is_warned_about_once_after_three_forwards_with_the_c
 
 
 class OnlyCpu(nn.Module):
-    """All that it saves goes to somebody else's hooks."""
+    """Its saved tensors go to other hooks."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():

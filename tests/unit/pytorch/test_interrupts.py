@@ -1,4 +1,4 @@
-"""An exception at any line of ours: no saved-tensor hook stays on the thread, no count is wrong, and the next step is right."""
+"""Raises an exception at each line of our code: no hook remains, counts are right, and the next step is correct."""
 
 import contextlib
 import sys

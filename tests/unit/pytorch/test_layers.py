@@ -1,4 +1,4 @@
-"""Layers that are found without being named."""
+"""Tests finding a model's layers without names."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A memory budget: the same bits, a peak within the budget, and a recompute only where a trial allows it."""
+"""Tests memory budgets: the same bits, a peak within the budget, and recompute only if a trial allows it."""
 
 from types import SimpleNamespace
 

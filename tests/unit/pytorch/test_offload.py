@@ -1,4 +1,4 @@
-"""`fgoffload.offload`: chosen modules of any tree, bitwise identical, in any way in which they are called."""
+"""Tests `fgoffload.offload`: modules of any tree, called in any way, are bitwise identical."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`fgoffload.offload`: what raises leaves no trace, what is undone is gone, and what cannot be is refused."""
+"""Tests how `fgoffload.offload` ends: errors leave no trace, and `remove` restores the model."""
 
 import contextlib
 import copy
@@ -71,7 +71,7 @@ def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_r
 
 
 def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expected: list[torch.Tensor]) -> None:
-    """Check that the next step is right, and that it leaves nothing."""
+    """Check that the next step is correct, and leaves nothing behind."""
     inputs = make_inputs()
     check_equal(expected, get_gradients(net, lambda: net(inputs)))
     assert not has_hooks()
@@ -187,7 +187,7 @@ def test_the_users_filter_and_the_minimum_size_are_obeyed():
     assert tags["attn"].d2h_bytes == 0
 
 
-def test_what_is_not_enabled_replaces_nothing():
+def test_disabled_offload_replaces_nothing():
     net = make_net()
     config = TransferConfig(enabled=False)
     with fgoffload.offload(net, PATTERNS, config) as handle:

@@ -1,4 +1,4 @@
-"""`fgoffload.offload`: two threads, two models, and which device the engine is made for."""
+"""Tests `fgoffload.offload` with two threads and two models, and the choice of the device."""
 
 import contextlib
 import copy

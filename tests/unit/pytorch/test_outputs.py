@@ -1,4 +1,4 @@
-"""What modules return is looked into with care: nothing that it does can break a forward or leave hooks behind."""
+"""Tests that looking into module outputs never breaks a forward or leaves hooks behind."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which modules a glob finds, and what is said where it finds none."""
+"""Tests which modules a glob matches, and the error if it matches none."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What offload in torchtune and in TRL promises, in tests of our own. verl's is in `test_fsdp_switch.py`, on two ranks.
+"""Tests the guarantees of offload in torchtune and TRL. verl's are in `test_fsdp_switch.py`, on two ranks.
 
 Theirs are contexts around a forward, as `fgoffload.saved_tensors` is. Where they allow a tolerance, bits are compared here.
 """

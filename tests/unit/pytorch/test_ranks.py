@@ -1,4 +1,4 @@
-"""DDP and FSDP2 over two processes on Gloo: every loss and gradient bitwise identical, and no parameter moves."""
+"""Tests DDP and FSDP2 over two Gloo processes: losses and gradients bitwise identical, and no parameter offloaded."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def test_losses_and_gradients_are_equal_to_the_bit_on_every_rank(scenario, is_sl
 
 
 @EACH_SCENARIO
-def test_what_moves_are_the_activations_and_no_parameter_is_even_asked_for(scenario, is_slow):
+def test_only_activations_are_offloaded_and_no_parameter_is_inspected(scenario, is_slow):
     shapes = {tuple(parameter.shape) for parameter in make_net().parameters()}
     shapes |= {shape[::-1] for shape in shapes}
     itemsize = 2 if scenario.dtype == "bfloat16" else 4

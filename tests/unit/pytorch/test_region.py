@@ -1,4 +1,4 @@
-"""`fgoffload.region`: regions placed by hand in a model's code."""
+"""Tests `fgoffload.region`: regions placed by hand in a model's code."""
 
 import gc
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_a_region_in_a_block_is_a_group_of_its_own_between_the_blocks_groups():
     block.close()
 
 
-def test_where_no_forward_of_a_handle_runs_a_region_does_nothing():
+def test_a_region_does_nothing_outside_the_forward_of_a_handle():
     model, inputs = make_model(), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
     with fgoffload.offload(nn.Linear(2, 2), config=ALL) as handle:

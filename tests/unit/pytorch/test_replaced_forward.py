@@ -1,4 +1,4 @@
-"""What stands in place of a module's forward: it changes no evaluation, no copy has it, and others may wrap it."""
+"""Tests the object that replaces a module's forward: evaluation is unchanged, copies lack it, and others may wrap it."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What is logged: one line at set-up, one at the end, and a warning for what has no effect."""
+"""Tests the log: one line at setup, one at the end, and a warning for settings without effect."""
 
 import dataclasses
 import logging

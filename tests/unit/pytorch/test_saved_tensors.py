@@ -1,4 +1,4 @@
-"""`fgoffload.saved_tensors`: whatever autograd saves in a block, with backward behind it or inside."""
+"""Tests `fgoffload.saved_tensors` with backward after the block or inside."""
 
 import gc
 import threading
@@ -216,7 +216,7 @@ def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
     block.close()
 
 
-def test_what_lies_on_another_device_stays_and_is_said(caplog):
+def test_tensors_on_another_device_stay_there_and_are_reported(caplog):
     block = fgoffload.saved_tensors(ALL, device=OtherDevice())
     with block:
         loss = make_net()(make_inputs())

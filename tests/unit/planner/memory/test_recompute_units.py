@@ -1,4 +1,4 @@
-"""What units save and what they drop, in bytes counted by hand: of a dense layer, of a mixture, and of latent attention."""
+"""Tests the bytes that units save and drop, counted by hand, for dense, MoE and latent attention layers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What each tag saves, against tensors written down by hand: of layers that were measured, and of layers that two ranks share.
+"""Compares the bytes of each tag with tensors written down by hand, for measured layers and for layers split over two ranks.
 
 A tensor is its shape and type. Those of the measured layers are what Transformer Engine 2.20.2 and megatron-core 0.16.1 saved
 with torch 2.11 on an H200.
@@ -285,7 +285,7 @@ def test_each_expert_pads_its_rows_and_scales_them_by_itself(recipe, each, input
     ],
     ids=str,
 )
-def test_what_two_tags_save_counts_once(shape, tags, shared):
+def test_storages_that_two_tags_save_count_once(shape, tags, shared):
     alone = count_tag_bytes(shape)
     assert count_bytes(shape, tags) == sum(alone[tag] for tag in tags) - sum_bytes(*shared)
 

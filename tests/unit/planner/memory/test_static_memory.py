@@ -1,4 +1,4 @@
-"""Parameters of public models against the numbers that are published, and what a rank's device holds against sums by hand.
+"""Compares parameters of public models with published numbers, and the memory of a rank with sums by hand.
 
 That each rank has the parameters that Megatron builds there is in tests/unit/megatron/test_parameters.py.
 """

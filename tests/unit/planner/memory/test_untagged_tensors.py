@@ -1,4 +1,4 @@
-"""What a layer saves outside of all tags: against tensors written down by hand, and against Megatron's functions on the CPU."""
+"""Compares tensors without a tag with lists written by hand, and with Megatron's functions on the CPU."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def with_biases(**fields):
     ],
     ids=range(7),
 )
-def test_what_is_saved_outside_of_all_tags(shape, tensors):
+def test_tensors_without_a_tag(shape, tensors):
     assert count_untagged(shape) == sum_bytes(*tensors)
 
 

@@ -1,4 +1,4 @@
-"""Models from `config.json`. The figures are those of the makers' own files, as public on Hugging Face."""
+"""Tests models from `config.json`, with figures from the published files on Hugging Face."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How layers are shared out, against what Megatron-Core builds on each rank and chunk."""
+"""Compares the split of layers with the chunks that Megatron-Core builds on each rank."""
 
 import dataclasses
 from types import SimpleNamespace

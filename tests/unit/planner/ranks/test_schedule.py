@@ -1,4 +1,4 @@
-"""Pipelines that Megatron cannot run; `test_schedule_megatron` compares the others with it."""
+"""Tests pipelines that Megatron cannot run; `test_schedule_megatron` compares the others with Megatron."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""The passes of a rank, against what Megatron-Core's own schedules run.
+"""Compares the passes of a rank with Megatron-Core's own schedules.
 
-Its schedule functions run here as they are, for any rank of any pipeline in this one process: what they send to other ranks
-goes nowhere, and the steps that they call are written down instead of run.
+Megatron's schedule functions run unchanged, for any rank of any pipeline in this one process. The tests drop sends to other
+ranks, and record the passes instead of running them.
 """
 
 import types
@@ -22,7 +22,7 @@ transformer = pytest.importorskip("megatron.core.transformer.transformer_config"
 
 
 class Group:
-    """A process group of which only this rank is there."""
+    """A process group with this rank only."""
 
     def __init__(self, size=1, rank=0):
         self._size, self._rank = size, rank
@@ -140,7 +140,7 @@ def test_each_rank_runs_the_passes_of_megatrons_schedule(pipeline):
     ("stages", "chunks", "microbatches", "group_size"),
     [(4, 2, 3, None), (4, 2, 6, None), (4, 2, 8, 3), (2, 2, 4, 5), (3, 2, 9, 4)],
 )
-def test_what_megatron_refuses_is_refused_before_it_starts(stages, chunks, microbatches, group_size):
+def test_flags_that_megatron_refuses_are_refused_before_it_starts(stages, chunks, microbatches, group_size):
     with pytest.raises(ValueError, match="microbatches"):
         Pipeline(stages=stages, chunks=chunks, microbatches=microbatches, group_size=group_size)
     unchecked = types.SimpleNamespace(

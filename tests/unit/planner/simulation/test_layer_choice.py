@@ -1,4 +1,4 @@
-"""What a plan makes of one layer, against lists written down by hand."""
+"""Compares the effect of a plan on one layer with lists written down by hand."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +25,7 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
     ],
     ids=str,
 )
-def test_what_a_layer_cannot_do_is_refused_with_the_pair(actions, message):
+def test_actions_that_a_layer_does_not_support_are_refused_by_name(actions, message):
     with pytest.raises(PlanError, match=message):
         resolve_layer(PLAIN, actions, min_offloaded_numel=0)
 

@@ -1,4 +1,4 @@
-"""The simulator against schedules worked out by hand: seconds, bytes, waits, one rule after the other.
+"""Compares the simulator with schedules worked out by hand: seconds, bytes and waits, one rule at a time.
 
 Links move 10 bytes a second unless a test says otherwise, and a layer of one segment takes 20 s forward and 40 s backward.
 """
@@ -42,7 +42,7 @@ def test_without_a_plan_a_step_is_its_compute_and_its_peak_is_all_that_is_saved(
 # To the host: when copies start, and when their memory goes.
 
 
-def test_what_does_not_fit_into_the_host_budget_stays_and_is_reported():
+def test_tensors_above_the_host_budget_stay_on_the_gpu_and_are_reported():
     rank = make_rank(make_chunk(FC1, FC1, FC1), host_budget_bytes=250)
     result = simulate_rank(rank, offload("expert_fc1", (0, 1, 2)))
     assert (result.d2h_bytes, result.kept_bytes, result.host_peak_bytes) == (200, 100, 200)
@@ -74,7 +74,7 @@ def test_copies_slow_compute_beside_them():
     assert (result.compute_s, result.slowed_s) == (122, 2)
 
 
-def test_what_the_next_backward_wants_first_returns_meanwhile():
+def test_the_first_groups_of_the_next_backward_are_reloaded_meanwhile():
     # Nothing leaves of the second chunk, so the engine does not notice its backwards: F1 is told of B0, and B0 of B1.
     passes = read_passes("F0 F0.1 F1 B0.1 B0 F1.1 B1.1 B1")
     rank = make_rank(make_chunk(FC1), make_chunk(FC1, first_number=1), passes=passes)
@@ -86,7 +86,7 @@ def test_what_the_next_backward_wants_first_returns_meanwhile():
 # What runs again.
 
 
-def test_what_runs_again_takes_its_time_in_backward_and_frees_what_it_drops_until_then():
+def test_recompute_takes_time_in_backward_and_frees_dropped_tensors_until_then():
     unit = UnitModel(
         name="moe_act", segments=("moe_act",), drops=("activated",), before="expert_fc2", extra_s=1.0, extra_bytes=7
     )

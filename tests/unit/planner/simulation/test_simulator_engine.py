@@ -1,8 +1,8 @@
-"""The simulator and the engine itself: the same copies in the same order, at the same times, with the same bytes.
+"""Compares the simulator with the engine: the same copies in the same order, at the same times, with the same bytes.
 
-The engine runs on a device whose clock is made of numbers: segments of compute take the seconds that a layer says, copies
-those of a link, one after the other on each stream, and whoever waits for an event goes on at the event's time. Autograd
-functions save tensors of any size. What the engine does there and what the simulator says of it has to be the same.
+The engine runs on a device with a simulated clock. Segments of compute take the seconds of a layer, and copies the seconds of a
+link, one after the other on each stream. A wait for an event ends at the event's time. Autograd functions save tensors of any
+size. The engine and the simulator must agree.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class ClockDevice(CpuDevice):
         self.restart()
 
     def restart(self):
-        """A step begins, with nothing under way."""
+        """Begin a step with nothing in flight."""
         self._begin_s = self._pass_start_s = self._host_s = max(self._times.values())
         self._times = dict.fromkeys(self._times, self._begin_s)
         self.busy_s = dict.fromkeys(self._rates, 0.0)
@@ -148,7 +148,7 @@ def choose(random, count):
 
 
 class Training:
-    """What the simulator simulates, run by the engine."""
+    """Runs the simulated step with the engine."""
 
     def __init__(self, engine, layers, chosen, *, turns, loss_window_bytes):
         self._turns = turns
@@ -239,7 +239,7 @@ class Lines(logging.Handler):
 
 
 def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
-    """Return the bytes of each group that leaves and of each storage that comes back, the peak, and the time at the end.
+    """Return the bytes of each offloaded group and of each reloaded storage, the peak, and the time at the end.
 
     Of a second step: in the first one the engine learns the order of passes.
     """

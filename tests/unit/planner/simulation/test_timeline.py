@@ -1,4 +1,4 @@
-"""The Chrome trace of a simulated step: what a viewer needs, and the lanes and memory of schedules worked out by hand."""
+"""Tests the Chrome trace of a simulated step: the fields that a viewer needs, and lanes and memory worked out by hand."""
 
 import json
 
@@ -16,7 +16,7 @@ FC1 = make_layer({"expert_fc1": 100})
 
 @pytest.fixture
 def events(tmp_path):
-    """Return the events of one layer that leaves, 10 s each way, and 20 and 40 s of something else behind it."""
+    """Return the events of one offloaded layer, 10 s each way, followed by 20 and 40 s of other ops."""
     output = (Segment(name="output", forward_s=20.0, backward_s=40.0),)
     result = simulate([make_rank(make_chunk(FC1, last=output))], offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
     write_chrome_trace(result, tmp_path / "trace.json", rank=0)

@@ -1,4 +1,4 @@
-"""Measured layers through simulator and solver: every treatment frees what it should, and the plan is near the best of all."""
+"""Tests measured layers in the simulator and solver: treatments free the right bytes, and plans are near the optimum."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Megatron's flags as plans, the settings to compare with, and the flags that come nearest to a plan."""
+"""Tests Megatron's flags as plans, the baselines, and the flags nearest to a plan."""
 
 import pytest
 

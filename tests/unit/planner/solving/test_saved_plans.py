@@ -1,4 +1,4 @@
-"""Plans of today beside saved ones: no plan is more than 0.5% slower, above its budget, or behind a baseline that fits.
+"""Compares plans with saved ones: no plan is over 0.5% slower, above its budget, or slower than a baseline that fits.
 
 `saved_plans.json` has what an earlier search found: the command, and for each action and tag the layers of each chunk. Its
 `step_s` and `peak_bytes` are what the simulator said then; here the saved plan is simulated again.

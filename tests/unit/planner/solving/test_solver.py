@@ -1,4 +1,4 @@
-"""The solver: what it promises of budgets, and what it says where nothing fits."""
+"""Tests the solver: it meets budgets, and explains why no plan fits."""
 
 import dataclasses
 import pickle
@@ -37,7 +37,7 @@ def test_a_larger_budget_is_never_slower():
     assert steps == sorted(steps, reverse=True)
 
 
-def test_where_everything_fits_it_is_kept():
+def test_everything_is_kept_if_it_fits():
     rank = make_toy_rank()
     kept = simulate([rank], OffloadPlan(actions={}))
     everything = solve([rank], budget_bytes=kept.peak_bytes)
@@ -45,7 +45,7 @@ def test_where_everything_fits_it_is_kept():
     assert {decision.reason for decision in everything.decisions} == {"everything fits"}
 
 
-def test_where_nothing_fits_the_error_says_who_lacks_how_much_when_and_what_would_do():
+def test_if_no_plan_fits_the_error_names_rank_missing_bytes_time_and_a_fix():
     # One stage and one layer that cannot move: 1 byte of input, and at least 20 bytes when forward is over, kept or made again.
     rank = make_toy_rank(
         layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100, min_offloaded_numel=99
@@ -101,7 +101,7 @@ def test_a_host_budget_is_kept():
         ({"ranks": []}, "ranks is empty"),
     ],
 )
-def test_what_is_no_size_or_no_rank_is_refused(changes, message):
+def test_invalid_sizes_and_ranks_are_refused(changes, message):
     arguments = {"ranks": [make_toy_rank()], "budget_bytes": 100, **changes}
     with pytest.raises(ConfigError, match=message):
         solve(arguments.pop("ranks"), **arguments)

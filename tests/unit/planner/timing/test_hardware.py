@@ -1,4 +1,4 @@
-"""The hardware table, and hardware that users bring in a file."""
+"""Tests the hardware table, and hardware files of users."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     assert changed.bf16_flop_per_s == get_hardware("h100").bf16_flop_per_s
 
 
-def test_what_is_missing_for_times_is_named_at_once_with_a_file_that_has_it():
+def test_missing_rates_are_named_at_once_with_a_file_that_has_them():
     with pytest.raises(ConfigError, match=r"has no device_memory_bytes_per_s, link.d2h_bytes_per_s, link.h2d_byte") as caught:
         check_for_times(get_hardware("ascend-910b"))
     (example,) = re.findall(r"for example (\{.*\}), or use --profile", str(caught.value))

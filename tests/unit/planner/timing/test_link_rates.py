@@ -1,4 +1,4 @@
-"""The link to the host as the simulator has it: measured rates as they are, makers' in part."""
+"""Tests the simulator's link rates: measured rates are used unchanged, vendors' rates in part."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""How long the segments of a layer take, against numbers worked out by hand.
+"""Compares the times of a layer's segments with numbers worked out by hand.
 
 Most tests have a device that is only limited by what they are about: it computes 1e12 operations a second and memory is
 infinitely fast, or it moves 1e9 bytes a second and computes in no time.
@@ -41,6 +41,6 @@ def test_the_host_waits_before_tokens_leave_and_nowhere_else():
         ({"host_s_per_launch": -1}, r"host_s_per_launch -1 must be finite and at least 0. Use a number, for example 2.5e-05."),
     ],
 )
-def test_what_cannot_be_is_refused_with_field_value_and_fix(fields, message):
+def test_invalid_values_are_refused_with_field_value_and_fix(fields, message):
     with pytest.raises(ConfigError, match=message):
         Efficiency(**fields)

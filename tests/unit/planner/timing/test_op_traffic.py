@@ -1,4 +1,4 @@
-"""What ranks send to each other, and what waits for it: bytes and rates worked out by hand."""
+"""Compares communication between ranks, and the ops that wait for it, with numbers worked out by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Profiles: JSON there and back, what is refused and where, and what the simulator gets of one."""
+"""Tests profiles: JSON round trips, errors with their place, and the simulator's input."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Predicted steps beside published ones, by the hardware table: `published_steps.json` has settings, seconds and sources."""
+"""Compares predictions from the hardware table with published steps; `published_steps.json` has settings and sources."""
 
 import itertools
 import json

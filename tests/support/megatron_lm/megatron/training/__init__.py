@@ -1,1 +1,1 @@
-"""Stands for Megatron-LM's training code, which lies beside its scripts and is no part of the wheel."""
+"""Stands for Megatron-LM's training code, which is in its repository but not in the wheel."""

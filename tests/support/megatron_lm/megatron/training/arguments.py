@@ -1,4 +1,4 @@
-"""A parser in the shape of Megatron-LM's: strict, complete before the script's own flags are added, and checked afterwards."""
+"""A strict parser like Megatron-LM's: it adds its flags before the script's own, and validates them afterwards."""
 
 import argparse
 import os
