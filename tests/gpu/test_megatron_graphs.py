@@ -206,7 +206,9 @@ def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
         train(" ".join(flags))
         found_bytes, pools = find_held()
         assert found_bytes == allocated_bytes
-        assert pools <= earlier_pools or flags == LOCAL  # Megatron never gives back what it allocates in their pool outside of a capture
+        assert (
+            pools <= earlier_pools or flags == LOCAL
+        )  # Megatron never gives back what it allocates in their pool outside of a capture
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
