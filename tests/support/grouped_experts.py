@@ -17,6 +17,7 @@ def make_experts(
     *,
     is_fused: bool,
     is_recomputed: bool = False,
+    is_clamped: bool = False,
     offloads_activation: bool = False,
 ) -> types.SimpleNamespace:
     """Return experts whose forward is Megatron's own between two linears.
@@ -24,9 +25,11 @@ def make_experts(
     Args:
         linear_fc1: Called with the tokens and the tokens of each expert. The second linear saves what it is given.
         is_fused: Whether activation and probabilities are one kernel.
-        is_recomputed: Whether they run again in backward.
+        is_recomputed: Whether they are recomputed in backward.
+        is_clamped: Whether the gate is GPT-OSS's quick GEGLU with clamped halves.
         offloads_activation: Whether they are a site of the tag `moe_act`.
     """
+    activation = load_module("megatron.core.fusions.fused_bias_geglu").quick_gelu if is_clamped else torch.nn.functional.silu
     config = types.SimpleNamespace(
         fp8=None,
         fp4=None,
@@ -34,8 +37,8 @@ def make_experts(
         use_te_activation_func=False,
         bias_activation_fusion=is_fused,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        activation_func_clamp_value=None,
+        activation_func=activation,
+        activation_func_clamp_value=7.0 if is_clamped else None,
         activation_func_fp8_input_store=False,
         glu_linear_offset=0.0,
         # What the development branch asks.
@@ -47,7 +50,7 @@ def make_experts(
     )
     return types.SimpleNamespace(
         config=config,
-        activation_func=torch.nn.functional.silu,
+        activation_func=activation,
         activation_recompute=is_recomputed,
         offload_expert_fc1=False,
         _with_fused_impl=False,

@@ -246,6 +246,9 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     yield _make_input("permuted tokens", "expert_fc1", shape.fp8_recipe, size_bytes)
     # 4sbkf/t: gate and up.
     yield _make("first linears' output", ("moe_act",), _count_activation_input(shape, rows, channels))
+    if shape.has_clamped_gate:
+        # 4sbkf/t: the clamps save their input, and the activation saves their concatenated outputs.
+        yield _make("clamped output", ("moe_act",), 2 * BF16 * rows * channels)
     for name in _list_factors(shape):
         # 2sbkf/t.
         yield _make(name, ("moe_act",), BF16 * rows * channels)

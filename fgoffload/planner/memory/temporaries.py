@@ -198,6 +198,9 @@ def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int
     """Return the temporaries of the experts' activation; the dispatcher's callers reference `held` bytes in forward."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
+    if sizes.shape.has_clamped_gate:
+        # The outputs of both clamps beside their concatenation, which is saved; in backward a second gradient of that size.
+        return ExtraBytes(forward=held + 2 * wide + inner, backward=sizes.hidden + 2 * wide + inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
     # The product with the probabilities has their dtype. Its gradient is multiplied into two tensors of the same size, for the

@@ -169,6 +169,8 @@ class LayerShape:
     has_fused_activation: bool = True
     """Whether one kernel computes a gated activation, for experts with the probabilities. With `--no-bias-swiglu-fusion` each
     operator saves its own inputs. Without a gate both save the same."""
+    has_clamped_gate: bool = False
+    """Whether experts clamp their first linears' output before the activation: one more tensor of that size is saved."""
     has_linear_bias: bool = False
     """Whether all linear layers have biases. Those of the experts' second linears are added by separate operators, which save
     and compute more; other linears save the same, and some units cannot be recomputed beside them."""

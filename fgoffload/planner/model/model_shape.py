@@ -73,7 +73,8 @@ class ModelShape:
     output."""
     has_fused_activation: bool = True  # whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
-    """Whether the gate is quick-GeGLU: `--quick-geglu`, clamped or not."""
+    """With `--quick-geglu`, whose saved bytes are known only with fusion. Experts clamp their first linears' output before this
+    gate, as in GPT-OSS."""
     has_tied_embeddings: bool = False
     """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False  # whether all linear layers have biases, the router included: without `--disable-bias-linear`

@@ -49,6 +49,7 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
         has_fused_activation=model.has_fused_activation or not model.is_gated,
         has_linear_bias=model.has_linear_bias,
         has_attention_sinks=model.has_attention_sinks,
+        has_clamped_gate=model.has_quick_gate,
         has_hidden_dropout=model.has_hidden_dropout,
         has_mtp_projection=number >= model.num_layers,
         fp8_recipe=model.fp8_recipe,

@@ -52,6 +52,12 @@ _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 """The same costs with probabilities in fp32: products are twice as large, and are copied to bf16. In backward the gradient is
 copied to fp32 first, and the gradient of the rows is copied back."""
 
+_CLAMP = (8, 10)
+"""Tensors as large as the activation's output that clamping both halves of its input moves, forward and backward. Forward: each
+clamp reads and writes half, and a concatenation moves both. Backward: each clamp reads a gradient and its input.
+
+Source: `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, megatron-core 0.19.2."""
+
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
     """Return the operations of each segment of the second half, in forward order."""
@@ -161,13 +167,12 @@ def _list_expert_work(shape: LayerShape, experts: ExpertsShape, execution: Execu
     width = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     first = make_linear(shape, rows, shape.hidden_size, sizes.gates * width, experts=local)
     second = make_linear(shape, rows, width, shape.hidden_size, experts=local)
-    activation, activation_backward = make_activation_works(
-        shape, sizes.expert_inner, probability_bytes=experts.router.dtype_bytes
-    )
+    activation = make_activation_works(shape, sizes.expert_inner, probability_bytes=experts.router.dtype_bytes)
+    clamp = [make_moves(moved * sizes.expert_inner, kernels=3) for moved in _CLAMP] if shape.has_clamped_gate else []
     bias, bias_backward = _list_output_bias(shape, experts, rows)
     return (
         SegmentWork("expert_fc1", PassWork(first.list_forward()), PassWork(first.list_backward(execution))),
-        SegmentWork("moe_act", PassWork((activation,)), PassWork((activation_backward,))),
+        SegmentWork("moe_act", PassWork((*clamp[:1], activation[0])), PassWork((activation[1], *clamp[1:]))),
         SegmentWork(
             "expert_fc2",
             PassWork((*second.list_forward(), *bias)),

@@ -99,13 +99,17 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_recomputes_bitwise(dtype, is_fused):
+@pytest.mark.parametrize("kind", ["fused", "unfused", "clamped"])
+def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_recomputes_bitwise(dtype, kind):
+    options = {"is_fused": kind != "unfused", "is_clamped": kind == "clamped"}
+    offset = [2] if kind == "clamped" else []  # the gate's linear offset, a tensor of one number
     experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype.itemsize))
-    shape = LayerShape(**ATTENTION, experts=experts, has_fused_activation=is_fused)
-    saved, expected = run_experts(dtype, is_fused=is_fused)
-    assert sum(saved) == count_bytes(shape, ("moe_act", "expert_fc2"))
-    saved, found = run_experts(dtype, is_fused=is_fused, is_recomputed=True)
+    shape = LayerShape(
+        **ATTENTION, experts=experts, has_fused_activation=options["is_fused"], has_clamped_gate=options["is_clamped"]
+    )
+    saved, expected = run_experts(dtype, **options)
+    assert sum(saved) == count_bytes(shape, ("moe_act", "expert_fc2")) + sum(offset)
+    saved, found = run_experts(dtype, **options, is_recomputed=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     # Gate and up, whole, and the probabilities; and the second linear's input, which is emptied until then.
     assert sorted(saved) == sorted([240 * 40 * 2, 240 * dtype.itemsize, 240 * 20 * 2])
