@@ -8,6 +8,7 @@ a GPU: it copies to another buffer and drops the source, so a bug gives a wrong 
 
 import abc
 import contextlib
+import functools
 import mmap
 import resource
 import time
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fgoffload.engine.cuda_copies import find_cuda_copies
+from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
 from fgoffload.engine.torch_internals import find_raw_stream_getter, get_stream, sleep_on_device
@@ -28,7 +30,7 @@ from fgoffload.units import MIB, format_bytes
 Stream: TypeAlias = Any
 """Queue of device work: `torch.Stream`, or another device's equivalent. Hashable, compared with `==`."""
 Event: TypeAlias = Any
-"""Point in a stream: `torch.Event`, or another device's equivalent."""
+"""Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
 """Bytes of a host copy that a comparison copies to the device at a time, which must be few."""
@@ -225,6 +227,8 @@ class AcceleratorDevice(Device):
         """Streams by the driver's address. Streams with equal addresses are one queue."""
         # The driver synchronizes copies of pageable memory, so torch handles those.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
+        self._events = EventPool(functools.partial(torch.Event, device=self._device))
+        self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
     def current_stream(self) -> Stream:  # noqa: D102
         if self._get_address is None:
@@ -240,21 +244,22 @@ class AcceleratorDevice(Device):
         return stream  # type: ignore[no-any-return]
 
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:  # noqa: D102
-        event = torch.Event(device=self._device, enable_timing=is_timed)
-        event.record(stream)
-        return event
+        return (self._timed_events if is_timed else self._events).record(stream)
 
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:  # noqa: D102
-        stream.wait_event(event)
+        stream.wait_event(event.event)
+
+    def wait_stream(self, stream: Stream, other: Stream, hazard: Hazard) -> None:  # noqa: D102
+        self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.query())  # captured work does not run
+        return not self.is_capturing() and bool(event.event.query())  # captured work does not run
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
-        event.synchronize()
+        event.event.synchronize()
 
     def measure_seconds(self, start: Event, end: Event) -> float:  # noqa: D102
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.event.elapsed_time(end.event)) / 1e3
 
     def stall(self, seconds: float) -> None:  # noqa: D102
         if self.type == "cuda":

@@ -57,6 +57,17 @@ def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
     assert (first.waits, second.waits) == (["source"], ["another source"])
 
 
+def test_an_event_in_use_is_not_recorded_again():
+    # A later query or wait would otherwise be about another copy.
+    device = AcceleratorDevice()
+    held = [device.record_event(f"copy {number}") for number in range(3)]
+    also_held = held[1]
+    del held[1]
+    later = [device.record_event(f"later copy {number}") for number in range(3)]
+    assert [point.event.stream for point in (held[0], also_held, held[1])] == ["copy 0", "copy 1", "copy 2"]
+    assert [point.event.stream for point in later] == [f"later copy {number}" for number in range(3)]
+
+
 class Runtime:
     """Stands for CUDA's runtime: copies at once, and keeps what it was asked."""
 
