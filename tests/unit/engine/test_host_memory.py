@@ -183,7 +183,9 @@ def make_cuda_device(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
         monkeypatch.setattr(
-            torch, "Event", lambda device, enable_timing: types.SimpleNamespace(record=lambda stream: None, query=lambda: True)
+            torch,
+            "Event",
+            lambda device, enable_timing=False: types.SimpleNamespace(record=lambda stream: None, query=lambda: True),
         )
         return AcceleratorDevice(host_memory=HostMemory.PINNED), cudart
 

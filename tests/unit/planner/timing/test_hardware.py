@@ -65,7 +65,7 @@ def test_missing_rates_are_named_at_once_with_a_file_that_has_them():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"device_memory_bytes": "80PB"}, r"device_memory_bytes '80PB' is not a size. .* as in 60GiB"),
+        ({"device_memory_bytes": "80PB"}, r"device_memory_bytes '80PB' is not a size. .* for example 60GiB"),
         ({"bf16_flop": 1e12}, r"hardware has no field 'bf16_flop'. Did you mean 'bf16_flop_per_s'\?"),
         *(({name: -1}, rf"{name} -1 must be finite and above 0") for name in RATES),
     ],
