@@ -35,8 +35,9 @@ class LibraryLog(logging.Handler):
         if self._held is not None:
             self._held.append(record)
             return
-        message = shorten_message(" ".join(record.getMessage().split()))
         is_warning = record.levelno >= logging.WARNING
+        text = record.getMessage()
+        message = shorten_message(" ".join(text.split())) if is_warning else text  # a plan has several lines
         if message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
         self._shown.add(message)

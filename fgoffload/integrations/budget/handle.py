@@ -245,6 +245,7 @@ class BudgetOffload(ModelOffload):
         self._measures, self._tried_numel, self._corrections = False, numel, 0
         if isinstance(planned, BudgetError):
             if self.planned is None:
+                self.close()
                 raise planned
             logger.warning("%s got a larger input than planned, and offloads all its activations: %s", self.name, planned)
             return

@@ -55,6 +55,9 @@ class ModelOffload(EngineOwner):
     Two threads may run the model at once, each in its own forward.
     """
 
+    is_of_trainer = False
+    """Whether a trainer's callback created the handle, so that the model's next training run may replace it."""
+
     def __init__(
         self, model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice
     ) -> None:

@@ -11,7 +11,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.budget.memory import check_memory
 from fgoffload.integrations.pytorch.entry import explain, offload
 from fgoffload.integrations.pytorch.layers import find_layers
-from fgoffload.integrations.pytorch.model import ModelOffload, offload_sites
+from fgoffload.integrations.pytorch.model import ModelOffload, find_handle, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import GIB
@@ -32,7 +32,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. Three numbers of
     the last step are added to the trainer's log: `offload/saved_gib`, the memory freed between a forward and its backward;
-    `offload/percent`, its share of the bytes that the layers save; and `offload/wait_ms`, how long compute waited for copies.
+    `offload/percent`, its share of the bytes that the layers save, without a budget; and `offload/wait_ms`, how long compute
+    waited for copies.
     `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
@@ -53,6 +54,10 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
+        if isinstance(modules, str) and modules[:1].isdigit():
+            raise ConfigError(
+                f"modules {modules!r} is not a glob. For a memory budget, use OffloadCallback(memory={modules!r})."
+            )
         if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
         self.handle: ModelOffload | None = None
@@ -80,26 +85,30 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             return
         if self.handle is None:
             _warn_of_rivals(args, model)
+            earlier = find_handle(model)
+            if earlier is not None and earlier.is_of_trainer:
+                earlier.close()  # an error or interrupt ended that training run
         elif not self.handle.is_for(model):
             self.handle.close()
         elif self._memory is not None:
             return
         if self._memory is not None:
-            self._uses_cache = getattr(model.config, "use_cache", None)
+            self._uses_cache = getattr(getattr(model, "config", None), "use_cache", None)
             if self._uses_cache:
                 model.config.use_cache = False
             self.handle = offload(model, config=self._config, memory=self._memory, memory_reserve=self._memory_reserve)
-            return
-        sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
-        self.handle = offload_sites(model, sites, self._config)
+        else:
+            sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
+            self.handle = offload_sites(model, sites, self._config)
+        self.handle.is_of_trainer = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Read the statistics of the step, and log the saved memory once."""
+        """Read the statistics of the step. Without a budget, whose plan is logged, log the saved memory once."""
         if self.handle is None:
             return
         self.handle.stats()
         self._steps += 1
-        if self._steps == REPORTED_STEP and state.is_local_process_zero:
+        if self._memory is None and self._steps == REPORTED_STEP and state.is_local_process_zero:
             totals = self.handle.last_totals
             logger.info("Memory saved: %.3g GiB (%.0f%%)", totals.freed_bytes_per_forward / GIB, totals.percent)
 
@@ -116,7 +125,9 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if self.handle is None or logs is None or "loss" not in logs:
             return
         totals, stats = self.handle.last_totals, self.handle.last_stats
-        found = {"offload/saved_gib": totals.freed_bytes_per_forward / GIB, "offload/percent": totals.percent}
+        found = {"offload/saved_gib": totals.freed_bytes_per_forward / GIB}
+        if self._memory is None:
+            found["offload/percent"] = totals.percent
         if stats is not None and self.handle.config.is_timed:
             found["offload/wait_ms"] = 1e3 * sum(tag.seconds.get(TimeKind.WAIT, 0.0) for tag in stats.tags.values())
         logs.update(found)

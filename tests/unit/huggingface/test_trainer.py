@@ -21,7 +21,7 @@ from support.models import check_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fgoffload import TransferConfig
+from fgoffload import BudgetError, TransferConfig
 
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
@@ -71,6 +71,25 @@ def test_training_within_a_memory_budget_is_bitwise_identical(callback_type, tmp
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.budget")
     compare(tmp_path, callback_type(config=ALL, memory="400KiB"), lambda: make_llama(use_cache=False))
     assert re.search(r"layer \d \(LlamaDecoderLayer\), .* saved: .*(offload|recompute)", caplog.text)
+
+
+def test_a_training_run_that_an_error_ended_does_not_block_the_next(callback_type, tmp_path):
+    model = make_llama(use_cache=False)
+    with pytest.raises(BudgetError, match="too small"):
+        make_trainer(model, tmp_path, callback_type(config=ALL, memory="1KiB")).train()
+    make_trainer(model, tmp_path).train()  # without offload
+
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, *args, **others):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(model, tmp_path, callback_type(config=ALL, memory="400KiB"), Interrupt()).train()
+    trainer = make_trainer(model, tmp_path, callback_type(config=ALL))
+    trainer.train()
+    assert get_logged(trainer, "percent") == [100] * 4
 
 
 def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, caplog):
