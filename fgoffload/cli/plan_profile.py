@@ -75,7 +75,7 @@ def _compare_runs(
     training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> Iterator[tuple[str, object, object]]:
     """Yield name, measured value and planned value of each difference."""
-    source = str(checked.model)  # so that warnings equal those about the planned run, and are shown once
+    source = str(checked.model)  # so that warnings match the planned run's, and are shown once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
     # Parallel sizes first: others follow from them, such as the padded vocabulary.
