@@ -1,4 +1,4 @@
-"""Builds the ranks of a plan from a profile, after checking that the profile is of the planned training run.
+"""Builds the ranks of a plan from a profile, after checking that the profile is for the planned training run.
 
 A profile fixes times, saved bytes and static memory. The number of microbatches, the reserve, window, prefetch and the
 smallest offloaded size may differ. Everything else is compared, so that no plan is made for another model.

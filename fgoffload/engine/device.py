@@ -202,7 +202,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside of it."""
+    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside that mode."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 

@@ -114,7 +114,7 @@ def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor
     recipe = None if latent.has_qk_norm else shape.fp8_recipe
     for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
         if rank is not None:
-            # 2sb rank/t: input of the up-projection, or of the norm that is fused into it.
+            # 2sb rank/t: input of the up-projection, or of the norm fused into it.
             size_bytes = count_input_bytes(recipe, rows=shape.tokens, channels=rank)
             yield _make_input(f"compressed {name}", "qkv_linear", recipe, size_bytes)
         if latent.has_qk_norm:
