@@ -229,11 +229,11 @@ RECOMPUTE_UNITS = (
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
     RecomputeUnit(name="attn_norm", recompute_module="layernorm"),
-    RecomputeUnit(name="qkv_linear", excludes=("core_attn",)),  # with the norm that is fused with it, and rotary embeddings
+    RecomputeUnit(name="qkv_linear", excludes=("core_attn",)),  # with the norm fused into it, and rotary embeddings
     RecomputeUnit(name="mla_up_proj", recompute_module="mla_up_proj"),
     RecomputeUnit(name="core_attn", recompute_module="core_attn", covers=("core_attn",)),  # attention without its projections
     RecomputeUnit(name="mlp_norm", recompute_module="layernorm"),
-    RecomputeUnit(name="mlp_fc1", covers=("mlp_act", "mlp_fc2")),  # with the norm that is fused with it, and the activation
+    RecomputeUnit(name="mlp_fc1", covers=("mlp_act", "mlp_fc2")),  # with the norm fused into it, and the activation
     RecomputeUnit(name="mlp", recompute_module="mlp", covers=_MLP_TAGS),  # a dense MLP
     RecomputeUnit(name="moe", recompute_module="moe", covers=(*_MOE_TAGS, "dispatch")),  # router, dispatch and all experts
     RecomputeUnit(name="shared_expert", recompute_module="shared_experts", covers=("shared_expert",)),

@@ -32,8 +32,8 @@ class TransferConfig:
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
-        window_bytes: Bytes that may be in flight to the host before compute waits. None derives it, see `derive_policy`.
-        prefetch_bytes: Bytes that may be reloaded before backward needs them. None derives it, see `derive_policy`.
+        window_bytes: Bytes that may be in flight to the host before compute waits. None uses `derive_policy`.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. None uses `derive_policy`.
         host_budget_bytes: Limit of this process's host memory; tensors that do not fit stay on the GPU. None uses this
             process's share of 60% of the free host memory.
         host_memory: Pinned memory is faster. Use pageable memory if the limit for pinned memory (`ulimit -l`) is low.

@@ -12,7 +12,7 @@ class Watched(enum.Enum):
     """
 
     LAYER = "the whole layer"
-    FOLLOWED = "the whole layer, where no op outside of sites saves an offloaded storage"
+    FOLLOWED = "the whole layer, if no op outside the sites saves an offloaded storage"
     ATTENTION = "only attention"
     NOTHING = "nothing"  # no op outside of sites saves an offloaded storage
 

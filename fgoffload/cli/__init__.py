@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return the exit code.
 
     Args:
-        argv: Words after the program's name. None uses `sys.argv`, and then Ctrl-C ends the process here.
+        argv: Command-line arguments without the program's name. None uses `sys.argv`, and then Ctrl-C ends the process here.
     """
     log = LibraryLog()
     try:

@@ -39,7 +39,7 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
     if measured.ranks:
         if checked.gpu is not None or checked.hardware is not None:
             raise ConfigError(
-                f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile}, which is of a "
+                f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile}, recorded in a "
                 "training run, both name the device. Use one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)

@@ -27,7 +27,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
     Raises:
         ConfigError: The file cannot be written.
     """
-    axes = draw_axes(4, title, x="ms of the step, predicted", y=f"GiB on pipeline rank {rank}, the plan's highest peak")
+    axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"GiB on pipeline rank {rank}, the plan's highest peak")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]

@@ -1,4 +1,4 @@
-"""Builds the ranks of a plan from a profile, after checking that the profile is of the planned training run.
+"""Builds the ranks of a plan from a profile, after checking that the profile is for the planned training run.
 
 A profile fixes times, saved bytes and static memory. The number of microbatches, the reserve, window, prefetch and the
 smallest offloaded size may differ. Everything else is compared, so that no plan is made for another model.
@@ -75,7 +75,7 @@ def _compare_runs(
     training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> Iterator[tuple[str, object, object]]:
     """Yield name, measured value and planned value of each difference."""
-    source = str(checked.model)  # so that warnings equal those about the planned run, and are shown once
+    source = str(checked.model)  # so that warnings match the planned run's, and are shown once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
     # Parallel sizes first: others follow from them, such as the padded vocabulary.

@@ -106,7 +106,7 @@ def build_decision_table(report: PlanReport) -> Table:
 
 
 def build_kept_table(report: PlanReport) -> Table:
-    """Return a table of kept tags and units. Those with the same kind of layer, count and reason share a row."""
+    """Return a table of kept tags and units. Entries with the same kind of layer, count and reason share a row."""
     table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last=("why",), title="What it keeps")
     counts: Counter[tuple[str, str, str]] = Counter()
     for decision in report.solution.decisions:

@@ -202,7 +202,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside of it."""
+    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside that mode."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 
@@ -225,7 +225,7 @@ class AcceleratorDevice(Device):
         self._get_address = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
         """Streams by the driver's address. Streams with equal addresses are one queue."""
-        # The driver synchronizes copies of pageable memory, so torch handles those.
+        # The driver synchronizes copies of pageable memory, so torch makes these copies.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))

@@ -2,7 +2,7 @@
 
 [Note: Reused events]
 Creating, recording and dropping an event costs 2.4 us of CPU time on an H200 host. Reusing one costs 0.9 us. Each
-offloaded group has two events, besides those of waits. A reused event marks another point, perhaps of another stream, so a
+offloaded group has two events, plus events for waits. A reused event marks another point, perhaps on another stream, so a
 later query would say nothing about the first copy. So an event returns to its pool only with the last reference to the result
 of `EventPool.record`. Queued waits need no reference: a stream waits for the point that the event marked when the wait was
 queued.

@@ -85,7 +85,7 @@ class Group(ScheduledGroup):
         super().spend()
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still needs, in the order of saving: all, or those in one of `states`."""
+        """Return the saved storages that autograd still needs, in save order: all, or only storages in one of `states`."""
         living = [saved for reference in self._saved.values() if (saved := reference()) is not None]
         return [saved for saved in living if saved.state in states] if states else living
 

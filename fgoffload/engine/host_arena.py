@@ -1,6 +1,6 @@
 """Allocates host memory for offloaded storages, from slabs within a budget.
 
-[Note: A host block that is still read]
+[Note: A host block that is still being read]
 A block returns to the arena when its last reference dies. A copy to the device may still have to read it then. So a free range
 keeps that copy's event, and the next writer waits for it. A copy to the host that still writes the range needs no event, since
 those copies run in order on one stream.

@@ -49,7 +49,7 @@ class HostBlock:
         self.parts = place.parts
         """Parts of the block in order, each uint8 `[n]` on the host. See [Note: A block of several parts]."""
         self.reads_to_wait_for = tuple(reads)
-        """Events after which the block may be written. See [Note: A host block that is still read]."""
+        """Events after which the block may be written. See [Note: A host block that is still being read]."""
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return each part of the block with the range of the contiguous `tensor` to copy to or from it, in the same type."""

@@ -67,8 +67,8 @@ def _read_available_bytes(root: Path) -> int:
 def _read_cgroup_free_bytes(root: Path) -> int:
     free_bytes = _NO_LIMIT
     for kind, mount, group in _list_own_groups(root):
-        # A mount may begin at an ancestor of the group, whose path then continues below the mount. A group outside of the mount
-        # is hidden, so the mount stands for it.
+        # A mount may begin at an ancestor of the group, whose path then continues below the mount. A group outside the mount
+        # is hidden, so we read the mount itself.
         names = [] if ".." in group.parts else group.parts[1:]
         paths = (mount.joinpath(*names[first:]) for first in range(len(names)))
         own = next((path for path in paths if path.is_dir()), mount)

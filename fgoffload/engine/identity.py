@@ -56,7 +56,7 @@ class Contents(NamedTuple):
     """Identity of a storage's bytes. Equal values mean unchanged bytes, except for writes that torch does not count."""
 
     version: int
-    """Number of changes in place."""
+    """Number of in-place changes."""
     address: int
     """Address of the bytes. A storage that is emptied and refilled usually gets other memory."""
     nbytes: int

@@ -140,7 +140,7 @@ class SavedRegistry:
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Forget storages that autograd released. Those that are still alive stay on the device from now on."""
+        """Forget storages that autograd released. Storages still alive stay on the device from now on."""
         dropped = self._transfers.dropped
         while dropped:
             storage, has_left = dropped.popleft()

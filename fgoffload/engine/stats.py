@@ -29,7 +29,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """Kind of time that is measured for each tag, by the GPU's clock."""
+    """Kind of time measured on the GPU for each tag."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"
@@ -59,9 +59,9 @@ class TagStats:
     dropped_storages: int = 0
     """Number of storages that autograd had dropped before their group was offloaded."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes that stayed on the GPU, by the value of their `KeptReason`, without parameters."""
+    """Bytes that stayed on the GPU, by the value of their `KeptReason`, excluding parameters."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
-    """Seconds of copies and waits by the GPU's clock. Empty unless they are measured."""
+    """Seconds of copies and waits, measured on the GPU. Empty unless times are measured."""
 
     def add_kept(self, reason: KeptReason, size_bytes: int) -> None:
         """Count `size_bytes` that stay on the device for `reason`."""

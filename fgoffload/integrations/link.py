@@ -71,7 +71,7 @@ class _Buffers:
             device.copy_bytes(destination=destination, source=source, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
-        """Return the seconds of `count` concurrent copies in each of `directions`: those of the slower direction."""
+        """Return the seconds of `count` concurrent copies in each of `directions`, for the slower direction."""
         device = self.device
         streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
         starts = [device.record_event(stream, is_timed=True) for stream in streams]

@@ -4,15 +4,15 @@
 
 `entry` has an example; docs/concepts/planner.md explains how it works. Folders:
 
-| folder | contents | begin with |
+| folder | contents | start with |
 |---|---|---|
 | `ranks` | passes and layers of each pipeline rank | `rank_model`, `layer_model`, `schedule` |
 | `model` | shape of a model, and its split over ranks | `model_shape`, `parallelism`, `huggingface` |
 | `operations` | operations of a layer, for any device | `ops`, `attention_ops`, `mlp_ops` |
 | `memory` | bytes | `saved_bytes`, `static_memory` |
 | `timing` | seconds, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
-| `simulation` | time, peak and waits of a plan | `simulator`, `layer_choice`, `timeline` |
-| `solving` | the plan, and the baselines beside it | `solver`, `megatron_flags` |
+| `simulation` | step time, peak memory and waits under a plan | `simulator`, `layer_choice`, `timeline` |
+| `solving` | the plan, and baselines to compare it with | `solver`, `megatron_flags` |
 
 Imports go one way. `model`, `operations`, `memory` and `timing` build on each other in this order, and `model_ranks` makes
 `ranks` from them. `simulation`, and `solving` on top of it, know only `ranks`, no model and no device.

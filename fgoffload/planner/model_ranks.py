@@ -45,7 +45,7 @@ class Assumptions:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum elements that a group saves of a storage to offload it. Smaller ones stay on the GPU."""
+    """Minimum elements of a storage that a group must save to offload it. Smaller storages stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution of layers. Context parallel size and attention window are set from model and parallel sizes."""
     graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture

@@ -1,7 +1,7 @@
 """Times steps with plans, alternating with baseline steps, to find how much copies slow a launch-bound step.
 
 [Note: Which plans are compared]
-There are two plans. The first offloads in all layers as many tags as compute can hide, which adds little CPU work besides
+There are two plans. The first offloads as many tags in all layers as compute can hide, which adds little CPU work besides
 copies. The second is for a budget halfway between full recompute and the baseline, which adds a lot of CPU work. A plan without
 copies is skipped. Plans and the baseline take turns, a few steps each, since the speed of a host changes from minute to minute.
 """
@@ -117,7 +117,7 @@ def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan,
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan that offloads in all layers the largest tags whose copies compute can hide."""
+    """Return the plan that offloads the largest tags whose copies compute can hide, in all layers."""
     tags = default_tags()
     keeping_s = simulate(ranks, NOTHING).step_s
     best = NOTHING

@@ -177,7 +177,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the activation bytes of the body in `ledger`, except those of saved-tensor hooks that are not ours."""
+        """Count the activation bytes of the body in `ledger`, except bytes from other saved-tensor hooks."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield

@@ -185,7 +185,7 @@ class TrainingArguments:
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
-    # Each check yields its faults, of which the first is raised.
+    # Each check yields its faults. We raise the first.
 
     def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")

@@ -173,4 +173,4 @@ def test_a_link_that_was_measured_takes_the_place_of_the_tables_and_of_nothing_e
 def test_a_device_is_refused_with_the_profile_of_a_training_run(capsys, arguments, profile):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile}, which is of a training run, both name the device. Use one of them." in err
+    assert f"--gpu and --profile {profile}, recorded in a training run, both name the device. Use one of them." in err

@@ -30,7 +30,7 @@ class RunTotals:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the regions saved, without parameters."""
+        """Bytes that the regions saved, excluding parameters."""
         return self.d2h_bytes + self.kept_bytes
 
     @property

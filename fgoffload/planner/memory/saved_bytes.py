@@ -114,7 +114,7 @@ def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor
     recipe = None if latent.has_qk_norm else shape.fp8_recipe
     for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
         if rank is not None:
-            # 2sb rank/t: input of the up-projection, or of the norm that is fused into it.
+            # 2sb rank/t: input of the up-projection, or of the norm fused into it.
             size_bytes = count_input_bytes(recipe, rows=shape.tokens, channels=rank)
             yield _make_input(f"compressed {name}", "qkv_linear", recipe, size_bytes)
         if latent.has_qk_norm:
@@ -288,7 +288,7 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 
 
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
-    """Return the bytes that an activation saves of the first linear's output: `[rows, 2 channels]`, or half without a gate.
+    """Return the bytes of the first linear's output that an activation saves: `[rows, 2 channels]`, or half without a gate.
 
     An unfused activation saves only the gate, a view that spans everything except the up-projection of the last row, 2f/t. The
     whole span is kept or offloaded.
@@ -310,7 +310,7 @@ def _list_factors(shape: LayerShape) -> tuple[str, ...]:
 
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
-    """Return the bytes that a row-parallel linear saves of its input: 2sb channels/t in bf16."""
+    """Return the bytes of its input that a row-parallel linear saves: 2sb channels/t in bf16."""
     rows = LayerSizes(shape).rows
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)
 
@@ -359,7 +359,7 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
+    """Yield the tensors that the permutation saves in addition to the tensors of `moe_combine`."""
     if not experts.has_fused_permutation:
         # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
         yield _make("sorted places of the permutation", (), INT64 * shape.tokens * experts.num_experts)

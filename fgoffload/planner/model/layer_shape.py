@@ -172,7 +172,7 @@ class LayerShape:
     has_clamped_gate: bool = False
     """Whether experts clamp their first linears' output before the activation: one more tensor of that size is saved."""
     has_linear_bias: bool = False
-    """Whether all linear layers have biases. Those of the experts' second linears are added by separate operators, which save
+    """Whether all linear layers have biases. Biases of the experts' second linears are added by separate operators, which save
     and compute more; other linears save the same, and some units cannot be recomputed beside them."""
     has_attention_sinks: bool = False  # with `--softmax-type learnable`: attention saves one more number per head
     has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0

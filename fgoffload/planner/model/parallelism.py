@@ -43,7 +43,7 @@ class Parallelism:
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
-    """Model chunks per pipeline rank. Defaults to those of `pipeline_layout`, or 1 without one; `chunks` has the result."""
+    """Model chunks per pipeline rank. Defaults to the number in `pipeline_layout`, or 1 without it; `chunks` has the result."""
     context_parallel_size: int = 1  # ranks that share each sequence
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1

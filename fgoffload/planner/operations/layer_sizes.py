@@ -59,7 +59,7 @@ class LayerSizes:
 
     @property
     def gates(self) -> int:
-        """Number of inputs of an activation, each as large as its output: gate and up, or one."""
+        """Number of equal parts in an activation's input: 2 with a gate, otherwise 1."""
         return 2 if self.shape.is_gated else 1
 
     @property

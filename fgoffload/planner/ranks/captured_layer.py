@@ -2,9 +2,9 @@
 
 No Python runs in a graph, so captured modules cannot be recomputed. Inputs and outputs of a graph stay on the GPU, at fixed
 addresses. Other tensors of a captured module are offloaded through the engine's staging slots, which all layers share. Slots
-count as static memory; each is as large as the tensors that the largest layer offloads from its graph. Waits of a graph for a
-slot are not simulated: if copies are slower than compute, a step takes longer than predicted. A full iteration copies tensors
-without staging, like eager steps.
+count as static memory; each is as large as the tensors that the largest layer offloads from its graph. The simulation ignores
+that a graph waits for a slot: if copies are slower than compute, a step takes longer than predicted. A full iteration copies
+tensors without staging, like eager steps.
 
 A graph pool keeps the inputs and outputs of each graph, and nothing else can use its fragments. These costs are not counted, so
 a step reserves more memory than predicted.

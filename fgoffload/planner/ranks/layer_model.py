@@ -75,7 +75,7 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them
     copy_bytes: int = 0  # device bytes of the copies of `copy_s`
     covers: tuple[str, ...] | None = None
-    """Tags and units that are recomputed with it and then save nothing. Defaults to those of its name in `fgoffload.tags`."""
+    """Tags and units that are recomputed with it and then save nothing. Defaults to its entry in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class HostPace(enum.Enum):
 
 
 class Turn(enum.Enum):
-    """What happens to copies still in flight to the host when a microbatch goes from forward to backward."""
+    """Treatment of copies still in flight to the host when a microbatch goes from forward to backward."""
 
     CANCEL = "cancel all copies in flight"  # modules are named, without a plan
     PLAN = "cancel copies that are far from done"  # while a plan is made; the plan then records their bytes
@@ -92,7 +92,7 @@ class RankModel:
     link: LinkModel  # link to the host
     policy: TransferPolicy  # window and prefetch of the engine
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements that a group must save of a storage to offload it. Smaller ones stay on the GPU."""
+    """Minimum number of elements of a storage that a group must save to offload it. Smaller storages stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit
@@ -103,4 +103,4 @@ class RankModel:
     late_group_s: float = 0.0  # delay of a launch-bound host for each offloaded group, in seconds
     has_engine: bool = True
     """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute:
-    [Note: What dispatchers keep] in `layer_compiler`."""
+    [Note: Tensors that dispatchers keep] in `layer_compiler`."""

@@ -49,7 +49,7 @@ class Take(NamedTuple):
     """Backward needs tensors."""
 
     group: int | None  # group of the asking site, by number in the chunk; None if that site stays on the device
-    parcels: tuple[int, ...]  # needed parcels; empty if all tensors of the group stayed
+    parcels: tuple[int, ...]  # needed parcels; empty if all tensors of the group stayed on the GPU
 
 
 class Mover(NamedTuple):
@@ -75,7 +75,7 @@ class PlacedGroup(NamedTuple):
 
     label: str  # for timelines: `layers.12.core_attn`
     parcels: tuple[int, ...]  # offloaded with it
-    members: tuple[int, ...]  # saved by it and offloaded by any group: its own parcels, and those that it shares
+    members: tuple[int, ...]  # parcels that it saves and any group offloads: its own and shared ones
     end_position: int  # number of groups of the chunk that began before it ended
 
 

@@ -24,7 +24,7 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""Segment after which the group of a tag ends, if not after its own. A norm's input is also the residual, and a checkpoint
+"""Segment that ends the group of a tag, if it is not the tag's own. A norm's input is also the residual, and a checkpoint
 saves its input at the end of its forward. Source: the calls of `group_commit` in megatron-core 0.16.1, and our own
 sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
@@ -49,12 +49,12 @@ class PlacedTensor(NamedTuple):
     freed_after: int  # freed after the backward of this segment
     takes: tuple[Take, ...] = ()  # places that need it, in backward order; empty for a recomputed tensor
     used_until: int = -1  # if offloaded: last segment whose forward reads it; it is not freed before
-    leaves_with: int = -1  # the group that offloads it: of those that save it, the first to be submitted
-    returns_for: int = -1  # the group that it is reloaded for: of those that save it, the last in forward
+    leaves_with: int = -1  # the group that offloads it: the first submitted group that saves it
+    returns_for: int = -1  # the group that it is reloaded for: the last group in forward that saves it
 
 
 class LeavingGroup(NamedTuple):
-    """Storages of one tag that are offloaded together, without those that stay on the GPU or belong to an earlier group."""
+    """Storages of one tag that are offloaded together, except storages that stay on the GPU or belong to an earlier group."""
 
     tag: str
     action: Action  # offload, with or without recompute
@@ -238,7 +238,7 @@ class _Places:
 
 
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[PlacedTensor, ...]:
-    """Return the tensors that forward saves if `units` are recomputed: not those that they drop, but the inputs they keep."""
+    """Return the tensors that forward saves if `units` are recomputed: the inputs they keep, not the tensors they drop."""
     dropped = {name for unit in units for name in unit.drops}
     saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
@@ -254,7 +254,7 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
 def _list_reruns(
     layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Rerun, ...]:
-    """Return the recomputes in backward order. Those that run before the same segment are in forward order."""
+    """Return the recomputes in backward order. Recomputes before the same segment are in forward order."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
     # A kept input is not recomputed. If two units drop a tensor, the one that runs first recomputes it.
@@ -290,7 +290,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 def _list_takes(
     one: PlacedTensor, offloaded: Sequence[str], covered: Set[str], again: Sequence[tuple[Rerun, Set[str]]], places: _Places
 ) -> tuple[Take, ...]:
-    """Return the places that need `one`: segments of its tags except `covered` ones, and recomputes in `again` that read it."""
+    """Return the places that need `one`: segments of its uncovered tags, and recomputes in `again` that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
     askers = set()
     for rerun, read in again:

@@ -1,6 +1,6 @@
 """Compiles a layer under a plan to the events of its passes: see `chunk_events`.
 
-[Note: What dispatchers keep]
+[Note: Tensors that dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them their autograd graph. If a checkpoint of
 the layer or of its experts recomputed that forward, the graph starts at the checkpoint's own leaf: its [s, b, h] input and,
 after backward, the gradient of that input. Both stay on the GPU until the dispatcher gets the probabilities of another forward,
@@ -9,12 +9,12 @@ so each step starts with the tensors of the previous one. This package makes dis
 Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
-[Note: Waits of a recompute]
+[Note: Host waits in a recompute]
 In a recompute the host waits only if a token dispatcher is recomputed: with `layer` and `moe`, but not with the experts' first
 linear. It already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel writes
 (`HostWait.KERNEL`) and keeps its lead over the device. Other waits are the same as in forward.
 
-[Note: What the model references]
+[Note: Tensors that the model references]
 `GPTModel.forward` references the embedding's output until it returns the loss, so an offloaded input of the first layer is not
 freed before then. On other stages the pipeline schedule references the input of the first layer until backward.
 Source: `decoder_input` in megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
@@ -97,7 +97,7 @@ class LayerCompiler:
         self._host_s = rules.host_s / len(self._segments)  # host seconds of a segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
-        """Recompute whose dispatcher keeps tensors, or None. See [Note: What dispatchers keep]."""
+        """Recompute whose dispatcher keeps tensors, or None. See [Note: Tensors that dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._runs_again = any(rerun.unit == "layer" for rerun in resolved.reruns)
         """Whether a checkpoint wraps the whole layer. It saves only the input, and the engine sees nothing inside."""
@@ -224,7 +224,7 @@ class LayerCompiler:
         has_dispatcher = _runs_dispatcher(rerun)
         for place, seconds in zip(rerun.segments, rerun.seconds, strict=True):
             segment = self._segments[place]
-            # See [Note: Waits of a recompute].
+            # See [Note: Host waits in a recompute].
             if has_dispatcher and segment.host_wait is not HostWait.KERNEL:
                 self._wait_for_host(events, segment)
             net_bytes = sum(one.tensor.size_bytes for one in rerun.made if one.saved_after == place)

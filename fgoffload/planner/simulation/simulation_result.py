@@ -41,7 +41,7 @@ class TagTraffic:
     d2h_bytes: int = 0  # bytes to the host
     h2d_bytes: int = 0  # bytes to the device
     recalled_bytes: int = 0  # part of `d2h_bytes` that was still on the device when backward needed it
-    kept_bytes: int = 0  # bytes that stayed because the host budget was full
+    kept_bytes: int = 0  # bytes that stayed on the GPU because the host budget was full
     d2h_s: float = 0.0  # seconds of copies to the host
     h2d_s: float = 0.0  # seconds of copies to the device
     exposed_s: float = 0.0  # part of both in which compute waited for that direction

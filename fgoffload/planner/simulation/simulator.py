@@ -4,8 +4,8 @@
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
 
 Each rank has three streams: compute, copies to the host and copies to the device. `fgoffload.transfer_schedule` schedules
-copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md says what the
-simulator models and what it ignores.
+copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md lists what
+the simulator models and ignores.
 """
 
 import collections

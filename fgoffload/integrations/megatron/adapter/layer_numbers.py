@@ -1,4 +1,4 @@
-"""Numbers the layers of the whole model from 0. Layers of multi-token prediction follow those of the decoder.
+"""Numbers the layers of the whole model from 0. Layers of multi-token prediction follow the decoder's layers.
 
 Megatron-Core 0.16 does this itself. Since 0.17, layers of multi-token prediction start at 1 again and have `is_mtp_layer`. In
 hybrid models, each depth has a stack of layers, which also starts at 1. Only its attention layers have the flag.

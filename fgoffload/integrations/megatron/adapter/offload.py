@@ -125,7 +125,7 @@ class MegatronOffload:
         """Restore Megatron's symbols and free all memory that no graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                self.measurement.close()  # first, since its wrappers surround those that are removed next
+                self.measurement.close()  # first, since its wrappers surround the ones removed next
             self._undo()
         finally:
             self._open.clear()

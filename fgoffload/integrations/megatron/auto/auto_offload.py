@@ -10,10 +10,10 @@ microbatches are measured first.
 [Note: A step that does not fit]
 A model that needs a budget may not fit with all activations on the GPU. So a layer stays on the GPU only while the budget has
 room for it, with a reserve for unknown memory. All tags of other layers are offloaded during the measurement, as far as host
-memory allows. Their bytes are the same, but their times include waits for copies, and count only if no other layer of the kind
-in the model chunk stayed. If even that does not fit, the first step fails as it would with every tag selected. A later
-measurement ([Note: Two plans] in `measured_plans`) must not fail, since a plan that fits is in use. So a simulation finds how
-many layers may stay on the GPU, and without such a number the step is not measured.
+memory allows. Their bytes are the same, but their times include waits for copies, and count only if no layer of the same kind
+in the model chunk stayed on the GPU. If even that does not fit, the first step fails as it would with every tag selected. A
+later measurement ([Note: Two plans] in `measured_plans`) must not fail, since a plan that fits is in use. So a simulation finds
+how many layers may stay on the GPU, and without such a number the step is not measured.
 
 [Note: A plan that exceeds its prediction]
 Temporary memory of operators is measured while other layers are on the GPU than under the plan. So the first step under a plan

@@ -6,7 +6,7 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags are those after the Python script in the last command that starts one. Without such a command, they come from arrays
+The flags follow the Python script in the last command that starts one. Without such a command, they come from arrays
 and from strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
 arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as `source` and
 loops, is skipped, and one warning lists it. It also lists branches that depend on a variable that the file does not assign.
@@ -39,7 +39,7 @@ _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
 """Words in commands that may change flags."""
 _AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
-"""Start of a word that ends the flags of a command in a string, such as `2>&1`."""
+"""Start of a shell word, such as `2>&1`, that ends the flags of a command given as a string."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 

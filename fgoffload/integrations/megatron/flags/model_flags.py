@@ -117,6 +117,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags in `words`, which the parser did not recognize, without those that change no plan."""
+    """Return the flags in `words`, which the parser did not recognize, except flags that change no plan."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

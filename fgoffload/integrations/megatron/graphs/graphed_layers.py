@@ -48,7 +48,7 @@ class GraphedLayers:
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
         """Microbatches whose outputs are marked to stay on the GPU."""
         self.find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Returns a region for the site of a tag in the layer that is being captured or warmed up; None outside of such."""
+        """Returns a region for the site of a tag in the layer that is being captured or warmed up; None if no layer is."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's wrappers of schedules that have captured a full iteration."""
         self.is_replaying = False

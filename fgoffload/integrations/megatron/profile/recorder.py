@@ -128,7 +128,7 @@ class StepRecorder:
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self.current_layer: Run | None = None
-        """Run of the layer in forward."""
+        """Run of the layer whose forward is in progress."""
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
         """Number of forwards, by chunk."""

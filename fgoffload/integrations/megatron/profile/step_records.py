@@ -97,9 +97,9 @@ class Run:
     modules: dict[str, ModuleRecord] = dataclasses.field(default_factory=dict)
     """Modules that can be recomputed, by unit."""
     current: SegmentRecord | None = None
-    """Segment that forward entered last."""
+    """Latest segment that forward entered."""
     open_modules: frozenset[str] = frozenset()
-    """Units of the modules that forward is in."""
+    """Units of the modules whose forward is in progress."""
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
 
     def name_storage(self, tensor: torch.Tensor) -> int:

@@ -67,7 +67,7 @@ class Output:
 
     def pack(self, tensor: torch.Tensor) -> StandIn | None:
         """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
-        # A recompute would not repeat a change in place, such as that of a user's hook, so a changed output is saved.
+        # A recompute would not repeat an in-place change, for example by a user's hook, so a changed output is saved.
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         run = self._run() if is_same and self._is_used else None
         if run is None:
@@ -177,7 +177,7 @@ def take(packed: Packed | StandIn) -> torch.Tensor:
 
 
 def make_difference_error(place: Place, again: str, before: str) -> StateError:
-    """Return an error that says what a recompute did again and what forward did before, if they differ."""
+    """Return an error that compares the recompute with the forward, if they differ."""
     return StateError(
         f"{place} {again}, but forward {before}. It must repeat its forward exactly. Use 'keep' for it in the plan instead."
     )

@@ -114,7 +114,7 @@ class Rerun:
                 self._states = None
 
     def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
-        """Record the outputs, and return those that will be emptied: neither inputs nor leaves."""
+        """Record the outputs, and return the ones to be emptied: neither inputs nor leaves."""
         emptied, made = [], {}
         for output in as_tuple(outputs):
             one = None
