@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
 from fgoffload.cli.options import say_why_no_file
+from fgoffload.errors import BudgetError
 
 EXIT_FAILED = 1  # Python's exit code for an uncaught exception
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
@@ -71,6 +72,8 @@ def run_script(script: str, words: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         return _read_exit_code(ended)
+    except BudgetError:
+        raise  # the budget is an option of `fgoffload run`, so its error is one line
     except BaseException as error:  # noqa: BLE001 - any exception ends a script, and Python shows it
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -107,6 +107,17 @@ def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_
     del sys.modules["transformers"]
 
 
+def test_a_budget_that_no_plan_meets_is_one_line_and_other_errors_of_a_script_keep_their_traceback(tmp_path):
+    scripts = [tmp_path / "budget.py", tmp_path / "own.py"]
+    scripts[0].write_text("from fgoffload import BudgetError\nraise BudgetError('memory 1.00 MiB is too small.', 8)")
+    scripts[1].write_text("raise ValueError('mine')")
+    budget, own = run_commands(*(("fgoffload", "run", str(script)) for script in scripts))
+    assert (budget.returncode, own.returncode) == (2, 1)
+    assert "error: memory 1.00 MiB is too small." in budget.stderr
+    assert "Traceback" not in budget.stderr
+    assert "Traceback" in own.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
