@@ -57,6 +57,8 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         """Check every field. Errors name the flag, the value, the limit and the fix."""
+        if self.offload_plan is not None:
+            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # users pass strings too
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
@@ -165,8 +167,6 @@ class OffloadConfig:
             return None
         options: dict[str, Any] = {field.name: getattr(flags, field.name, None) for field in dataclasses.fields(cls)}
         options |= {"offload_modules": tuple(options["offload_modules"] or ()), "tags": tags}
-        if options["offload_plan"] is not None:
-            options["offload_plan"] = Path(options["offload_plan"])
         for name in ("offload_memory_budget", "offload_host_budget", "offload_window", "offload_prefetch"):
             text = getattr(flags, name, None)
             if text == AUTO and name == "offload_memory_budget":

@@ -106,3 +106,7 @@ def test_auto_excludes_megatrons_recompute_flags():
     config.check_recompute(())
     with pytest.raises(ConfigError, match="--offload-modules auto chooses recompute layer by layer, but --recompute-m"):
         config.check_recompute(("moe", "core_attn"))
+
+
+def test_a_plan_file_may_be_named_by_a_string():
+    assert OffloadConfig(offload_modules=(), offload_plan="plan.json").offload_plan == Path("plan.json")
