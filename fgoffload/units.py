@@ -53,6 +53,12 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
     return int(size_bytes)
 
 
+def is_size(text: str) -> bool:
+    """Return whether `text` is a number with a unit, such as `60GiB`."""
+    match = _match_size(text)
+    return match is not None and bool(match["unit"])
+
+
 def _match_size(text: str) -> re.Match[str] | None:
     match = _SIZE.fullmatch(text)
     return match if match is not None and match["unit"].upper() in _BYTES_PER_UNIT else None

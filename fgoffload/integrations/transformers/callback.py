@@ -14,7 +14,7 @@ from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, find_handle, offload_sites
 from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.units import GIB
+from fgoffload.units import GIB, is_size
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if memory is not None and modules is not None:
             raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
-        if isinstance(modules, str) and modules[:1].isdigit():
-            raise ConfigError(
-                f"modules {modules!r} is not a glob. For a memory budget, use OffloadCallback(memory={modules!r})."
-            )
+        if isinstance(modules, str) and is_size(modules):
+            raise ConfigError(f"modules {modules!r} is a size. For a memory budget, use OffloadCallback(memory={modules!r}).")
         if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
         self.handle: ModelOffload | None = None

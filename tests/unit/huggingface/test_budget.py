@@ -65,5 +65,8 @@ def test_a_handle_is_made_once_and_sizes_need_units():
     for wrong in ("60", "sixty"):
         with pytest.raises(fgoffload.ConfigError, match=r"has no unit|is not a size"):
             OffloadCallback(memory=wrong)
+    with pytest.raises(fgoffload.ConfigError, match=r"'60GiB' is a size.*OffloadCallback\(memory='60GiB'\)"):
+        OffloadCallback("60GiB")
+    OffloadCallback("0.*")  # a glob may begin with a number
     with pytest.raises(fgoffload.ConfigError, match="matches one character"):
         fgoffload.offload(make_llama(), "model.layers.[10-15]")

@@ -6,7 +6,7 @@ to warm up and then for the graph. From then on it calls `_te_cuda_graph_replay`
 modules are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
 A graph of a full iteration contains forward and backward of all microbatches, and the engine's copies: see
-`OffloadEngine.capture_step`. Python does not run again, so the statistics do not change after the captured step.
+`OffloadEngine.capture_step`. A replay runs no Python, so the statistics do not change after the captured step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """
