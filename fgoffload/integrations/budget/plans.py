@@ -24,6 +24,10 @@ _SAFETY = 1.05
 """Factor from the smallest plan's predicted peak to the budget in an error message, since the first prediction counts the
 memory of the loss as static and was up to 4% too small."""
 
+_GROUP_S = 1e-4
+"""Assumed CPU time per offloaded group, in seconds. The GPU waits for it wherever a step is launch-bound. Without it, a plan
+prefers many small groups. Source: docs/results/host_overhead.md."""
+
 
 class StepReading(NamedTuple):
     """Peak memory and time of a forward and its backward in one process."""
@@ -70,7 +74,7 @@ class Planner:
         )
         """Window and prefetch sizes with which the plan is simulated and must run."""
         rank = make_rank(layers, link=link, static_bytes=0, policy=self.policy, host_budget_bytes=config.host_budget_bytes)
-        self._rank = dataclasses.replace(rank, min_offloaded_numel=0)
+        self._rank = dataclasses.replace(rank, min_offloaded_numel=0, late_group_s=_GROUP_S)
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
         """Correct static memory and the time outside of the layers by a step of `plan`, and return its predicted seconds.

@@ -13,7 +13,11 @@ from torch.distributed.fsdp import fully_shard
 import fgoffload
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.budget import handle as budget_handle
+from fgoffload.integrations.budget.plans import Planner, StepReading
+from fgoffload.integrations.budget.trial import Measured, MeasuredBlock
+from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.transfer_schedule import TransferPolicy
 
 
 class Normed(Block):
@@ -95,3 +99,18 @@ def test_a_closed_handle_cannot_be_entered():
         handle,
     ):
         pass
+
+
+def test_a_plan_counts_the_cpu_time_of_each_offloaded_group():
+    link = LinkModel(d2h_bytes_per_s=1e12, h2d_bytes_per_s=1e12, duplex_bytes_per_s=1e12)
+    times = {"attn": Measured(forward_s=0.01, backward_s=0.02), "mlp": Measured(forward_s=0.01, backward_s=0.02)}
+    layer = MeasuredBlock(
+        "Block", Measured(forward_s=0.02, backward_s=0.04), times, [(1 << 20, ("attn",)), (1 << 20, ("mlp",))]
+    )
+    planner = Planner([layer] * 3, link=link, policy=TransferPolicy(), budget_bytes=1 << 30, config=ALL)
+    sites = [Site(chunk=0, layer=layer, tag=tag) for layer in range(2) for tag in times]
+    one, all_four = (
+        planner.fit(OffloadPlan(actions=dict.fromkeys(offloaded, Action.OFFLOAD)), StepReading(1 << 30, 0.0))
+        for offloaded in (sites[:1], sites)
+    )
+    assert all_four - one == pytest.approx(3e-4, rel=0.05)
