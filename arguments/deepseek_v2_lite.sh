@@ -2,7 +2,7 @@
 #
 # Size:    27 layers (1 dense), hidden 2048, 16 heads; 64 experts of width 1408, 6 per token, and two shared
 #          experts. 15.7 billion parameters, 2.4 billion active.
-# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. One linear projects the queries: there is no --q-lora-rank.
+# Model:   config.json of deepseek-ai/DeepSeek-V2-Lite. A single linear projects the queries, so --q-lora-rank is absent.
 # Ranks:   Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf and
 #          model_configs/benchmarking/DeepSeek-V2-Lite.yaml: EP 8, microbatch 1 and 512 sequences per step on one node of 8 GPUs.
 # See:     fgoffload plan deepseek_v2_lite --gpu h100 --offload-memory-budget 60GiB
@@ -67,7 +67,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
+# All modules with call sites in Megatron. fgoffload plan chooses from them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -4,8 +4,8 @@
 #          671 billion parameters, 37 billion active, and 11.6 billion in a layer of multi-token prediction.
 # Model:   config.json of deepseek-ai/DeepSeek-V3, and the technical report, arXiv 2412.19437, for the sequence-wise balancing loss.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/deepseek-v3/run_deepseek_v3_h100.sh: TP 2, PP 8, VP 4, EP 64, microbatch 1 and
-#          8192 sequences per step on 128 nodes of 8 H100. It runs in FP8, recomputes mla_up_proj and mlp and overlaps the
-#          experts' communication. This file uses bf16, and the plan decides what to recompute.
+#          8192 sequences per step on 128 nodes of 8 H100. The source uses FP8, recomputes mla_up_proj and mlp, and overlaps the
+#          experts' communication. This file uses bf16, and a plan decides what to recompute.
 # See:     fgoffload plan deepseek_v3 --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
@@ -69,7 +69,7 @@ PARALLEL_ARGS=(
     --tensor-model-parallel-size 2
     --sequence-parallel
     --pipeline-model-parallel-size 8
-    --pipeline-model-parallel-layout "Et|(tt|)*30mL"   # 32 stages: 4 on each of the 8 ranks
+    --pipeline-model-parallel-layout "Et|(tt|)*30mL"   # 32 stages, 4 on each of 8 ranks
     --expert-model-parallel-size 64
     --expert-tensor-parallel-size 1
 )
@@ -80,7 +80,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
+# All modules with call sites in Megatron. fgoffload plan chooses from them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

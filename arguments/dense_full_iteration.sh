@@ -31,7 +31,7 @@ GRAPH_ARGS=(
     --cuda-graph-impl full_iteration
     --cuda-graph-warmup-steps 3
     --te-rng-tracker
-    --fine-grained-offloading-max-inflight-offloads 2   # Megatron-Core asks for it: a graph has no other bound
+    --fine-grained-offloading-max-inflight-offloads 2   # required by Megatron-Core for full-iteration graphs
 )
 
 TRAINING_ARGS=(

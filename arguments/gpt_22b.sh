@@ -29,7 +29,7 @@ PARALLEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 4
     --global-batch-size 4
-    --bf16   # the paper has fp16, of the same size and rate
+    --bf16   # the paper uses fp16, which has the same size and speed
 )
 
 OFFLOAD_ARGS=(

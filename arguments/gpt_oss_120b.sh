@@ -8,7 +8,7 @@
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/gpt_oss/h100/gpt_oss.py,
 #          gpt_oss_120b_pretrain_64gpu_h100_bf16_config, and
 #          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences per step on 64
-#          H100. It recomputes layernorm and moe_act; here the plan decides what to recompute.
+#          H100. The source recomputes layernorm and moe_act; here a plan decides what to recompute.
 # See:     fgoffload plan gpt_oss_120b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
@@ -23,7 +23,7 @@ MODEL_ARGS=(
     --group-query-attention
     --num-query-groups 8
     --kv-channels 64
-    --window-size 127,0   # and the token itself
+    --window-size 127,0   # 127 tokens and the token itself
     --window-attn-skip-freq 2
     --softmax-type learnable
     --seq-length 4096
@@ -34,7 +34,7 @@ MODEL_ARGS=(
     --normalization RMSNorm
     --norm-epsilon 1e-5
     --swiglu
-    --add-qkv-bias   # and all other linear layers have biases too, since nothing here disables them
+    --add-qkv-bias   # other linears have biases by default
     --untie-embeddings-and-output-weights
     --hidden-dropout 0.0
     --attention-dropout 0.0
@@ -62,7 +62,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
+# All modules with call sites in Megatron. fgoffload plan chooses from them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

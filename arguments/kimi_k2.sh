@@ -1,11 +1,11 @@
 # kimi_k2: Kimi K2, 1T MoE with MLA, 1024 GPUs
 #
 # Size:    61 layers (1 dense), hidden 7168, 64 heads; 384 experts of width 2048, 8 per token, and a shared expert.
-#          1.03 trillion parameters, 32.9 billion active; the report, arXiv 2507.20534, says 1.04 and 32.6.
+#          1.03 trillion parameters, 32.9 billion active; the report, arXiv 2507.20534, has 1.04 and 32.6.
 # Model:   config.json of moonshotai/Kimi-K2-Instruct.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/kimi/h100/kimi_k2.py, kimi_k2_pretrain_1024gpu_h100_bf16_config:
-#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100. It recomputes mla_up_proj and mlp;
-#          here the plan decides what to recompute.
+#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100. The source recomputes mla_up_proj and
+#          mlp; here a plan decides what to recompute.
 # See:     fgoffload plan kimi_k2 --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
@@ -64,7 +64,7 @@ PARALLEL_ARGS=(
     --tensor-model-parallel-size 8
     --sequence-parallel
     --pipeline-model-parallel-size 16
-    --pipeline-model-parallel-layout "Et|(tt|)*30L"   # 32 stages: 2 on each of the 16 ranks, the last with the loss alone
+    --pipeline-model-parallel-layout "Et|(tt|)*30L"   # 32 stages, 2 on each of 16 ranks; the last stage has only the loss
     --expert-model-parallel-size 64
     --expert-tensor-parallel-size 1
 )
@@ -75,7 +75,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
+# All modules with call sites in Megatron. fgoffload plan chooses from them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -2,7 +2,7 @@
 #
 # Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts, 4 per token; 2.0 billion parameters.
 #          Transformer Engine captures attention, the router and the dispatcher's preprocessing after 3 eager steps.
-# Purpose: measures offload with CUDA graphs. Without graphs, a step takes as long as the host needs to launch its kernels.
+# Purpose: measures offload with CUDA graphs. Without graphs, the step is launch-bound.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
 # See:     fgoffload bench launch_bound_graphs --steps 20 --repeats 5 \
 #            --settings megatron:expert_fc1 ours:expert_fc1 megatron:expert_fc1~delay ours:expert_fc1~delay
@@ -33,7 +33,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 1408
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -2,8 +2,8 @@
 #
 # Size:    12 layers, hidden 2048, 16 heads, 16 experts of width 1408, 4 per token; 2.0 billion parameters.
 #          Sequences of 2048 tokens, 4 microbatches of 2 sequences per step, bf16.
-# Purpose: measures the host time of an offload engine, which nothing hides here. Host times vary by 5 to 10%, so compare many
-#          short repeats: each has its own baseline.
+# Purpose: measures the CPU time of an offload engine, which adds to a launch-bound step. CPU times vary by 5 to 10%, so compare
+#          many short repeats, each with its own baseline.
 # Needs:   one GPU of 40 GB or more, and Transformer Engine.
 # See:     fgoffload bench launch_bound_moe --settings megatron ours --repeats 5
 #
@@ -33,7 +33,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 1408
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -14,7 +14,7 @@ NUM_GPUS=32
 MODEL_ARGS=(
     --num-layers 48
     --hidden-size 2048
-    --ffn-hidden-size 6144   # of dense layers, of which there are none
+    --ffn-hidden-size 6144   # of dense layers; this model has none
     --num-attention-heads 32
     --group-query-attention
     --num-query-groups 4
@@ -57,7 +57,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# All modules with call sites in Megatron; fgoffload plan chooses among them for a memory budget.
+# All modules with call sites in Megatron. fgoffload plan chooses from them for a memory budget.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -5,7 +5,7 @@
 # Purpose: tests offload in a model without experts, as the counterpart of tiny_moe.sh.
 # See:     fgoffload train tiny_dense
 #          The loss falls from 5.5 to about 3.2 in 20 steps. With offload, losses and gradients are bitwise identical, and
-#          activations at peak take about half of the bytes: this file does not offload the MLP.
+#          the activation peak is about half as large, since this file does not offload the MLP.
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
@@ -36,7 +36,7 @@ TRAINING_ARGS=(
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm
-    --min-offloaded-tensor-size 1024   # elements; the default of 1048576 suits models a thousand times this size
-    --offload-window 1MiB              # the defaults, 1 GiB and 512 MiB, are larger than this whole model
-    --offload-prefetch 3MiB            # the attention of one layer and its neighbours, so that no reload is late
+    --min-offloaded-tensor-size 1024   # elements; the default of 1048576 is for larger models
+    --offload-window 1MiB              # the default of 1 GiB is larger than this model
+    --offload-prefetch 3MiB            # the attention of one layer and its neighbours, so no reload is late
 )

@@ -5,7 +5,7 @@
 # Purpose: shows and tests offload end to end on Megatron-Core's own model and schedules.
 # See:     fgoffload train tiny_moe
 #          The loss falls from 5.6 to about 3.2 in 20 steps. With offload, losses and gradients are bitwise identical, and
-#          activations at peak take over 60% fewer bytes. Offload makes steps longer on a CPU, where it only copies within RAM.
+#          the activation peak is over 60% smaller. On a CPU, offload makes steps slower, since it only copies within RAM.
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
@@ -44,7 +44,7 @@ TRAINING_ARGS=(
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act
-    --min-offloaded-tensor-size 1024   # elements; the default of 1048576 suits models a thousand times this size
-    --offload-window 1MiB              # the defaults, 1 GiB and 512 MiB, are larger than this whole model
-    --offload-prefetch 3MiB            # the attention of one layer and its neighbours: nothing comes back too late
+    --min-offloaded-tensor-size 1024   # elements; the default of 1048576 is for larger models
+    --offload-window 1MiB              # the default of 1 GiB is larger than this model
+    --offload-prefetch 3MiB            # the attention of one layer and its neighbours, so no reload is late
 )

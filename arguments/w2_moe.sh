@@ -5,7 +5,7 @@
 #          saves 1.13 GiB per microbatch (docs/reference/saved_bytes.md).
 # Purpose: compares settings, forward and backward without an optimizer: fgoffload bench, docs/how_to/benchmark.md.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     bash examples/benchmarks/frontier_w2.sh, which has the flags and variables of the published results.
+# See:     bash examples/benchmarks/frontier_w2.sh, with the flags and variables of the published results
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
@@ -33,7 +33,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 2048
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -3,7 +3,7 @@
 # Size:    12 layers, hidden 4096, 32 heads, 16 experts of width 2048, 4 per token; 5.9 billion parameters.
 #          Sequences of 4096 tokens, 8 microbatches of 2 sequences per step, bf16. The first stage holds the activations of two
 #          microbatches at once, the second those of one.
-# Purpose: compares settings in a pipeline, in which copies can hide behind forwards and backwards of other microbatches.
+# Purpose: compares settings in a pipeline, in which copies can overlap the passes of other microbatches.
 # Needs:   two GPUs of 80 GB or more in one machine, and Transformer Engine. fgoffload bench starts both processes itself.
 # See:     fgoffload bench w2_moe_1f1b
 #
@@ -34,7 +34,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 2048
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens reach all experts about alike
+    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
     --moe-aux-loss-coeff 0.0
 )
 
