@@ -57,13 +57,6 @@ class TransferPolicy:
         """Return whether compute must wait for the oldest copy to the host."""
         return in_flight_bytes > self.window_bytes
 
-    def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
-        """Return whether to look for groups to reload.
-
-        False while more than half of the prefetch bytes are in use: reloading several groups at once costs less CPU time.
-        """
-        return 2 * ahead_bytes <= self.prefetch_bytes
-
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
@@ -290,9 +283,8 @@ class TransferSchedule:
         if lane is None or not lane.remaining or (current is not None and current.remaining):
             return
         other_ahead_bytes = 0 if current is None else current.ahead_bytes
-        if self.policy.may_begin_prefetch(ahead_bytes=other_ahead_bytes + lane.ahead_bytes):
-            may_prefetch = self.policy.may_prefetch_across
-            yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
+        may_prefetch = self.policy.may_prefetch_across
+        yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
@@ -308,8 +300,7 @@ class TransferSchedule:
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
-        if lane.remaining and self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            yield from self._reload_ahead(lane, self.policy.may_prefetch)
+        yield from self._reload_ahead(lane, self.policy.may_prefetch)
         if not lane.remaining:
             yield from self.look_ahead()
 
@@ -322,9 +313,8 @@ class TransferSchedule:
             return
         released_bytes = lane.released_bytes
         lane.released_bytes += size_bytes
-        if self.policy.may_begin_prefetch(ahead_bytes=lane.ahead_bytes):
-            may_prefetch = functools.partial(self.policy.may_prefetch_early, released_bytes=released_bytes)
-            yield from self._reload_ahead(lane, may_prefetch)
+        may_prefetch = functools.partial(self.policy.may_prefetch_early, released_bytes=released_bytes)
+        yield from self._reload_ahead(lane, may_prefetch)
 
     def _reload_ahead(
         self,

@@ -63,11 +63,11 @@ def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before
     assert (lane.remaining, lane.ahead_bytes) == (0, 2 * NBYTES)
 
 
-def test_nothing_is_reloaded_while_more_than_half_of_the_prefetch_is_ahead():
+def test_a_group_is_reloaded_as_soon_as_it_fits_into_the_prefetch():
     lane, schedule = ToyLane("a", "b", "c", "d", "e"), make_schedule(prefetch=3 * NBYTES)
     assert reach(schedule, lane, 4) == [("", "e"), ("", "dcb")]
-    assert reach(schedule, lane, 3) == []  # though the first group fits
-    assert reach(schedule, lane, 2) == [("", "a")]
+    assert reach(schedule, lane, 3) == [("", "a")]  # though two thirds of the prefetch are still ahead
+    assert reach(schedule, lane, 2) == []
 
 
 def test_a_storage_that_two_groups_share_is_called_back_and_counted_once():
@@ -90,12 +90,6 @@ def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_l
     # What is taken now is let go of when the next one is.
     assert found == [[], [], [("", "b")], [("", "a")], []]
     assert lane.released_bytes == 2 * NBYTES
-
-
-def test_in_a_layer_that_stays_nothing_comes_back_while_more_than_half_of_the_prefetch_is_ahead():
-    lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=3 * NBYTES)
-    found = [lane.execute(schedule.release(lane, size)) for size in (2 * NBYTES, NBYTES, 0)]
-    assert found == [[], [("", "cb")], []]  # though the first group fits
 
 
 def test_where_backward_comes_next_groups_stay_as_long_as_all_of_each_is_on_its_way():
