@@ -109,7 +109,7 @@ def test_null_is_not_the_same_as_left_out(tmp_path):
         ({**LLAMA3_8B, "model_type": "qwen3_mo"}, "Did you mean 'qwen3_moe'?"),
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is not a whole number"),
-        ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 1000, .* Give 1000 or less"),
+        ({**QWEN3_30B_A3B, "num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is above 1000, .* Use 1000 or less"),
         ({**LLAMA3_8B, "hidden_size": 4097}, "hidden_size 4097 is not a multiple of num_attention_heads 32, and head_dim is"),
         ({**QWEN3_30B_A3B, "mlp_only_layers": [99, -1]}, r"mlp_only_layers \[99, -1\] must be a list of layers from 0 to 47"),
         ({**LLAMA3_8B, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: .* Give silu, or plan from"),

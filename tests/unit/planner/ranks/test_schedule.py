@@ -9,7 +9,7 @@ from fgoffload.planner.ranks.schedule import Pipeline
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"microbatches": 0}, r"microbatches 0 is below 1. Give 1 or more"),
+        ({"microbatches": 0}, r"microbatches 0 is below 1. Use 1 or more"),
         ({"microbatches": 4, "chunks": 2}, r"chunks 2 with stages 1: .* Give 2 stages, or 1 chunk"),
         ({"microbatches": 4, "group_size": 4}, r"group_size 4 with chunks 1 has no effect"),
         ({"microbatches": 4, "stages": 2, "has_expert_overlap": True}, r"has_expert_overlap with stages 2 and chunks 1"),
