@@ -1,6 +1,4 @@
-"""Predicts the memory and step time of a training run, and finds the fastest plan within a memory budget.
-
-The planner needs neither torch nor a GPU:
+"""Predicts memory and step time of a training run, and finds the fastest plan within a memory budget, without torch or a GPU.
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 

@@ -13,8 +13,7 @@ tensors, each with the tags that save it, and `count_bytes` counts every tensor 
 `list_untagged_tensors` returns the tensors that no tag saves. They stay on the GPU under any plan.
 
 Source: measured with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
-`tests/gpu/test_megatron_bytes.py` requires exact matches. docs/reference/saved_bytes.md lists the formulas that were not
-measured.
+`tests/gpu/test_megatron_bytes.py` requires exact matches. docs/reference/saved_bytes.md lists unmeasured formulas.
 """
 
 from collections.abc import Iterable, Iterator
@@ -214,8 +213,7 @@ def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) 
     # 8sbk/t: indices of the chosen experts in int64, saved by the ops that choose them and scatter their probabilities.
     yield _make("chosen experts", _ROUTER, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
-        # 8sb/t: deterministic algorithms scatter the probabilities with index_put, which saves row numbers, [sb / t, 1] in
-        # int64.
+        # 8sb/t: deterministic algorithms use index_put to scatter, which saves row numbers, [sb / t, 1] in int64.
         yield _make("row numbers", _ROUTER, INT64 * shape.tokens, INT64)
     yield _make("scores", _ROUTER, _count_score_bytes(shape.tokens, experts, router), FP32)
     if router.balancing != "none":
@@ -363,8 +361,7 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
     if not experts.has_fused_permutation:
-        # 8sbE/t: sorted positions of all tokens for all experts in int64. Megatron uses only the first ones, those of chosen
-        # experts.
+        # 8sbE/t: sorted positions of tokens for all experts in int64. Megatron uses only the first ones, for chosen experts.
         yield _make("sorted positions in the permutation", (), INT64 * shape.tokens * experts.num_experts)
     elif experts.local_experts > 1:
         # 4sbke/t: the same size as in the unpermutation.

@@ -4,8 +4,7 @@ With Adam, fp32 gradients and the distributed optimizer over d ranks, each param
 
     2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
 
-where d is the data times the context parallel size, or for experts the number of copies. Without the distributed optimizer, d
-is 1.
+where d is data times context parallel size, or the number of copies of an expert. Without a distributed optimizer, d is 1.
 
 Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py for the bytes per parameter,
 and the code of megatron-core 0.16.1 for the rest. docs/reference/static_memory.md has measurements.
@@ -52,8 +51,7 @@ class ParameterState:
     offloaded_part: float = 0.0
     """Fraction of the optimizer state on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
     moment_bytes: int = 2 * FP32
-    """Bytes of Adam's two moments. `--use-precision-aware-optimizer` with `--exp-avg-dtype` and similar flags makes them
-    smaller."""
+    """Bytes of Adam's two moments. `--use-precision-aware-optimizer` allows fewer, for example with `--exp-avg-dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):

@@ -134,8 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # Gradients of the residual (the same tensor as the output's) and of the norm's output, which includes the router's
-        # part.
+        # Gradients of the residual (which is the output's) and of the norm's output (which includes the router's part).
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -178,9 +177,8 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
     """Add the temporaries of the biases of the experts' second linears.
 
-    For each expert, Megatron multiplies the bias by the probabilities, adds the expert's rows in the dtype of the
-    probabilities, and finally concatenates the results. In backward it converts the output's gradient or splits it by expert,
-    and then concatenates it.
+    Megatron multiplies each expert's bias by the probabilities, adds it to the rows in the dtype of the probabilities, and
+    concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the parts.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, with live tensors counted on the CPU.
     """
@@ -197,12 +195,11 @@ def _count_factors(shape: LayerShape, inner: int) -> int:
 
 
 def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
-    """Return the temporaries of the experts' activation. Forward includes `held` bytes of the dispatcher's callers."""
+    """Return the temporaries of the experts' activation. In forward, the dispatcher's callers reference `held` more bytes."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
     if sizes.shape.has_clamped_gate:
-        # Forward has the outputs of both clamps and their concatenation, which is saved. Backward has two gradients of that
-        # size.
+        # Forward: the outputs of both clamps and their concatenation, which is saved. Backward: two gradients of that size.
         return ExtraBytes(forward=held + 2 * wide + inner, backward=sizes.hidden + 2 * wide + inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)

@@ -62,8 +62,8 @@ def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[
 def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
     """Return the traffic of column-parallel linears, before forward and during the matrix products of backward.
 
-    With sequence parallelism, ranks gather the input, also in backward, and reduce-scatter its gradient. Without it, all ranks
-    have the input and all-reduce its gradient.
+    With sequence parallelism, ranks gather the input in forward and in backward, and reduce-scatter its gradient. Without it,
+    all ranks have the input and all-reduce its gradient.
     """
     ring = list_ring_pass(BF16 * LayerSizes(shape).rows * channels, shape.tensor_parallel_size)
     return ring if shape.has_sequence_parallel else (), 2 * ring
@@ -118,13 +118,11 @@ def _list_latent_work(shape: LayerShape, latent: LatentShape, execution: Executi
             PassWork(tuple(work for linear in down for work in linear.list_forward())),
             PassWork(tuple(work for linear in down for work in linear.list_backward(execution))),
         ),
-        _make_up_projection_work(shape, latent, execution, up),
+        _make_up_projections(shape, latent, execution, up),
     )
 
 
-def _make_up_projection_work(
-    shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]
-) -> SegmentWork:
+def _make_up_projections(shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]) -> SegmentWork:
     sizes = LayerSizes(shape)
     query_channels = shape.hidden_size if latent.q_lora_rank is None else latent.q_lora_rank
     gather, beside = list_input_traffic(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)

@@ -38,9 +38,9 @@ Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core
 _OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Costs of an unfused gated activation: how many tensors of the size of its output forward moves, how many of them are strided
-(reads of half of the columns), how many kernels it has, and the same three for backward. Forward computes the activation, the
-sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
+"""Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; how many of them are
+strided (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the sum
+of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
 
 Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
@@ -53,9 +53,9 @@ _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 gradient to fp32, and converts the gradient of the rows back to bf16."""
 
 _CLAMP = (8, 10)
-"""How many tensors of the size of the activation's output are moved to clamp both halves of its input, forward and backward. In
-forward, each clamp reads and writes half, and a concatenation moves both. In backward, each clamp reads a gradient and its
-input.
+"""Number of tensors moved to clamp both halves of the activation's input, in forward and in backward, each as large as the
+activation's output. In forward, each clamp reads and writes half, and a concatenation moves both. In backward, each clamp reads
+a gradient and its input.
 
 Source: `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, megatron-core 0.19.2."""
 

@@ -20,11 +20,11 @@ Weights are also quantized, once per step for all microbatches."""
 
 
 FULL_HEAD_CHANNELS = 128
-"""Channels per head at which attention reaches its `Efficiency`."""
+"""Minimum channels per head at which attention reaches the fraction of peak in `Efficiency`."""
 
 
 class Limit(enum.Enum):
-    """Kind of kernel. The value is the name of the field of `Efficiency` that has its fraction of the device's peak."""
+    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that it reaches."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one matrix product per expert, in bf16
@@ -43,7 +43,7 @@ class Work:
     flop: float = 0.0  # floating-point operations of all kernels together
     moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
     strided_bytes: float = 0.0
-    """Part of `moved_bytes` that element-wise kernels move without vector loads, for example in half of a tensor's columns."""
+    """Part of `moved_bytes` that element-wise kernels access without vectorization, such as half of a tensor's columns."""
     kernels: int = 1  # number of launched kernels
     expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
@@ -64,7 +64,7 @@ class Traffic:
     pattern: Pattern  # pattern of the exchange
     sent_bytes: float  # total bytes that this rank sends
     ranks: int  # number of ranks in the group
-    span: int  # number of ranks from the first of the group to its last; if a node has as many, the group is in one node
+    span: int  # number of ranks from the group's first to its last; decides whether the group is inside a node
     calls: int = 1  # number of collectives
     copies: int = 1  # copies of each token in `sent_bytes`: one per target expert
     limited_groups: tuple[int, int] | None = None
