@@ -65,7 +65,7 @@ class UnitModel:
     segments: tuple[str, ...]  # names of the recomputed segments, in forward order
     drops: tuple[str, ...]  # names of tensors that are recomputed instead of saved
     held: tuple[str, ...] = ()  # tensors of `drops` that the layer references until its forward ends
-    keeps: tuple[SavedTensor, ...] = ()  # inputs that the unit saves instead, to recompute from them
+    keeps: tuple[SavedTensor, ...] = ()  # inputs saved to recompute the unit from
     before: str
     """The unit is recomputed before the backward of this segment, even if backward needs the tensors only later."""
     forward_part: float = 1.0  # fraction of its segments' forward time that is recomputed

@@ -26,7 +26,7 @@ class NumberedLayer:
     """A layer of a chunk, with its number in the model."""
 
     number: int  # number in the whole model, from 0, as in plans
-    model: LayerModel  # model of this kind of layer
+    model: LayerModel  # the layer's model, shared by layers of one kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class RankModel:
     link: LinkModel  # link to the host
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum size of an offloaded storage, in elements that a group saves. Smaller storages stay on the GPU."""
+    """Storages in which a group saves fewer elements than this stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit

@@ -30,7 +30,7 @@ def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
         ({"experts": DEEPSEEK.experts, "moe_layers": (True,)}, "moe_layers has 1 entries for num_layers 32"),
         (
             {"experts": ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=64, expert_parallel_size=2)},
-            r"experts.expert_parallel_size 2 belongs to the ranks",
+            r"experts.expert_parallel_size 2 is not a property of the model",
         ),
     ],
 )

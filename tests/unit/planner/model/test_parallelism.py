@@ -31,10 +31,10 @@ def list_numbers(chunks):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Etx|L", "cannot be read from 'x|L' on"),
+        ("Etx|L", "has an error at 'x|L'"),
         ("Et|t|L", "stages"),
         ("Ett|L", "has 2 x t, but num_layers is 3. Use 3 x t."),
-        ("tEtt|L", "does not begin with the embedding E"),
+        ("tEtt|L", "must begin with the embedding E"),
     ],
 )
 def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
