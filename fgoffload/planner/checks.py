@@ -46,7 +46,7 @@ def check_device_rate(name: str, rate: float | None) -> None:
     check_rate(name, rate)
     if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
         raise ConfigError(
-            f"{name} {str(rate)[:20]} must be {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} per second. For 50 GB/s, use 50e9."
+            f"{name} {str(rate)[:20]} must be from {SLOWEST_PER_S:g} to {FASTEST_PER_S:g} per second. For 50 GB/s, use 50e9."
         )
 
 

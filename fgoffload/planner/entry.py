@@ -43,7 +43,7 @@ from fgoffload.planner.training_facts import list_facts
 class PlanReport:
     """A plan, its prediction, and the baselines to compare it with."""
 
-    ranks: tuple[RankModel, ...]  # the planned ranks, host budget included
+    ranks: tuple[RankModel, ...]  # the planned ranks, with the host budget set
     baselines: Mapping[str, StepResult]
     """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Once the
     host budget is used up, further tensors stay on the GPU."""
@@ -70,7 +70,7 @@ def plan(
         assumptions: Assumptions of the prediction. None means the defaults.
 
     Raises:
-        ConfigError: An argument is invalid, or a rate of the device that the prediction needs is missing.
+        ConfigError: An argument is invalid, or the device lacks a rate that the prediction needs.
         PlanError: No plan fits. The message lists the rank, the bytes it lacks, and the smallest budget that has a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)

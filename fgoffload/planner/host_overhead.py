@@ -32,8 +32,8 @@ MOST_SLOWDOWN = 0.25
 """Maximum fitted fraction by which copies slow compute. Steps that imply more were slow for other reasons."""
 
 LEAST_EFFECT = 0.025
-"""Minimum sensitivity of a step for the fit: by how much `MOST_SLOWDOWN` lengthens it, as a fraction of the baseline step. In a
-step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
+"""Minimum sensitivity of a step that the fit uses: by how much `MOST_SLOWDOWN` lengthens it, as a fraction of the baseline
+step. In a step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
 _PRECISION = 1e-3  # precision of the fit; such a difference changes a plan's step time by about 0.1%
 
@@ -46,7 +46,7 @@ class HostGuess(enum.Enum):
 
 
 def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
-    """Return `ranks` with the slowdown and delay per group of an assumed host."""
+    """Return `ranks` with the slowdown and delay per group that `guess` implies."""
     if guess is HostGuess.LAUNCH_BOUND:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
     slowdowns = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]

@@ -28,7 +28,7 @@ def make_rank_models(
 
     Args:
         profile: Profile of a training run.
-        policy: The engine's window and prefetch. None means the defaults.
+        policy: Window and prefetch settings. None means the defaults.
         microbatches: Microbatches per step; defaults to the measured number.
     """
     pipeline = profile.get_rank(0).pipeline

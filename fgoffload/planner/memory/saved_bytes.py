@@ -58,7 +58,7 @@ def count_norm_statistics(shape: LayerShape, rows: int | None = None) -> int:
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
-    """Return the rows of a rank's experts together, and of each expert. In fp8 each expert's rows are padded."""
+    """Return the rows of all experts of a rank, and the rows per expert. In fp8 each expert's rows are padded."""
     rows = experts.count_rows(shape.tokens)
     each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
@@ -361,10 +361,10 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
     if not experts.has_fused_permutation:
-        # 8sbE/t: sorted positions of tokens for all experts in int64. Megatron uses only the first ones, for chosen experts.
+        # 8sbE/t: sorted positions of tokens for all experts in int64. Megatron uses only the first ones.
         yield _make("sorted positions in the permutation", (), INT64 * shape.tokens * experts.num_experts)
     elif experts.local_experts > 1:
-        # 4sbke/t: the same size as in the unpermutation.
+        # 4sbke/t: order of the tokens in int32, as in `_list_combine`.
         yield _make("order of arrival by expert", (), INT32 * experts.count_rows(shape.tokens))
 
 

@@ -38,7 +38,7 @@ _BOOL = 1  # bytes per element
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Bytes per parameter element besides its weight."""
+    """Bytes per parameter element in addition to its weight."""
 
     gradient_bytes: int = FP32  # bytes in each rank's gradient buffer: 4, or 2 with `--grad-reduce-in-bf16`
     main_parameter_bytes: int = FP32
@@ -101,7 +101,7 @@ class StaticMemory:
 class OutputBytes:
     """Memory of the last norm, the output layer and the loss for one microbatch."""
 
-    saved_bytes: int  # bytes saved from forward to backward, which follows at once
+    saved_bytes: int  # bytes saved from forward to backward, which follows immediately
     forward_extra_bytes: int  # additional bytes during forward: the logits
     backward_extra_bytes: int  # additional bytes during backward: gradients of the logits and of hidden states
 

@@ -134,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # Gradients of the residual (which is the output's) and of the norm's output (which includes the router's part).
+        # The residual's gradient, which is also the output's, and that of the norm's output, including the router's part.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -177,8 +177,9 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
     """Add the temporaries of the biases of the experts' second linears.
 
-    Megatron multiplies each expert's bias by the probabilities, adds it to the rows in the dtype of the probabilities, and
-    concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the parts.
+    Megatron multiplies each expert's bias by the probabilities, adds the product to the rows in the dtype of the probabilities,
+    and concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the
+    parts.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, with live tensors counted on the CPU.
     """

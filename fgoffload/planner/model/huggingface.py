@@ -5,8 +5,8 @@
 A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, bf16 activations, no dropout
 and no load-balancing loss. We ignore the quantization of a checkpoint, and read only the language model of a multimodal model.
 
-Fields with sizes are required. Other missing fields get the defaults of the transformers library (`KINDS`). If layers have
-unmodelled parts, a warning lists them and the direction of the error (`NOT_MODELLED`).
+Size fields are required. Other missing fields get the defaults of the transformers library (`KINDS`). If layers have unmodelled
+parts, a warning lists them and the direction of the error (`NOT_MODELLED`).
 
 Source: the configuration classes of transformers 5.24. Kimi K2's `moe_layer_freq` and `num_nextn_predict_layers`, which
 transformers lacks, are from configuration_deepseek.py in the models' repositories.

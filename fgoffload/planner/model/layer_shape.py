@@ -163,8 +163,8 @@ class LayerShape:
     is_gated: bool = True
     """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
     has_fused_activation: bool = True
-    """Whether one kernel computes a gated activation, in experts including the probabilities. With `--no-bias-swiglu-fusion`,
-    each op saves its own inputs. No effect without a gate."""
+    """Whether one kernel computes a gated activation, and in experts multiplies by the probabilities. With
+    `--no-bias-swiglu-fusion`, each op saves its own inputs. No effect without a gate."""
     has_clamped_gate: bool = False
     """Whether experts clamp their first linears' output before the activation, which saves one more tensor of that size."""
     has_linear_bias: bool = False
@@ -179,7 +179,7 @@ class LayerShape:
 
     @property
     def has_fused_attention_norm(self) -> bool:
-        """Whether the norm before attention is fused into the next linear. In latent attention two linears follow the norm."""
+        """Whether the norm before attention is fused into the next linear. In latent attention, two linears follow it."""
         return self.latent is None
 
     @property
@@ -194,5 +194,5 @@ class LayerShape:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens of the microbatch divided by the tensor parallel size, sb/t, for tensors sharded by channels."""
+        """Tokens of the microbatch divided by the tensor parallel size, sb/t, to size tensors sharded by channels."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size

@@ -63,28 +63,29 @@ class ModelShape:
     num_attention_heads: int  # query heads
     num_query_groups: int  # key and value heads; as many as query heads in latent attention
     kv_channels: int = 0
-    """Channels of a query, key and value head; 0 in latent attention. `qk_channels` and `v_channels` are set for both."""
+    """Channels of a query, key and value head; 0 in latent attention. Use `qk_channels` and `v_channels` for both kinds."""
     vocab_size: int  # rows of the embedding, including Megatron's padding: see `pad_vocab_size`
     seq_length: int  # tokens of a sequence, over all context-parallel ranks
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     is_gated: bool = True
     """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
-    has_fused_activation: bool = True  # whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`
+    has_fused_activation: bool = True  # whether one kernel computes a gated activation: not with `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
     """Whether `--quick-geglu` is set. Its saved bytes are known only with fusion. Experts clamp their first linears' output
     before this gate, as in GPT-OSS."""
     has_tied_embeddings: bool = False
-    """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
-    has_linear_bias: bool = False  # whether all linear layers have biases, the router included: without `--disable-bias-linear`
+    """Whether embedding and output layer share weights, unless `--untie-embeddings-and-output-weights` is set."""
+    has_linear_bias: bool = False  # whether all linear layers and the router have biases: not with `--disable-bias-linear`
     has_qkv_bias: bool = False  # whether the projection to query, key and value has a bias, as with `--add-qkv-bias`
     has_qk_norm: bool = False
     """Whether `--qk-layernorm` adds norms of query and key heads, or in latent attention of compressed query and key-value."""
     has_attention_sinks: bool = False  # whether each head has a learned number in its softmax: `--softmax-type learnable`
     latent: LatentAttention | None = None  # multi-latent attention; None for grouped queries
     rotary_percent: float = 1.0
-    """Rotary fraction of a head; 0 without rotary embeddings. Latent attention has a number of channels instead."""
+    """Rotary fraction of a head; 0 without rotary embeddings. Latent attention sets a number of channels instead."""
     has_fused_rotary: bool = True
-    """Whether one kernel applies the rotary embedding: without `--no-rope-fusion`. Not supported with latent attention."""
+    """Whether one kernel applies the rotary embedding, unless `--no-rope-fusion` is set. Not supported with latent
+    attention."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None

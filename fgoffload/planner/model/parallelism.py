@@ -33,7 +33,7 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Fields that change how layers are split over stages if there is no layout."""
+"""Fields that set how layers are split over stages without a layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def check_shared_layers(
 ) -> None:
     """Reject parallel sizes that do not divide the dimensions of a layer."""
     groups = model.num_query_groups
-    # Without --group-query-attention, Megatron sets the groups to the number of heads, so the error names the heads.
+    # Without --group-query-attention, Megatron sets the groups to the number of heads, so the error mentions the heads.
     groups_name = "num_attention_heads {}" if groups == model.num_attention_heads else "num_query_groups {}"
     rows = [
         ("tensor_parallel_size", tensor_parallel_size, groups_name, groups),
@@ -269,8 +269,8 @@ def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
     for rank, count in enumerate(counts_by_rank):
         if count % chunks:
             raise ConfigError(
-                f"the {count} layers of pipeline rank {rank} of {model.name} are not a multiple of virtual_pipeline_size "
-                f"{chunks}. Use a size that divides them, or a pipeline_layout."
+                f"pipeline rank {rank} of {model.name} has {count} layers, which is not a multiple of virtual_pipeline_size "
+                f"{chunks}. Use a size that divides it, or a pipeline_layout."
             )
     counts = [count // chunks for _ in range(chunks) for count in counts_by_rank]
     # Embedding and loss each take the place of a layer if they count as layers.
@@ -300,7 +300,7 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
         if between < 0:
             return f"{given} set two stages, but pipeline_parallel_size is {ranks}. Use a size of 2 or more, or set only one."
         return (
-            f"{given} leave {max(left, 0)} of num_layers {model.num_layers} of {model.name} for the {between} other stages. "
+            f"{given}: {max(left, 0)} of num_layers {model.num_layers} of {model.name} remain for {between} other stages. "
             f"Change the sizes to leave {f'a positive multiple of {between}' if between else 'none'}."
         )
     return (

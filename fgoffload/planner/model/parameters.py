@@ -21,7 +21,7 @@ class Split(enum.Enum):
 
     NONE = "none"  # each tensor-parallel rank has a copy: norms, the router, biases added after a reduction
     TENSOR = "tensor"  # each tensor-parallel rank has a part
-    EXPERT = "expert"  # each expert-parallel rank has some experts, and each expert-tensor-parallel rank a part of each
+    EXPERT = "expert"  # expert-parallel ranks have different experts; expert-tensor-parallel ranks have parts of each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Parameter:
     """A parameter, or several with the same split."""
 
     count: int  # elements in the whole model
-    split: Split = Split.NONE  # how ranks split it
+    split: Split = Split.NONE  # how it is split over ranks
     is_linear: bool = False  # whether it is the weight of a linear layer, which an fp8 recipe quantizes
 
 
@@ -39,7 +39,7 @@ class RankParameters:
 
     dense_count: int  # elements outside experts, with a copy on each data-parallel rank
     expert_count: int  # elements of experts, which have fewer copies
-    linear_count: int  # weights of linear layers among both, which have fp8 copies
+    linear_count: int  # elements of both that are weights of linear layers, which have fp8 copies
 
     @property
     def count(self) -> int:

@@ -45,7 +45,7 @@ def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
-    """Return the segment of a linear that also runs the norm before it."""
+    """Return the segment `linear` with the operations of the fused `norm` added."""
     forward = dataclasses.replace(linear.forward, works=(*norm.forward.works, *linear.forward.works))
     backward = dataclasses.replace(linear.backward, works=(*linear.backward.works, *norm.backward.works))
     return SegmentWork(linear.name, forward, backward)

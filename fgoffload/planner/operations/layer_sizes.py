@@ -1,4 +1,4 @@
-"""Activation sizes of a layer, from which times, temporaries and saved tensors are computed."""
+"""Activation sizes of a layer, used to compute times, temporaries and saved tensors."""
 
 import dataclasses
 
@@ -134,6 +134,6 @@ def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, L
 
 def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
     """Return a linear of the layer, in fp8 if the layer has a recipe."""
-    # A tensorwise scale is computed from the tensor itself, so one more kernel finds the maximum first.
+    # A tensorwise scale is computed from the tensor itself, so an additional kernel first finds the maximum.
     kernels = 0 if shape.fp8_recipe is None else 2 if shape.fp8_recipe == "tensorwise" else 1
     return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, quantizing_kernels=kernels)

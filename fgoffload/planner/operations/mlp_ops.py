@@ -21,16 +21,17 @@ routing map, probabilities. Counted in the code of Megatron-Core 0.16.1, not mea
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3  # kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured.
+_FUSED_PERMUTE_KERNELS = 3  # kernels per direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
-"""Host time of Megatron's Python code around router, dispatcher and grouped linears, in one direction, in kernel launches.
+"""Host time of Megatron's Python code around router, dispatcher and grouped linears, per direction, converted to kernel
+launches.
 
 Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and on B200
 (Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
-"""Bytes moved per output element of the experts, forward and backward, if their second linears have biases: multiplying by the
+"""Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the
 fp32 probabilities, adding, concatenating and converting to bf16 are separate ops.
 
 Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
@@ -109,7 +110,7 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
 
 
 def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    # Megatron runs shared experts before the router unless they overlap with the dispatch; `op_times` subtracts hidden time.
+    # Megatron runs shared experts before the router, unless they overlap with the dispatch (see `op_times`).
     shared = (_make_shared_work(shape, experts, execution),) if experts.shared_ffn_hidden_size else ()
     return (
         *shared,

@@ -15,7 +15,7 @@ _UNFUSED_GRADIENT_BYTES = BF16 + 2 * FP32
 """Bytes per weight if a separate kernel accumulates its gradient: it reads the gradient, and reads and writes the sum."""
 
 _QUANTIZED_BYTES = BF16 + 2 * FP8
-"""Bytes per element to quantize the input of an fp8 linear: a kernel reads bf16 and writes fp8, row-wise and column-wise.
+"""Bytes moved per element to quantize the input of an fp8 linear: a kernel reads bf16 and writes fp8, row-wise and column-wise.
 Weights are also quantized, once per step for all microbatches."""
 
 
@@ -43,7 +43,8 @@ class Work:
     flop: float = 0.0  # floating-point operations of all kernels together
     moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
     strided_bytes: float = 0.0
-    """Part of `moved_bytes` that element-wise kernels access without vectorization, such as half of a tensor's columns."""
+    """Part of `moved_bytes` that element-wise kernels access without vectorization, for example in half of a tensor's
+    columns."""
     kernels: int = 1  # number of launched kernels
     expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
@@ -52,7 +53,7 @@ class Work:
 class Pattern(enum.Enum):
     """Pattern of an exchange between ranks."""
 
-    RING = "ring"  # each rank sends to its neighbour: the slowest hop counts
+    RING = "ring"  # each rank sends to its neighbour, so the slowest hop sets the time
     ALL_TO_ALL = "all_to_all"  # each rank sends equal amounts to all others
     NODES = "nodes"  # all-to-all in which data for several ranks of a node crosses the network once
 
@@ -178,7 +179,7 @@ class Linear:
 
 
 def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
-    """Return memory-bound kernels that move `moved_bytes` together."""
+    """Return memory-bound kernels that move `moved_bytes` in total."""
     return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)
 
 

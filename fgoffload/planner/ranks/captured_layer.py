@@ -66,7 +66,7 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of a layer's graph: for each of their tags, the first tensor."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each such tag."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {

@@ -46,10 +46,10 @@ class SavedTensor:
     """A storage that one or more tags of a layer save."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save it, in forward order; empty in `saved_bytes.list_untagged_tensors`
+    tags: tuple[str, ...]  # tags that save it, in forward order; empty for untagged tensors
     size_bytes: int  # bytes on this rank for one microbatch
-    is_same_in_all_layers: bool = False  # whether all layers save one storage, offloaded once per microbatch
-    element_bytes: int = 2  # bytes per element, because the minimum offloaded size is in elements
+    is_same_in_all_layers: bool = False  # whether all layers share this storage, offloaded once per microbatch
+    element_bytes: int = 2  # bytes per element, to convert the minimum size for offload
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:
@@ -65,7 +65,7 @@ class UnitModel:
     segments: tuple[str, ...]  # names of the recomputed segments, in forward order
     drops: tuple[str, ...]  # names of tensors that are recomputed instead of saved
     held: tuple[str, ...] = ()  # tensors of `drops` that the layer references until its forward ends
-    keeps: tuple[SavedTensor, ...] = ()  # inputs saved to recompute the unit from
+    keeps: tuple[SavedTensor, ...] = ()  # inputs that are saved to recompute the unit
     before: str
     """The unit is recomputed before the backward of this segment, even if backward needs the tensors only later."""
     forward_part: float = 1.0  # fraction of its segments' forward time that is recomputed
@@ -75,11 +75,11 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units that it contains, which then save no tensors. None means the unit's entry in `fgoffload.tags`."""
+    """Tags and units inside this unit, which save nothing if it is recomputed. None means its entry in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Tags and units that it contains, which save no tensors if it is recomputed."""
+        """Tags and units inside this unit, which save nothing if it is recomputed."""
         if self.covers is not None:
             return self.covers
         unit = find_recompute_unit(self.name)

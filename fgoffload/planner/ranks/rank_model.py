@@ -1,4 +1,4 @@
-"""Models one pipeline rank and its device, as input of the simulator and the solver."""
+"""Models one pipeline rank and its device for the simulator and the solver."""
 
 import dataclasses
 import enum
@@ -52,7 +52,7 @@ class HostPace(enum.Enum):
     (`LAYER_AHEAD`). With `BESIDE` they are up to 2.6% too low.
     """
 
-    BESIDE = "beside compute"  # the host is the device, as on a CPU
+    BESIDE = "beside compute"  # the host is also the device, as on a CPU
     LAYER_AHEAD = "a layer ahead"  # the host waits in each layer's forward, for example for token dispatchers
     PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers; the host waits for each exchange between stages
     STEP_AHEAD = "a step ahead"  # the host launches the whole step before the first copy is done
@@ -61,8 +61,8 @@ class HostPace(enum.Enum):
 class Turn(enum.Enum):
     """How to handle copies still in flight to the host when a microbatch turns from forward to backward."""
 
-    CANCEL = "cancel all copies in flight"  # if the user selects modules, without a plan
-    PLAN = "cancel copies that are far from done"  # while a plan is computed, which records their bytes
+    CANCEL = "cancel all copies in flight"  # for selected modules, without a plan
+    PLAN = "cancel copies that are far from done"  # while a plan is made, which will record their bytes
 
 
 HOST_LAYER_S = 4.5e-3
@@ -91,7 +91,7 @@ class RankModel:
     link: LinkModel  # link to the host
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Storages in which a group saves fewer elements than this stay on the GPU."""
+    """Minimum number of elements that a group must save in a storage to offload it. Smaller storages stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit

@@ -96,10 +96,10 @@ class Pipeline:
 
     @property
     def is_full(self) -> bool:
-        """Whether more microbatches per step would not change the number in flight, on any rank or in any chunk.
+        """Whether the number in flight stays the same with more microbatches per step, on every rank and in every chunk.
 
-        The first rank has the most in flight. It is full if it starts a backward before its last forward, and, with several
-        chunks, if there is a second group.
+        The first rank has the most in flight. It reaches its maximum if it starts a backward before its last forward, and, with
+        several chunks, if there is a second group.
         """
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
