@@ -200,7 +200,7 @@ def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], 
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
-    """Return the number of ranks that share the host memory of a node: its devices, or all ranks if there are fewer."""
+    """Return the number of ranks that share a node's host memory: one per device, or all ranks if there are fewer."""
     return min(hardware.gpus_per_node, world_size)
 
 

@@ -121,22 +121,22 @@ def _list_output_units(
     sizes = LayerSizes(shape)
 
     def make(name: str, segment: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
-        copy_s, is_megatrons = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is not None
+        copy_s, uses_megatron = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is not None
         return UnitModel(
             name=name,
             segments=(segment,),
             drops=drops,
-            keeps=_list_kept(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
+            keeps=_list_checkpoint_inputs(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
             before=before,
-            extra_s=copy_s if is_megatrons else 0.0,
-            extra_bytes=output_bytes if is_megatrons else 0,
-            copy_s=0.0 if is_megatrons else copy_s,
-            copy_bytes=0 if is_megatrons else output_bytes,
+            extra_s=copy_s if uses_megatron else 0.0,
+            extra_bytes=output_bytes if uses_megatron else 0,
+            copy_s=0.0 if uses_megatron else copy_s,
+            copy_bytes=0 if uses_megatron else output_bytes,
         )
 
     if shape.latent is not None:
         # Saved inputs of the linears, except compressed tensors in bf16: the checkpoint keeps these as its own inputs.
-        starts = ("normed input",) if _keeps_compressed(shape, shape.latent) else ("normed input", "compressed")
+        starts = ("normed input",) if _saves_compressed(shape, shape.latent) else ("normed input", "compressed")
         inputs = (one.name for one in tensors if one.name.startswith(starts))
         drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
@@ -195,7 +195,7 @@ def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iter
         )
 
 
-def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
+def _list_checkpoint_inputs(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
     """Return the inputs that the checkpoint of the up-projections saves in addition to the layer's own saved tensors.
 
     The rotary embedding is also an input, but it is not counted because its module caches it.
@@ -203,7 +203,7 @@ def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...
     Source: `MLASelfAttention.get_query_key_value_tensors` of megatron-core 0.16.1.
     """
     kept = []
-    if not _keeps_compressed(shape, latent):
+    if not _saves_compressed(shape, latent):
         for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
             if rank is not None:
                 # 2sb rank/t: fp8 linears save their own copies, and only during the recompute.
@@ -221,7 +221,7 @@ def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...
     return tuple(kept)
 
 
-def _keeps_compressed(shape: LayerShape, latent: LatentShape) -> bool:
+def _saves_compressed(shape: LayerShape, latent: LatentShape) -> bool:
     """Return whether a linear or a norm saves the compressed query and key-value unquantized."""
     return shape.fp8_recipe is None or latent.has_qk_norm
 

@@ -369,7 +369,7 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the probabilities saved for the biases of the experts' second linears, which are multiplied by them.
+    """Yield the probabilities saved because they multiply the biases of the experts' second linears.
 
     `moe_act` saves the same storage, so offloading that tag does not free it. If the tag stays on the GPU, it counts twice.
 

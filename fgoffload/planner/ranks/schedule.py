@@ -152,10 +152,10 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
 
     Source: `get_pp_rank_microbatches` of Megatron-Core.
     """
-    behind = pipeline.stages - rank - 1
+    warmup = pipeline.stages - rank - 1
     if pipeline.chunks > 1:
-        behind = 2 * behind + (pipeline.chunks - 1) * pipeline.microbatches_of_group
-    return min(behind + pipeline.has_expert_overlap, pipeline.microbatches * pipeline.chunks)
+        warmup = 2 * warmup + (pipeline.chunks - 1) * pipeline.microbatches_of_group
+    return min(warmup + pipeline.has_expert_overlap, pipeline.microbatches * pipeline.chunks)
 
 
 def find_turning_chunk(pipeline: Pipeline, *, rank: int) -> int | None:
