@@ -133,4 +133,4 @@ def _find_host(options: argparse.Namespace) -> "HostGuess | None":
         return None
     from fgoffload.planner.host_overhead import HostGuess
 
-    return HostGuess.LATE if options.launch_bound else HostGuess.IN_TIME
+    return HostGuess.LAUNCH_BOUND if options.launch_bound else HostGuess.NOT_LAUNCH_BOUND

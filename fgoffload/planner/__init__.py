@@ -1,21 +1,21 @@
-"""Predicts memory and time of a training run, and finds the fastest plan within a memory budget. Needs no torch and no GPU.
+"""Predicts memory and step time of a training run, and finds the fastest plan within a memory budget, without torch or a GPU.
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`entry` has an example; docs/concepts/planner.md explains how it works. Folders:
+`entry` has a complete example, and docs/concepts/planner.md explains how the planner works. Folders:
 
 | folder | contents | start with |
 |---|---|---|
-| `ranks` | passes and layers of each pipeline rank | `rank_model`, `layer_model`, `schedule` |
-| `model` | shape of a model, and its split over ranks | `model_shape`, `parallelism`, `huggingface` |
-| `operations` | operations of a layer, for any device | `ops`, `attention_ops`, `mlp_ops` |
-| `memory` | bytes | `saved_bytes`, `static_memory` |
-| `timing` | seconds, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
+| `ranks` | models of pipeline ranks: layers and order of passes | `rank_model`, `layer_model`, `schedule` |
+| `model` | model shapes and their split over ranks | `model_shape`, `parallelism`, `huggingface` |
+| `operations` | operations of a layer, independent of the device | `ops`, `attention_ops`, `mlp_ops` |
+| `memory` | bytes of saved tensors, temporaries and static memory | `saved_bytes`, `static_memory` |
+| `timing` | times, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
 | `simulation` | step time, peak memory and waits under a plan | `simulator`, `layer_choice`, `timeline` |
-| `solving` | the plan, and baselines to compare it with | `solver`, `megatron_flags` |
+| `solving` | search for a plan, and the baselines | `solver`, `megatron_flags` |
 
-Imports go one way. `model`, `operations`, `memory` and `timing` build on each other in this order, and `model_ranks` makes
-`ranks` from them. `simulation`, and `solving` on top of it, know only `ranks`, no model and no device.
+Imports point one way: `timing` uses `memory`, `memory` uses `operations`, and `operations` uses `model`. `model_ranks` builds
+`ranks` from all four. `simulation` uses only `ranks`, and `solving` uses `simulation` and `ranks`.
 """
 
 from fgoffload.planner.entry import PlanReport, plan

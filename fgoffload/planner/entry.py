@@ -1,4 +1,4 @@
-"""Entry point of the planner: finds the fastest plan for a model, its ranks, a device and a memory budget.
+"""Entry point of the planner: finds the fastest plan for a model, its parallel sizes, a device and a memory budget.
 
     >>> from fgoffload.planner import Hardware, ModelShape, Parallelism, get_hardware, plan
     >>> from fgoffload.planner import ExpertsShape
@@ -23,7 +23,7 @@
     >>> report.solution.result.step_s < report.baselines["full recompute"].step_s
     True
 
-`report.solution.plan.to_json()` is the file for `--offload-plan`.
+`report.solution.plan.to_json()` returns the contents of a plan file for `--offload-plan`.
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ from fgoffload.planner.training_facts import list_facts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan with its prediction and the baselines."""
+    """A plan, its prediction, and the baselines to compare it with."""
 
-    ranks: tuple[RankModel, ...]  # the planned ranks, with the given host budget
+    ranks: tuple[RankModel, ...]  # the planned ranks, with the host budget set
     baselines: Mapping[str, StepResult]
-    """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Tensors
-    that exceed the host budget stay on the GPU."""
+    """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Once the
+    host budget is used up, further tensors stay on the GPU."""
     solution: Solution  # the plan
 
 
@@ -59,19 +59,19 @@ def plan(
     host_budget_bytes: int | None = None,
     assumptions: Assumptions | None = None,
 ) -> PlanReport:
-    """Return the fastest plan found that keeps the device bytes of every rank within `budget_bytes`.
+    """Return the fastest plan found whose peak device memory is within `budget_bytes` on every rank.
 
     Args:
         model: The whole model.
-        parallelism: Its split over ranks, and the microbatches of a step.
+        parallelism: Parallel sizes, and the number of microbatches per step.
         hardware: Device of each rank.
-        budget_bytes: Budget of each device, static memory included.
-        host_budget_bytes: Host budget of each rank; None for no limit.
-        assumptions: None means the defaults.
+        budget_bytes: Memory budget of each device, static memory included.
+        host_budget_bytes: Host memory budget of each rank, or None for no limit.
+        assumptions: Assumptions of the prediction. None means the defaults.
 
     Raises:
-        ConfigError: An argument is invalid, or the device lacks a figure that times need.
-        PlanError: No plan fits. The message names the rank, its missing bytes, and the smallest budget with a plan.
+        ConfigError: An argument is invalid, or the device lacks a rate that the prediction needs.
+        PlanError: No plan fits. The message lists the rank, the bytes it lacks, and the smallest budget that has a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
@@ -86,7 +86,7 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the fastest plan found for `ranks`, for example of a profile. `layer_passes` sets the effort of the search."""
+    """Return the fastest plan found for `ranks`, for example those of a profile. `layer_passes` sets the search effort."""
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]

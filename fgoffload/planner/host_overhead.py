@@ -1,13 +1,13 @@
-"""Overhead of offload on a launch-bound host: how much copies slow compute, and the delay per offloaded group.
+"""Models the overhead of offload on a launch-bound host: how much copies slow compute, and the delay per offloaded group.
 
 [Note: Cost of copies on a launch-bound host]
-Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for its memory, and
-each offloaded group adds work. If each layer waits for the host, as token dispatchers do, this delay is on the critical path.
-It differs by machine, and only steps of the run itself show it. So a profile includes a few steps under plans, measured
-alternately with baseline steps. We fit one number to all of them: the fraction by which copies slow compute. That number also
-sets the delay per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a
-cost per group alone mispredicts them by 3% (docs/decisions.md). The baseline may not fit into memory in a run that makes its
-own plan, so only steps under its first plan are used there.
+Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
+each offloaded group adds CPU work. If token dispatchers make the host wait in each layer, this delay is on the critical path.
+It differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
+steps. We fit one number to all of them, the fraction by which copies slow compute. It also sets the delay per group, through
+`GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone mispredicts
+them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to steps under
+the first plan only.
 """
 
 import dataclasses
@@ -21,33 +21,33 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 GROUP_S = 3.7e-3
-"""Seconds of host delay per offloaded group, per unit of slowdown beyond the device's own: 0.37 ms for a slowdown of 0.1.
+"""Host delay per offloaded group, in seconds per unit of slowdown above the GPU's own slowdown: 0.37 ms for 0.1 above it.
 Source: compared steps of four runs on H100s give 3.6 to 4.0 ms (docs/decisions.md)."""
 
 LAUNCH_BOUND_SLOWDOWN = 0.1
-"""Fraction by which copies are assumed to slow compute on an unmeasured launch-bound host. Source: compared steps of four runs
-of W2 on H100s give 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
+"""Assumed fraction by which copies slow compute on a launch-bound host without measurements. Source: compared steps of four
+runs of W2 on H100s give 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
-"""Maximum fraction by which copies slow compute. Steps that took longer were slow for other reasons."""
+"""Maximum fitted fraction by which copies slow compute. Steps that imply more were slow for other reasons."""
 
 LEAST_EFFECT = 0.025
-"""Minimum sensitivity of a step that is fitted: its growth from no slowdown to `MOST_SLOWDOWN`, as a fraction of the baseline.
-In a step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
+"""Minimum sensitivity of a step that the fit uses: by how much `MOST_SLOWDOWN` lengthens it, as a fraction of the baseline
+step. In a step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
-_PRECISION = 1e-3  # precision of a fitted slowdown; it changes the step time of a plan by about 0.1%
+_PRECISION = 1e-3  # precision of the fit; such a difference changes a plan's step time by about 0.1%
 
 
 class HostGuess(enum.Enum):
     """Assumption about the host: whether a step is launch-bound."""
 
-    IN_TIME = "a step that is not launch-bound"
-    LATE = "a launch-bound step"
+    NOT_LAUNCH_BOUND = "a step that is not launch-bound"
+    LAUNCH_BOUND = "a launch-bound step"
 
 
 def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel, ...]:
-    """Return `ranks` with the slowdown that `guess` implies."""
-    if guess is HostGuess.LATE:
+    """Return `ranks` with the slowdown and delay per group that `guess` implies."""
+    if guess is HostGuess.LAUNCH_BOUND:
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
     slowdowns = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
     links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, slowdowns, strict=True)]
@@ -55,7 +55,7 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
-    """Raise the fraction by which copies slow compute to at least `slowdown`, and the delay per group accordingly."""
+    """Return `ranks` whose copies slow compute by at least the fraction `slowdown`, with the matching delay per group."""
     return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
 
 
@@ -67,24 +67,24 @@ def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
 
 
 def find_group_s(slowdown: float) -> float:
-    """Return the seconds of host delay per offloaded group if copies slow compute by the fraction `slowdown`."""
+    """Return the host delay per offloaded group, in seconds, if copies slow compute by the fraction `slowdown`."""
     return GROUP_S * max(0.0, slowdown - COMPUTE_SLOWDOWN)
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
-    """Fit the fraction by which copies slow compute, so that the simulated `steps` take the measured time.
+    """Fit the fraction by which copies slow compute until the simulation matches the times of the measured `steps`.
 
-    Steps with too few copies are ignored. The result is at most `MOST_SLOWDOWN`, and at least the slowdown of the link of
-    `ranks`, which is returned if no step is usable.
+    Steps with too few copies are ignored. The result lies between the slowdown of the ranks' link and `MOST_SLOWDOWN`. If no
+    step is usable, it is the slowdown of the link.
     """
     baseline_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
     return _find_slowdown(ranks, [(step.plan, baseline_s + step.step_s - step.keeping_step_s) for step in steps])
 
 
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
-    """Fit the slowdown if only steps under one plan were measured, each of `step_s`.
+    """Fit the slowdown to the measured time `step_s` of steps under a single plan.
 
-    Other delays of the step count as slowdown too. `fit_slowdown` excludes them, but needs baseline steps.
+    Other delays in the step also count as slowdown. `fit_slowdown` excludes them, but needs baseline steps.
     """
     return _find_slowdown(ranks, [(plan, step_s)])
 
@@ -98,7 +98,7 @@ def _find_slowdown(ranks: Sequence[RankModel], steps: Sequence[tuple[OffloadPlan
         slowed = slow_down(ranks, slowdown)
         return sum(simulate(slowed, plan).step_s - step_s for plan, step_s in sensitive) >= 0
 
-    if is_enough(least):  # also without steps
+    if is_enough(least):  # also true without steps
         return least
     if not is_enough(most):
         return most
@@ -114,5 +114,5 @@ def _is_sensitive(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
 
 
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Make `ranks` cancel the offload of the last groups at the loss, as measured steps do, unless a plan overrides it."""
+    """Return `ranks` that cancel unfinished offloads at the loss, as measured steps do, unless a plan overrides it."""
     return [dataclasses.replace(rank, turn=Turn.CANCEL) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Builds the ranks of a pipeline from a model, its parallel sizes and a device."""
+"""Builds the models of all pipeline ranks from a model shape, parallel sizes and a device."""
 
 import dataclasses
 import logging
@@ -38,32 +38,32 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Assumptions of a prediction, besides model, ranks and device."""
+    """Assumptions of a prediction beyond the model, its parallel sizes and the device."""
 
-    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # fractions of the device's peaks
-    state: ParameterState = ADAM  # bytes of gradients and optimizer for each parameter
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # device bytes outside of the allocator: CUDA context, NCCL, fragmentation
-    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # window and prefetch of the engine
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)  # fractions of the device's peak rates
+    state: ParameterState = ADAM  # gradient and optimizer bytes per parameter
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation, in bytes
+    policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum elements of a storage that a group must save to offload it. Smaller storages stay on the GPU."""
+    """Minimum number of elements that a group must save in a storage to offload it. Smaller storages stay on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
-    """Execution of layers. Context parallel size and attention window are set from model and parallel sizes."""
+    """Execution options of layers. `build_ranks` overrides the context parallel size, expert overlap and attention window."""
     graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture
 
 
 def build_ranks(
     model: ModelShape, parallelism: Parallelism, hardware: Hardware, *, assumptions: Assumptions | None = None
 ) -> tuple[RankModel, ...]:
-    """Return the pipeline ranks of a step.
+    """Return the model of each pipeline rank for one step.
 
     Args:
         model: The whole model.
-        parallelism: Its split over ranks, and the microbatches of a step.
+        parallelism: Parallel sizes, and the number of microbatches per step.
         hardware: Device of each rank.
-        assumptions: None means the defaults.
+        assumptions: Assumptions of the prediction. None means the defaults.
 
     Raises:
-        ConfigError: The ranks cannot share the model, or the device lacks a figure that times need.
+        ConfigError: The parallel sizes do not fit the model, or the device lacks a rate that the prediction needs.
     """
     assumptions = assumptions or Assumptions()
     is_captured = assumptions.graphs.impl == FULL_ITERATION
@@ -106,7 +106,7 @@ def list_rank_memory(
 
 
 class _LayerModels:
-    """Layer models of a model. Equal layers share one, so the solver treats them as one kind."""
+    """Cache of layer models. Equal layers share one object, so the solver treats them as one kind."""
 
     def __init__(self, model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> None:
         self.model = model
@@ -170,7 +170,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
 
 
 def _count_update_s(static: StaticMemory, clock: Clock) -> float:
-    """Return the seconds of the optimizer's update: it reads gradients, and reads and writes its state and the weights."""
+    """Return the seconds of an optimizer step, which reads the gradients, and reads and writes its state and the weights."""
     if not static.optimizer_bytes:
         return 0.0
     return (static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)) / clock.memory_bytes_per_s
@@ -179,7 +179,7 @@ def _count_update_s(static: StaticMemory, clock: Clock) -> float:
 def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: _LayerModels) -> float:
     """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
 
-    `--overlap-grad-reduce` and `--overlap-param-gather` hide them behind the last backward and the first forward of a rank.
+    `--overlap-grad-reduce` and `--overlap-param-gather` hide the rest behind a rank's last backward and first forward.
     """
     sizes = layers.parallelism
     segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
@@ -200,18 +200,18 @@ def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], 
 
 
 def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
-    """Return the number of ranks that share the host memory of a node: its devices, or all ranks if there are fewer."""
+    """Return the number of ranks that share a node's host memory: one per device, or all ranks if there are fewer."""
     return min(hardware.gpus_per_node, world_size)
 
 
 def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware, world_size: int) -> int:
-    """Return the host bytes of the fullest node: the sum of its ranks' peaks.
+    """Return the peak host bytes of the fullest node, which is the sum of its ranks' peaks.
 
     The ranks of a node have adjacent numbers, and so do the ranks of a pipeline stage.
 
     Source: `initialize_model_parallel` of megatron-core 0.16.1, with its default order tp-cp-ep-dp-pp.
     """
-    of_stage = world_size // max(1, len(host_peaks_bytes))
-    peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(of_stage)]
-    of_node = count_ranks_per_node(hardware, world_size)
-    return max((sum(peaks_bytes[first : first + of_node]) for first in range(0, len(peaks_bytes), of_node)), default=0)
+    per_stage = world_size // max(1, len(host_peaks_bytes))
+    peaks_bytes = [peak_bytes for peak_bytes in host_peaks_bytes for _ in range(per_stage)]
+    per_node = count_ranks_per_node(hardware, world_size)
+    return max((sum(peaks_bytes[first : first + per_node]) for first in range(0, len(peaks_bytes), per_node)), default=0)

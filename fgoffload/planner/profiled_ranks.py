@@ -1,7 +1,8 @@
-"""Builds the models of all ranks of a profile, calibrated against the plain step and compared steps.
+"""Builds the models of all pipeline ranks in a profile, calibrated against measured steps.
 
-`make_rank_model` calibrates a single rank against the plain step. Ranks of a pipeline wait for each other, so only a simulation
-of all of them shows the difference to the plain step and to compared steps ([Note: Cost of copies on a launch-bound host]).
+`make_rank_model` calibrates a single rank against the plain step, which runs without measurement hooks. Ranks of a pipeline
+wait for each other, so only a simulation of all ranks can be compared with the plain step. The same holds for compared steps
+([Note: Cost of copies on a launch-bound host]).
 """
 
 import dataclasses
@@ -18,41 +19,41 @@ from fgoffload.transfer_schedule import TransferPolicy
 def make_rank_models(
     profile: Profile, *, policy: TransferPolicy | None = None, microbatches: int | None = None
 ) -> tuple[RankModel, ...]:
-    """Return all pipeline ranks of a profile for the simulator and the solver.
+    """Return the models of all pipeline ranks of a profile, for the simulator and the solver.
 
-    If the profile has the plain step, times are calibrated so that the simulated baseline matches it. With several stages, the
-    missing time is added to the step of each, since all passes are launch-bound. If the plain step was shorter than the
-    simulated one, the measurement hooks delayed an unknown rank, and times stay as measured. Compared steps set the fraction by
+    If the profile has a plain step, times are calibrated so that the simulated baseline matches it. With several stages, we add
+    the missing time to the end of every rank's step, because all passes are launch-bound. If the plain step is shorter than the
+    simulated one, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the fraction by
     which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.
-        policy: Window and prefetch settings; None means the defaults.
+        policy: Window and prefetch settings. None means the defaults.
         microbatches: Microbatches per step; defaults to the measured number.
     """
     pipeline = profile.get_rank(0).pipeline
     numbers = range(pipeline.stages)
     ranks = tuple(make_rank_model(profile, rank=rank, policy=policy, microbatches=microbatches) for rank in numbers)
-    late_s = _find_late_s(
+    missing_s = _find_missing_s(
         profile, pipeline if microbatches is None else dataclasses.replace(pipeline, microbatches=microbatches)
     )
-    ranks = tuple(dataclasses.replace(rank, step_end_s=rank.step_end_s + late_s) for rank in ranks)
+    ranks = tuple(dataclasses.replace(rank, step_end_s=rank.step_end_s + missing_s) for rank in ranks)
     slowdown = find_host_slowdown(profile)
     return ranks if slowdown is None else slow_down(ranks, slowdown)
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Fit the fraction by which copies slow compute to a profile's compared steps; None if it has none."""
-    # Compared steps use the default window and prefetch, whatever settings the plan uses.
+    """Return the fraction by which copies slow compute, fitted to a profile's compared steps; None without them."""
+    # Compared steps always use the default window and prefetch.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 
 
 def _make_measured(profile: Profile) -> list[RankModel]:
-    """Return the ranks of a profile with the settings under which they were measured."""
+    """Return the models of a profile's ranks with the settings that the measurement used."""
     return [make_rank_model(profile, rank=rank) for rank in range(profile.get_rank(0).pipeline.stages)]
 
 
-def _find_late_s(profile: Profile, planned: Pipeline) -> float:
+def _find_missing_s(profile: Profile, planned: Pipeline) -> float:
     pipeline = profile.get_rank(0).pipeline
     if profile.plain_step_s is None or pipeline.stages == 1:
         return 0.0

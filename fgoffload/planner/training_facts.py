@@ -1,7 +1,7 @@
-"""Facts of the training run that a plan is made for. The plan is refused if the run differs in any of them.
+"""Lists the settings of a training run that a plan depends on. A run with other settings rejects the plan.
 
-The choice of bf16 or fp16 and the format of FP8 are not facts: they change neither sizes nor speed. Memory of gradients and
-optimizer is not either, because Megatron's model config lacks it.
+The list omits the choice of bf16 or fp16 and the FP8 format, because they change neither sizes nor speed. It omits gradient and
+optimizer memory, because Megatron's model config lacks it.
 """
 
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, NO_FP8, PARAMETER_BYTES, TOKENS
@@ -10,9 +10,9 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
-    """Return the facts for `OffloadPlan.made_for`, keyed by Megatron's config names.
+    """Return the settings for `OffloadPlan.made_for`, keyed by Megatron's config names.
 
-    Config fields of parts that the model lacks are left out.
+    Fields of parts that the model lacks are omitted.
     """
     sizes = parallelism
     facts: dict[str, int | str] = {

@@ -154,7 +154,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((MIXTRAL, "--gpu", "h100", "--tp", "4"), "Give --expert-tensor-parallel-size 1 (--etp), which otherwise equals"),
         ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: a100,"),
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the file of --json, and"),
-        ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Give 8 or"),
+        ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Use 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),
         ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "argument --hardware: not allowed with argument --gpu"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),

@@ -1,1 +1,1 @@
-"""Device bytes: saved tensors of layers, temporaries, and static memory."""
+"""Device memory in bytes: saved tensors, temporaries and static memory."""

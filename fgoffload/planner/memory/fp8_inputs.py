@@ -1,19 +1,19 @@
-"""Bytes of the input that a linear layer saves, in fp8 if the linear computes in fp8.
+"""Counts the bytes of a linear layer's saved input, which is quantized if the layer computes in fp8.
 
-Under every recipe the linear saves one fp8 copy, from which its weight's gradient is computed, and the scales of the copy:
+Under every recipe, the linear saves one fp8 copy of its input and the scales of the copy, to compute the weight gradient:
 
 | recipe | data | scales |
 |---|---|---|
-| none | 2 bytes an element | |
-| `delayed`, `tensorwise` | 1 byte | one number in fp32 |
-| `blockwise` | 1 byte | one in fp32 for 128 rows of a channel |
-| `mxfp8` | 1 byte | one byte for 32 rows of a channel, up to multiples of 4 and 128 |
+| none | 2 bytes per element | |
+| `delayed`, `tensorwise` | 1 byte per element | one fp32 number |
+| `blockwise` | 1 byte per element | one fp32 number per channel and 128 rows |
+| `mxfp8` | 1 byte per element | one byte per channel and 32 rows, padded to 128 channels and 4 blocks of rows |
 
 `delayed` and `tensorwise` linears that gather their input again in backward save the row-wise copy instead, which has the same
-size. Block scales pad channels to a multiple of 4, which the channels of fp8 linears are anyway.
+size. Blockwise scales also pad channels to a multiple of 4. We ignore this, because fp8 linears always have such a multiple.
 
 Source: Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinear`, which discard the row-wise data, and
-`get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` compares the bytes.
+`get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` measures the bytes.
 """
 
 from fgoffload.planner.model.layer_shape import Fp8Recipe
@@ -24,7 +24,7 @@ _MXFP8_BLOCK_ROWS = 32  # rows that share a scale
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:
-    """Return the bytes of an input `[rows, channels]` that a linear saves for backward."""
+    """Return the bytes that a linear saves of its input `[rows, channels]`."""
     elements = rows * channels
     if recipe is None:
         return BF16 * elements
@@ -36,12 +36,12 @@ def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> 
 
 
 def get_input_element_bytes(recipe: Fp8Recipe | None) -> int:
-    """Return the bytes per element of the input that a linear saves."""
+    """Return the bytes per element of a linear's saved input."""
     return BF16 if recipe is None else FP8
 
 
 def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:
-    """Return the padded rows of one expert: fp8 products need a multiple of 16, mxfp8 products a multiple of 32.
+    """Return the rows of one expert after padding to a multiple of 16 in fp8, or of 32 in mxfp8.
 
     Source: `get_align_size_for_quantization` of Transformer Engine; `TEGroupedMLP` of megatron-core 0.16.1 pads each expert.
     """

@@ -1,13 +1,13 @@
-"""Bytes that the units of `fgoffload.tags.RECOMPUTE_UNITS` free in a layer, and their cost.
+"""Lists the recompute units of a layer (see `fgoffload.tags.RECOMPUTE_UNITS`), with the tensors that each frees and its cost.
 
-There are two kinds of units. A checkpoint saves its input and is recomputed right before its own backward: `layer`,
-`core_attn`, `mlp`, `moe` and `shared_expert`. The others drop their output, which the next module would save. They are
-recomputed when backward reaches the modules that use it. In FP8 they are Megatron's checkpoints, which copy the recomputed
-tensor into the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed
-right before the backward of the next module.
+Some units are checkpoints, which save their input and are recomputed right before their own backward: `layer`, `core_attn`,
+`mlp`, `moe` and `shared_expert`. All others drop their output, which the next module would save, and are recomputed when
+backward reaches a module that uses it. In FP8 these units use Megatron's checkpoints, which copy the recomputed tensor into the
+dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right before the
+backward of the next module.
 
 Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
-megatron/core/tensor_parallel/random.py and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
+megatron/core/tensor_parallel/random.py, and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
 multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
 """
 
@@ -26,36 +26,36 @@ _ATTENTION_NORM = ("output of the norm before attention", "statistics of the nor
 _MLP_NORM = ("output of the norm before the MLP", "statistics of the norm before the MLP")
 
 _ACTIVATION_INPUTS = ("first linears' output", "permuted probabilities")
-"""Input of the experts' activation, from which it is recomputed."""
+"""Saved tensors from which the experts' activation is recomputed."""
 
 _GROUPED = ("expert_fc1", "moe_act", "dispatch")
-"""Units of grouped experts alone."""
+"""Units that only grouped experts have."""
 
-_AROUND = ("mtp_projection", "mtp_norm")
-"""Segments of multi-token prediction around its transformer layer, which no unit covers."""
+_MTP_SEGMENTS = ("mtp_projection", "mtp_norm")
+"""Segments before and after the transformer layer of multi-token prediction. No unit covers them."""
 
 
 def make_units(
     shape: LayerShape, segments: Sequence[Segment], tensors: Sequence[SavedTensor], *, copy_bytes_per_s: float = math.inf
 ) -> tuple[UnitModel, ...]:
-    """Return the units that a layer can recompute alone, in the order of `RECOMPUTE_UNITS`."""
-    names = tuple(segment.name for segment in segments if segment.name not in _AROUND)
+    """Return the recompute units that a layer supports, in the order of `RECOMPUTE_UNITS`."""
+    names = tuple(segment.name for segment in segments if segment.name not in _MTP_SEGMENTS)
     checkpoints = _list_checkpoints(shape, names, tensors)
-    refills = _list_refills(shape, names, tensors, copy_bytes_per_s)
+    outputs = _list_output_units(shape, names, tensors, copy_bytes_per_s)
     partial = _list_partial_recomputes(shape, names, tensors)
     permutation = _list_permutation(shape, tensors)
-    found = {unit.name: unit for unit in (*checkpoints, *refills, *partial, *permutation)}
+    found = {unit.name: unit for unit in (*checkpoints, *outputs, *partial, *permutation)}
     if shape.experts is not None and not shape.experts.has_grouped_linears:
         found = {name: unit for name, unit in found.items() if name not in _GROUPED}
     return tuple(found[unit.name] for unit in RECOMPUTE_UNITS if unit.name in found)
 
 
 def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    # Storages that all layers share stay: other layers and the model reference them.
+    # Other layers and the model still reference storages that all layers share.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # Query, key and value are the checkpoint's input and stay, with the storage that they view. The output is dropped only with
-    # delayed scaling, where the projection saves an fp8 copy of it.
+    # The checkpoint keeps its inputs query, key and value, and the storage that they view. It drops the output only with
+    # delayed scaling, where the projection saves an fp8 copy instead.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
     sinks = ("attention sinks",) if shape.has_attention_sinks else ()
     dropped = _pick(tensors, "log-sum-exp", "random state", *sinks, *made)
@@ -65,27 +65,27 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
 
 
 def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...], int]:
-    """Return the tensors that a checkpoint around attention keeps besides query, key and value, and the bytes that it copies.
+    """Return the tensors that a checkpoint of attention keeps besides query, key and value, and the bytes that it copies.
 
-    One linear returns query, key and value in one storage. Rotary embeddings and head norms make new tensors of query and key;
-    the value is a view. Attention copies tensors that are not contiguous and saves the copies, so the storage is freed with the
-    forward. A checkpoint keeps the view, and with it the storage: the part that attention would have copied counts as query,
-    key and value, and the rest counts here.
+    One linear returns query, key and value in one storage. Rotary embeddings and head norms write query and key to new tensors,
+    but the value remains a view. Attention copies non-contiguous tensors and saves the copies, so forward frees the storage. A
+    checkpoint keeps the view, and therefore the whole storage. The part that attention would have copied counts as query, key
+    and value; this function returns the rest.
 
     Source: `SelfAttention.get_query_key_value_tensors` and `Attention._checkpointed_attention_forward` of megatron-core 0.16.1,
-    `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's with a stand-in for
-    attention. Llama 3 8B on an H200: docs/reference/saved_bytes.md.
+    `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's code with a
+    substitute for attention. docs/reference/saved_bytes.md has a measurement of Llama 3 8B on an H200.
     """
     sizes = LayerSizes(shape)
     if shape.latent is not None:
-        # The value is made contiguous before attention.
+        # Megatron makes the value contiguous before attention.
         return (), 0
     views = sizes.value
     if not shape.rotary_channels and not shape.has_qk_norm:
         if shape.num_query_groups == shape.num_attention_heads:
-            # All three are views, which attention reads in place: without recompute it saves the storage too.
+            # Attention reads all three views in place, so it saves the whole storage even without recompute.
             return (), 0
-        # Heads of a group are adjacent, groups are not: only the query is copied.
+        # A group's heads are adjacent but the groups are not, so attention copies only the query.
         views = sizes.key + sizes.value
     rest = SavedTensor(name="rest of the projections' output", tags=("core_attn",), size_bytes=sizes.query_key_value - views)
     return (rest,), views
@@ -95,15 +95,15 @@ def _list_mlp_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Se
     experts, hidden = shape.experts, LayerSizes(shape).hidden
     half = names[names.index("attn_proj") + 1 :]
     segments = tuple(name for name in half if name != "mlp_norm")
-    # The input is the residual if the norm is fused into the first linear, else the norm's output.
+    # The checkpoint's input is the residual if the norm is fused into the first linear, otherwise the norm's output.
     has_norm = "mlp_norm" in half
     kept = _pick(tensors, "output of the norm before the MLP" if has_norm else "residual")
     own = ("mlp_norm", *kept)
     inside = tuple(one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in own)
-    # Megatron's checkpoint around an MLP that returns a bias hangs.
+    # Megatron hangs when it checkpoints an MLP that returns a bias.
     if experts is not None or not shape.has_linear_bias:
         yield _make_checkpoint("mlp" if experts is None else "moe", segments, inside, extra_bytes=hidden)
-    # Overlapped shared experts are a part of the dispatcher, so no checkpoint can surround them.
+    # With overlap, the dispatcher runs the shared experts, so they cannot be checkpointed.
     if experts is not None and experts.shared_ffn_hidden_size and not experts.has_shared_overlap:
         inside = tuple(one.name for one in tensors if one.tags == ("shared_expert",))
         yield _make_checkpoint("shared_expert", ("shared_expert",), inside, extra_bytes=hidden)
@@ -115,46 +115,46 @@ def _make_checkpoint(
     return UnitModel(name=name, segments=segments, drops=drops, keeps=keeps, before=segments[-1], extra_bytes=extra_bytes)
 
 
-def _list_refills(
+def _list_output_units(
     shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor], copy_bytes_per_s: float
 ) -> Iterator[UnitModel]:
     sizes = LayerSizes(shape)
 
     def make(name: str, segment: str, before: str, output_bytes: int, drops: tuple[str, ...]) -> UnitModel:
-        copy_s, own = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is None
+        copy_s, uses_megatron = 2 * output_bytes / copy_bytes_per_s, shape.fp8_recipe is not None
         return UnitModel(
             name=name,
             segments=(segment,),
             drops=drops,
-            keeps=_list_kept(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
+            keeps=_list_checkpoint_inputs(shape, shape.latent) if name == "mla_up_proj" and shape.latent is not None else (),
             before=before,
-            extra_s=0.0 if own else copy_s,
-            extra_bytes=0 if own else output_bytes,
-            copy_s=copy_s if own else 0.0,
-            copy_bytes=output_bytes if own else 0,
+            extra_s=copy_s if uses_megatron else 0.0,
+            extra_bytes=output_bytes if uses_megatron else 0,
+            copy_s=0.0 if uses_megatron else copy_s,
+            copy_bytes=0 if uses_megatron else output_bytes,
         )
 
     if shape.latent is not None:
-        # Saved inputs of the linears. In bf16 and without norms the checkpoint keeps the same tensors.
-        starts = ("normed input",) if _keeps_compressed(shape, shape.latent) else ("normed input", "compressed")
+        # Saved inputs of the linears, except compressed tensors in bf16: the checkpoint keeps these as its own inputs.
+        starts = ("normed input",) if _saves_compressed(shape, shape.latent) else ("normed input", "compressed")
         inputs = (one.name for one in tensors if one.name.startswith(starts))
         drops = _pick(tensors, "query, key and value", "rotary tables", *inputs)
         yield make("mla_up_proj", "qkv_linear", "core_attn", sizes.query_key_value, drops)
     if shape.fp8_recipe == "delayed":
-        # The next modules would have to save their input unquantized, which delayed scaling cannot.
+        # The next modules would have to save unquantized inputs, which delayed scaling does not support.
         return
-    # Megatron recomputes a norm at the output of its half of the layer.
+    # Megatron recomputes a norm when backward reaches the output of that half of the layer.
     if not shape.has_fused_attention_norm:
         yield make("attn_norm", "attn_norm", "attn_proj", sizes.hidden, _pick(tensors, *_ATTENTION_NORM))
     if shape.experts is not None:
         yield make("mlp_norm", "mlp_norm", names[-1], sizes.hidden, _pick(tensors, *_MLP_NORM))
-        # Tensors inside of the activation are not saved either.
+        # The unit also drops tensors that ops inside the activation save.
         inside = (one.name for one in tensors if one.tags == ("moe_act",) and one.name not in _ACTIVATION_INPUTS)
         yield make("moe_act", "moe_act", "expert_fc2", sizes.expert_inner, _pick(tensors, *inside, "activation's output"))
 
 
 def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield first linears, with their fused norm and the ops up to the module that saves their result.
+    """Yield the units of first linears, which include the fused norm and the ops up to the module that saves the result.
 
     Source: `partial_recompute.py` of the Megatron integration.
     """
@@ -166,7 +166,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
         inside = (one.name for one in tensors if set(one.tags) <= set(segments) and one.name not in kept)
         return UnitModel(name=segments[0], segments=segments, drops=(*inside, *_pick(tensors, made)), before=until)
 
-    # The input stays.
+    # These units keep the input of the first linear.
     if shape.latent is None:
         yield make(("qkv_linear",), "core_attn", "query, key and value")
     if experts is None:
@@ -176,7 +176,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
 
 
 def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield the permutation of tokens if a rank has all experts whole: it is recomputed from the router's saved tensors.
+    """Yield the unit that recomputes the token permutation from the router's saved tensors. Each rank must have all experts.
 
     Source: `permutations.py` of the Megatron integration.
     """
@@ -195,34 +195,34 @@ def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iter
         )
 
 
-def _list_kept(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
-    """Return the inputs of the checkpoint around the up-projections that a layer does not save without it.
+def _list_checkpoint_inputs(shape: LayerShape, latent: LatentShape) -> tuple[SavedTensor, ...]:
+    """Return the inputs that the checkpoint of the up-projections saves in addition to the layer's own saved tensors.
 
-    The rotary embedding among its inputs is cached by its module and counted nowhere.
+    The rotary embedding is also an input, but it is not counted because its module caches it.
 
     Source: `MLASelfAttention.get_query_key_value_tensors` of megatron-core 0.16.1.
     """
     kept = []
-    if not _keeps_compressed(shape, latent):
+    if not _saves_compressed(shape, latent):
         for name, rank in (("query", latent.q_lora_rank), ("key-value", latent.kv_lora_rank)):
             if rank is not None:
-                # 2sb rank/t: linears in fp8 save a copy of their own, and only in the recompute.
+                # 2sb rank/t: fp8 linears save their own copies, and only during the recompute.
                 size_bytes = BF16 * shape.tokens * rank
                 kept.append(SavedTensor(name=f"compressed {name} in bf16", tags=("qkv_linear",), size_bytes=size_bytes))
-    # The compressed key-value is a view of the projection's output, next to the key's rotary channels: 2sb dpos/t. They are
-    # inputs of the checkpoint too. If ranks gather them, they take 2sb dpos, the whole sequence on each rank, and the view
-    # spans this rank's rotary channels except the last token's.
+    # The compressed key-value is a view of the projection's output, next to the key's rotary channels, 2sb dpos/t, which are
+    # also inputs of the checkpoint. If ranks gather these channels, each rank has those of the whole sequence, 2sb dpos. The
+    # view then also keeps this rank's own rotary channels, except the last token's.
     channels = BF16 * latent.qk_pos_emb_head_dim
     size_bytes = channels * LayerSizes(shape).rows
     kept.append(SavedTensor(name="rotary channels of the key", tags=("qkv_linear",), size_bytes=size_bytes))
     if shape.tensor_parallel_size > 1:
         size_bytes = channels * (shape.tokens - 1)
-        kept.append(SavedTensor(name="rotary channels between the compressed", tags=("qkv_linear",), size_bytes=size_bytes))
+        kept.append(SavedTensor(name="rotary channels inside the compressed", tags=("qkv_linear",), size_bytes=size_bytes))
     return tuple(kept)
 
 
-def _keeps_compressed(shape: LayerShape, latent: LatentShape) -> bool:
-    """Return whether a layer saves the compressed query and key-value themselves, for a linear or a norm."""
+def _saves_compressed(shape: LayerShape, latent: LatentShape) -> bool:
+    """Return whether a linear or a norm saves the compressed query and key-value unquantized."""
     return shape.fp8_recipe is None or latent.has_qk_norm
 
 
@@ -230,5 +230,5 @@ def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:
     found = tuple(one.name for one in tensors if one.name in names)
     if len(found) != len(names):
         missing = ", ".join(name for name in names if name not in found)
-        raise InternalError(f"the layer saves no {missing}, which a recomputed unit would free. Please report this bug.")
+        raise InternalError(f"the layer does not save {missing}, but a recompute unit should free it. Please report this bug.")
     return found

@@ -1,19 +1,19 @@
-"""Bytes that each tag saves for backward, in one layer and microbatch on one rank.
+"""Counts the bytes that each tag saves for backward, for one layer and microbatch on one rank.
 
-The formulas hold for Transformer Engine's layers with fused attention and bf16 activations. Sliding windows and biases of
-linears do not change them; tensors saved for the experts' biases have no tag. Letters as in docs/reference/saved_bytes.md: s
-sequence, b microbatch, h hidden, n heads, g query groups, t tensor parallel size, k experts of a token, f channels of an MLP, E
-experts, e expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism.
+The formulas hold for Transformer Engine's layers with fused attention and bf16 activations. Sliding windows and linear biases
+do not change them; tensors saved for expert biases have no tag. Symbols are as in docs/reference/saved_bytes.md: s sequence
+length, b microbatch size, h hidden size, n heads, g query groups, t tensor parallel size, k experts per token, f channels of an
+MLP, E experts, e expert tensor parallel size. `shape.tokens` is sb/t, or sb without sequence parallelism.
 
-Tags are not additive: two may save the same storage, which is offloaded once. So a layer is a list of tensors, each with the
-tags that save it, and bytes of several tags are summed over these tensors:
+Two tags may save the same storage, which is offloaded once, so their bytes cannot be added. A layer is therefore a list of
+tensors, each with the tags that save it, and `count_bytes` counts every tensor once:
 
     count_bytes(shape, ("core_attn", "attn_proj")) == count_bytes(shape, ("core_attn",))
 
-`list_untagged_tensors` has the tensors that no tag saves. They stay on the GPU under any plan.
+`list_untagged_tensors` returns the tensors that no tag saves. They stay on the GPU under any plan.
 
-Source: measured, to the byte, with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
-`tests/gpu/test_megatron_bytes.py` compares. docs/reference/saved_bytes.md lists the numbers that were not measured.
+Source: measured with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 2.11 on H200, at t = 1 and 2;
+`tests/gpu/test_megatron_bytes.py` requires exact matches. docs/reference/saved_bytes.md lists unmeasured formulas.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ from fgoffload.planner.ranks.layer_model import SavedTensor
 from fgoffload.tags import default_tags
 
 _RANDOM_STATE_BYTES = 2 * INT64
-"""Seed and offset of the attention's dropout, which are saved without dropout too. Source: measured."""
+"""Seed and offset of attention dropout, saved even without dropout. Source: measured."""
 
 _CORE, _ROUTER, _SHARED = ("core_attn",), ("router",), ("shared_expert",)
 
@@ -34,31 +34,31 @@ _CORE, _ROUTER, _SHARED = ("core_attn",), ("router",), ("shared_expert",)
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of a layer, in forward order.
 
-    In a fully recomputed layer, `layer_input` saves its tensors and no other tag saves anything.
+    In a fully recomputed layer, only `layer_input` saves tensors.
     """
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
 
 
 def count_tag_bytes(shape: LayerShape) -> dict[str, int]:
-    """Return the bytes that each tag of the layer saves, each counted alone, in forward order."""
+    """Return the bytes that each tag of the layer saves on its own, in forward order."""
     found = {tag for tensor in list_saved_tensors(shape) for tag in tensor.tags}
     return {tag: count_bytes(shape, (tag,)) for tag in default_tags().names if tag in found}
 
 
 def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
-    """Return the bytes that `tags` save together. Tensors that several of them save count once."""
+    """Return the bytes that `tags` save together. A tensor that several of them save counts once."""
     names = {default_tags().get(tag).name for tag in tags}
     return sum(tensor.size_bytes for tensor in list_saved_tensors(shape) if names.intersection(tensor.tags))
 
 
 def count_norm_statistics(shape: LayerShape, rows: int | None = None) -> int:
-    """Return the bytes of a norm's statistics, 4sb/t: inverse deviation of each token, in fp32; LayerNorm saves means too."""
+    """Return the bytes of a norm's statistics: each token's inverse deviation in fp32, 4sb/t; with LayerNorm also the means."""
     return (2 if shape.normalization == "LayerNorm" else 1) * FP32 * (shape.tokens if rows is None else rows)
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
-    """Return the rows of all experts of a rank, and of each expert. In fp8 the rows of each are padded."""
+    """Return the rows of all experts of a rank, and the rows per expert. In fp8 each expert's rows are padded."""
     rows = experts.count_rows(shape.tokens)
     each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
@@ -77,7 +77,7 @@ def _make_input(name: str, tag: str, recipe: Fp8Recipe | None, size_bytes: int) 
 
 
 def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
-    # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, it is a part of the linear.
+    # The norm before attention saves the layer input, 2sbh/t. If the norm is fused, the linear saves it.
     norm = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm"
     yield _make("layer input", ("layer_input", norm), LayerSizes(shape).hidden)
     if shape.rotary_channels and shape.latent is None:
@@ -89,8 +89,8 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
     norm, hidden = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm", LayerSizes(shape).hidden
     yield _make("statistics of the norm before attention", (norm,), count_norm_statistics(shape), FP32)
-    # The norm's output, 2sbh/t. All linears after the norm save it once, or one copy each in fp8. A norm fused into the query's
-    # linear saves it in bf16.
+    # The norm's output, 2sbh/t. In bf16 all linears after the norm save the same storage; in fp8 each saves its own copy. A
+    # norm fused into the query's linear saves it in bf16.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     if shape.latent is not None and shape.fp8_recipe is not None:
         size_bytes += hidden if shape.latent.has_whole_query_norm else size_bytes
@@ -104,7 +104,7 @@ def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
     for name, heads in (("query", shape.num_attention_heads), ("key", shape.num_query_groups)):
         rows = heads * shape.shared_tokens
-        # 2sbn dqk/t and 2sbg dqk/t: inputs of the norms, which are copies of parts of the linear's output.
+        # 2sbn dqk/t and 2sbg dqk/t: inputs of the norms, copied from parts of the linear's output.
         yield _make(f"{name} before its norm", ("qkv_linear",), BF16 * rows * shape.qk_channels)
         # Statistics of each head: 4sbn/t and 4sbg/t.
         yield _make(f"statistics of the {name}'s norm", ("qkv_linear",), count_norm_statistics(shape, rows), FP32)
@@ -123,7 +123,7 @@ def _list_latent(shape: LayerShape, latent: LatentShape) -> Iterator[SavedTensor
             size_bytes += count_norm_statistics(shape)
             yield _make_input(f"normed input of the {name}", "qkv_linear", shape.fp8_recipe, size_bytes)
     # Cosine and sine, [s, 1, 1, qk_pos_emb_head_dim] in bf16, once for the query and once for the key. Heads share them, and
-    # attention has the whole sequence, so no size is divided by t.
+    # each rank has the whole sequence, so the size is not divided by t.
     yield _make("rotary tables", ("qkv_linear",), 4 * BF16 * shape.seq_length * latent.qk_pos_emb_head_dim)
 
 
@@ -131,7 +131,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     sizes = LayerSizes(shape)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
     yield _make("query, key and value", _CORE, sizes.query_key_value)
-    # 2sbn dv/t: the projection after attention saves it as its input, in fp8 too, except with delayed scaling.
+    # 2sbn dv/t: the projection after attention saves the same tensor, also in fp8 except with delayed scaling.
     is_shared = shape.fp8_recipe != "delayed"
     yield _make("attention output", (*_CORE, "attn_proj") if is_shared else _CORE, sizes.attention_output)
     if not is_shared:
@@ -141,15 +141,15 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     yield _make("log-sum-exp", _CORE, FP32 * shape.shared_tokens * shape.num_attention_heads, FP32)
     yield _make("random state", _CORE, _RANDOM_STATE_BYTES, INT64)
     if shape.has_attention_sinks:
-        # 4n/t: a bf16 parameter. Attention gets and saves it in fp32, [1, n / t, 1, 1].
+        # 4n/t: a bf16 parameter that is converted to fp32, [1, n / t, 1, 1], and saved by attention.
         yield _make("attention sinks", _CORE, FP32 * shape.num_attention_heads // shape.tensor_parallel_size, FP32)
-    # Start of each sequence and end of the last one, [b + 1]: the same tensor for query and key, and for all layers.
+    # Start of each sequence and end of the last one, [b + 1]. Query and key, and all layers, use the same tensor.
     yield _make("sequence lengths", _CORE, INT32 * (shape.micro_batch_size + 1), INT32, is_same_in_all_layers=True)
 
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
     yield from _list_mlp_norm(shape, "mlp_fc1")
-    # The norm's output 2sbh/t.
+    # The norm's output, 2sbh/t.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     yield _make_input("output of the norm before the MLP", "mlp_fc1", shape.fp8_recipe, size_bytes)
     rows, channels = LayerSizes(shape).rows, shape.ffn_hidden_size // shape.tensor_parallel_size
@@ -164,7 +164,7 @@ def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
 
 
 def _list_mlp_norm(shape: LayerShape, tag: str) -> Iterator[SavedTensor]:
-    # The residual after attention 2sbh/t.
+    # The residual after attention, 2sbh/t.
     yield _make("residual", (tag,), LayerSizes(shape).hidden)
     yield _make("statistics of the norm before the MLP", (tag,), count_norm_statistics(shape), FP32)
 
@@ -172,7 +172,7 @@ def _list_mlp_norm(shape: LayerShape, tag: str) -> Iterator[SavedTensor]:
 def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     yield from _list_mlp_norm(shape, "mlp_norm")
     shares = experts.shared_ffn_hidden_size and not _has_own_input(shape, experts)
-    # The norm's output, 2sbh/t. The router saves it; so do shared experts that neither gather nor quantize their input.
+    # The norm's output, 2sbh/t. The router saves it, and so do shared experts unless they gather or quantize their input.
     tags = (*_SHARED, *_ROUTER) if shares else _ROUTER
     yield _make("output of the norm before the MLP", tags, LayerSizes(shape).hidden)
     if experts.shared_ffn_hidden_size:
@@ -188,32 +188,32 @@ def _has_own_input(shape: LayerShape, experts: ExpertsShape) -> bool:
 
 
 def _gathers(shape: LayerShape, experts: ExpertsShape) -> bool:
-    # Under overlap, the shared experts run the collectives of tensor parallelism themselves.
+    # With overlap, the shared experts run their own tensor-parallel collectives.
     return experts.has_shared_overlap and shape.tensor_parallel_size > 1
 
 
 def _list_shared_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     all_rows = LayerSizes(shape).rows
     if _has_own_input(shape, experts):
-        # 2sbh if they gather, because they save the whole sequence. In fp8 they save their input unquantized, like the router,
-        # except with delayed scaling.
+        # 2sbh if they gather, because they save the whole sequence. Only delayed scaling quantizes the saved input; other fp8
+        # recipes save it in bf16.
         name, rows = "input of the shared experts in fp8", shape.tokens
         if _gathers(shape, experts):
             name, rows = "gathered input of the shared experts", all_rows
         recipe = shape.fp8_recipe if shape.fp8_recipe == "delayed" else None
         yield _make(name, _SHARED, count_input_bytes(recipe, rows=rows, channels=shape.hidden_size))
     channels = experts.shared_ffn_hidden_size // shape.tensor_parallel_size
-    # 4sbf/t of gate and up; 2sbf/t for each factor of an unfused activation; 2sbf/t of the activation's output.
+    # Gate and up, 4sbf/t; each factor of an unfused activation, 2sbf/t; the activation's output, 2sbf/t.
     size_bytes = _count_activation_input(shape, all_rows, channels) + len(_list_factors(shape)) * BF16 * all_rows * channels
     size_bytes += _count_row_parallel_input(shape, experts.shared_ffn_hidden_size)
-    yield _make("inside of the shared experts", _SHARED, size_bytes)
+    yield _make("tensors inside the shared experts", _SHARED, size_bytes)
 
 
 def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> Iterator[SavedTensor]:
     # 8sbk/t: indices of the chosen experts in int64, saved by the ops that choose them and scatter their probabilities.
     yield _make("chosen experts", _ROUTER, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
-        # 8sb/t: index_put then scatters the probabilities. Its row numbers are [sb / t, 1] in int64.
+        # 8sb/t: deterministic algorithms use index_put to scatter, which saves row numbers, [sb / t, 1] in int64.
         yield _make("row numbers", _ROUTER, INT64 * shape.tokens, INT64)
     yield _make("scores", _ROUTER, _count_score_bytes(shape.tokens, experts, router), FP32)
     if router.balancing != "none":
@@ -222,9 +222,9 @@ def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) 
 
 def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) -> int:
     if router.score_function == "softmax":
-        # 4sbk/t: softmax saves its output, in fp32 for any router dtype. 4sbE/t if softmax precedes the choice.
+        # 4sbk/t: softmax saves its output, in fp32 for any router dtype. 4sbE/t if softmax precedes top-k.
         return FP32 * tokens * (experts.num_experts if router.has_pre_softmax else experts.topk)
-    # 4sbE/t: sigmoid saves its output of all experts. The chosen scores and their sum, which divides them, are saved too.
+    # 4sbE/t: sigmoid saves its output for all experts. Dividing the chosen scores by their sum saves both.
     chosen = experts.topk + 1 if experts.topk > 1 else 0
     return FP32 * tokens * (experts.num_experts + chosen)
 
@@ -232,7 +232,7 @@ def _count_score_bytes(tokens: int, experts: ExpertsShape, router: RouterShape) 
 def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: RouterShape) -> int:
     # Token counts of each expert in int64, per sequence or per microbatch.
     counts = experts.num_experts * (shape.micro_batch_size if router.balancing == "seq_aux_loss" else 1)
-    # 4sbE/t: softmax over all experts, or their sigmoid and its sum, which divides it. The loss is one number.
+    # 4sbE/t: softmax over all experts, or sigmoid and the sum that divides it. The loss is one number.
     columns = experts.num_experts + (0 if router.score_function == "softmax" else 1)
     return INT64 * counts + FP32 * (shape.tokens * columns + 1)
 
@@ -241,7 +241,7 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     """Yield the saved tensors of the experts, with sbke/t rows if routing is balanced over ranks."""
     rows, _ = count_expert_rows(shape, experts)
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
-    # 2sbkhe/t: each rank that shares an expert has all of its rows.
+    # 2sbkhe/t: each rank that shares an expert has all rows of the expert.
     size_bytes = _count_expert_input(shape, experts, shape.hidden_size)
     yield _make_input("permuted tokens", "expert_fc1", shape.fp8_recipe, size_bytes)
     # 4sbkf/t: gate and up.
@@ -253,10 +253,10 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         # 2sbkf/t.
         yield _make(name, ("moe_act",), BF16 * rows * channels)
     if not (shape.is_gated and shape.has_fused_activation):
-        # 2sbkf/t: a separate op multiplies with the probabilities and saves its input, in bf16 even if the probabilities are in
-        # fp32: autograd saves the original tensor, and copies between types save nothing.
+        # 2sbkf/t: a separate op multiplies by the probabilities and saves its input. The input is in bf16 even if the
+        # probabilities are in fp32, because autograd saves the original tensor and conversions save nothing.
         yield _make("output of the bare activation", ("moe_act",), BF16 * rows * channels)
-    # 2sbke/t, or 4sbke/t with a router in fp32: the activation applies the probabilities, [sbke / t, 1].
+    # 2sbke/t, or 4sbke/t with an fp32 router: the probabilities that the activation applies, [sbke / t, 1].
     item_bytes = experts.router.dtype_bytes
     yield _make("permuted probabilities", ("moe_act",), item_bytes * rows, item_bytes)
     # 2sbkf/t.
@@ -277,21 +277,21 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
         if experts.local_experts > 1:
             # 4sbke/t: order of the tokens if a rank has several experts, in int32.
             yield _make("order by expert", tags, INT32 * experts.count_rows(shape.tokens), INT32)
-        # 4sb(2E + 1)/t: destinations of each token, its experts, and their number, in int32.
+        # 4sb(2E + 1)/t: each token's destinations, its experts, and the number of experts, in int32.
         yield _make("row map", tags, INT32 * shape.tokens * (2 * experts.num_experts + 1), INT32)
         return
-    # 8sbk/t: index of each permuted token, in int64. Its expansion over channels is a view of the same storage.
-    yield _make("places of the permuted tokens", tags, INT64 * shape.tokens * experts.topk, INT64)
+    # 8sbk/t: index of each permuted token, in int64. The index expanded over channels is a view of the same storage.
+    yield _make("positions of the permuted tokens", tags, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
-        # 2sbkh/t: index_add is used then, and saves its source.
+        # 2sbkh/t: deterministic algorithms use index_add, which saves its source.
         yield _make("experts' output", tags, LayerSizes(shape).permuted)
 
 
 def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
     """Return the bytes of the first linear's output that an activation saves: `[rows, 2 channels]`, or half without a gate.
 
-    An unfused activation saves only the gate, a view that spans everything except the up-projection of the last row, 2f/t. The
-    whole span is kept or offloaded.
+    An unfused activation saves only the gate. The gate is a view that spans everything except the up-projection of the last
+    row, 2f/t, and the engine keeps or offloads the whole span.
     """
     if not shape.is_gated:
         return BF16 * rows * channels
@@ -299,9 +299,9 @@ def _count_activation_input(shape: LayerShape, rows: int, channels: int) -> int:
 
 
 def _list_factors(shape: LayerShape) -> tuple[str, ...]:
-    """Return the tensors that an unfused gated activation saves for its product, each `[rows, channels]`.
+    """Return the names of the tensors that an unfused gated activation multiplies and saves, each `[rows, channels]`.
 
-    The up-projection is a separate tensor there, because Megatron adds `glu_linear_offset` to it, which is 0.
+    The up-projection is a separate tensor because Megatron adds `glu_linear_offset`, 0 by default, to it.
 
     Source: `MLP.forward` of megatron/core/transformer/mlp.py and `TEGroupedMLP.forward` of transformer/moe/experts.py,
     megatron-core 0.16.1. `tests/unit/megatron/test_saved_bytes.py` runs both on the CPU.
@@ -310,13 +310,13 @@ def _list_factors(shape: LayerShape) -> tuple[str, ...]:
 
 
 def _count_row_parallel_input(shape: LayerShape, channels: int) -> int:
-    """Return the bytes of its input that a row-parallel linear saves: 2sb channels/t in bf16."""
+    """Return the bytes of a row-parallel linear's saved input: 2sb channels/t in bf16."""
     rows = LayerSizes(shape).rows
     return count_input_bytes(shape.fp8_recipe, rows=rows, channels=channels // shape.tensor_parallel_size)
 
 
 def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return the tensors that a layer saves outside of all tags, in forward order. They stay on the GPU under any plan.
+    """Return the tensors that a layer saves outside all tags, in forward order. They stay on the GPU under any plan.
 
     A fully recomputed layer saves only the tensors of multi-token prediction.
 
@@ -331,7 +331,7 @@ def list_untagged_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
 
 
 def _list_mtp_projection(shape: LayerShape) -> Iterator[SavedTensor]:
-    # Norms of the next tokens' embeddings, of the hidden states, and after the layer: inputs 2sbh/t, and statistics.
+    # Inputs, 2sbh/t, and statistics of three norms: of the next tokens' embeddings, of the hidden states, and after the layer.
     for name in ("embedding", "hidden states", "layer's output"):
         size_bytes = LayerSizes(shape).hidden + count_norm_statistics(shape)
         yield _make(f"{name} before the norm of multi-token prediction", (), size_bytes)
@@ -345,37 +345,37 @@ def _list_untagged_rotary(shape: LayerShape) -> Iterator[SavedTensor]:
         return
     numbers = shape.seq_length * shape.rotary_channels
     if shape.has_fused_rotary:
-        # 4s drot: the kernel keeps the model's own embedding, in fp32.
+        # 4s drot: the kernel saves the model's own embedding, in fp32.
         yield _make("rotary embedding", (), FP32 * numbers, is_same_in_all_layers=True)
         return
-    # 8s drot: cosine and sine in bf16, made once for the query and once for the key. Attention has the whole sequence.
+    # 8s drot: cosine and sine of the whole sequence in bf16, once for the query and once for the key.
     yield _make("rotary cosine and sine", (), 4 * BF16 * numbers)
 
 
 def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
     if shape.has_hidden_dropout:
-        # sbh/t bytes after attention, and as many after the MLP.
+        # sbh/t bytes after attention, and the same after the MLP.
         yield _make("masks of dropout", (), 2 * shape.tokens * shape.hidden_size)
 
 
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the tensors that the permutation saves in addition to the tensors of `moe_combine`."""
+    """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
     if not experts.has_fused_permutation:
-        # 8sbE/t: the places of all tokens for all experts in int64; only the first, chosen ones are used.
-        yield _make("sorted places of the permutation", (), INT64 * shape.tokens * experts.num_experts)
+        # 8sbE/t: sorted positions of tokens for all experts in int64. Megatron uses only the first ones.
+        yield _make("sorted positions in the permutation", (), INT64 * shape.tokens * experts.num_experts)
     elif experts.local_experts > 1:
-        # 4sbke/t: as in the unpermutation.
+        # 4sbke/t: order of the tokens in int32, as in `_list_combine`.
         yield _make("order of arrival by expert", (), INT32 * experts.count_rows(shape.tokens))
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the probabilities that are saved where biases of the experts' second linears are multiplied with them.
+    """Yield the probabilities saved because they multiply the biases of the experts' second linears.
 
-    `moe_act` saves them too, so offloading them with that tag frees nothing. If the tag stays, they are counted twice.
+    `moe_act` saves the same storage, so offloading that tag does not free it. If the tag stays on the GPU, it counts twice.
 
     Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
     """
     if shape.has_linear_bias:
-        # 2sbke/t, or 4sbke/t with a router in fp32.
+        # 2sbke/t, or 4sbke/t with an fp32 router.
         rows, _ = count_expert_rows(shape, experts)
-        yield _make("probabilities beside biases of experts", (), experts.router.dtype_bytes * rows)
+        yield _make("probabilities that multiply biases of experts", (), experts.router.dtype_bytes * rows)

@@ -1,13 +1,13 @@
-"""Static memory of a rank (weights, gradients, optimizer, buffers and a reserve) and memory of the loss.
+"""Counts a rank's static memory (weights, gradients, optimizer, buffers and a reserve) and the memory of the loss.
 
 With Adam, fp32 gradients and the distributed optimizer over d ranks, each parameter takes:
 
     2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
 
-where d is data times context parallel size, or the number of copies of an expert. Without the distributed optimizer, d is 1.
+where d is data times context parallel size, or the number of copies of an expert. Without a distributed optimizer, d is 1.
 
-Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py for the bytes of a
-parameter, and the code of megatron-core 0.16.1 for the rest. Measurements: docs/reference/static_memory.md.
+Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py for the bytes per parameter,
+and the code of megatron-core 0.16.1 for the rest. docs/reference/static_memory.md has measurements.
 """
 
 import dataclasses
@@ -21,37 +21,37 @@ from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
 
 WORKSPACE_BYTES = 6 * 32 * MIB
-"""Bytes of matrix products' persistent workspaces: one of torch, one of Transformer Engine, and four for grouped products.
+"""Bytes of persistent cuBLAS workspaces: one of torch, one of Transformer Engine, and four for grouped matrix products.
 
 Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper.
 """
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
-"""Device memory besides the allocations of the run: an estimate, not measured.
+"""Estimate of the device memory used in addition to the run's tensors; not measured.
 
-CUDA's context and loaded kernels take up to 1 GiB, and NCCL's buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take as much if a
+The CUDA context and loaded kernels take up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take as much again if a
 rank is in many groups. The rest is fragmentation of the caching allocator.
 """
 
-_BOOL = 1  # bytes of an element
+_BOOL = 1  # bytes per element
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Bytes per parameter element besides its weight."""
+    """Bytes per parameter element in addition to its weight."""
 
-    gradient_bytes: int = FP32  # bytes in the gradient buffer of every rank: 4, or 2 with `--grad-reduce-in-bf16`
+    gradient_bytes: int = FP32  # bytes in each rank's gradient buffer: 4, or 2 with `--grad-reduce-in-bf16`
     main_parameter_bytes: int = FP32
-    """Bytes of the optimizer's main parameter. 2 if the precision-aware optimizer stores only the fp32 bits missing in bf16."""
-    has_fp8_weights: bool = False  # whether fp8 linears have no weights in the type of the activations: `--fp8-param-gather`
+    """Bytes of the optimizer's main parameter; 2 if the precision-aware optimizer stores only the fp32 bits that bf16 lacks."""
+    has_fp8_weights: bool = False  # whether fp8 linears store weights only in fp8: `--fp8-param-gather`
     shards_gradients: bool = False
     """Whether data-parallel ranks shard gradients: `--data-parallel-sharding-strategy optim_grads` of Megatron-FSDP."""
     shards_weights: bool = False
-    """Whether they shard weights too: `optim_grads_params`, or FSDP2. Two layers have full weights and gradients at once."""
+    """Whether data-parallel ranks also shard weights: `optim_grads_params`, or FSDP2. Two layers at a time are unsharded."""
     offloaded_part: float = 0.0
-    """Fraction of the optimizer on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
+    """Fraction of the optimizer state on the host: `--optimizer-cpu-offload` with `--optimizer-offload-fraction`."""
     moment_bytes: int = 2 * FP32
-    """Bytes of both moments of Adam. Fewer with `--use-precision-aware-optimizer`, by `--exp-avg-dtype` and similar flags."""
+    """Bytes of Adam's two moments. `--use-precision-aware-optimizer` allows fewer, for example with `--exp-avg-dtype`."""
 
     def __post_init__(self) -> None:
         for name in ("gradient_bytes", "main_parameter_bytes", "moment_bytes"):
@@ -61,29 +61,29 @@ class ParameterState:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the distributed optimizer shards."""
+        """Bytes of optimizer state, which the distributed optimizer shards."""
         return self.main_parameter_bytes + self.moment_bytes
 
 
 ADAM = ParameterState()
-"""Adam with parameters, moments and gradients in fp32: Megatron with --bf16 and no other flag."""
+"""Adam with fp32 main parameters, moments and gradients, as in Megatron with `--bf16` and no other flag."""
 
 NO_OPTIMIZER = ParameterState(main_parameter_bytes=0, moment_bytes=0)
-"""Gradients are summed in fp32 and nothing is updated."""
+"""Gradients accumulate in fp32, and no optimizer updates the weights."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
-    """Device bytes of one rank that no plan changes."""
+    """Device bytes of one rank that are the same under every plan."""
 
-    weight_bytes: int  # bytes of weights in the type of the activations
+    weight_bytes: int  # bytes of weights in the dtype of activations
     fp8_weight_bytes: int = 0
-    """Bytes of fp8 copies of linear weights, row-wise and column-wise, which last over all microbatches of a step."""
-    gradient_bytes: int  # bytes of the buffers that sum gradients
+    """Bytes of the row-wise and column-wise fp8 copies of linear weights, kept for all microbatches of a step."""
+    gradient_bytes: int  # bytes of gradient buffers
     optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""
-    workspace_bytes: int = WORKSPACE_BYTES  # bytes of matrix products' workspaces
+    workspace_bytes: int = WORKSPACE_BYTES  # bytes of cuBLAS workspaces
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation
 
     @property
@@ -101,7 +101,7 @@ class StaticMemory:
 class OutputBytes:
     """Memory of the last norm, the output layer and the loss for one microbatch."""
 
-    saved_bytes: int  # bytes saved until their backward, which follows right after their forward
+    saved_bytes: int  # bytes saved from forward to backward, which follows immediately
     forward_extra_bytes: int  # additional bytes during forward: the logits
     backward_extra_bytes: int  # additional bytes during backward: gradients of the logits and of hidden states
 
@@ -114,13 +114,13 @@ def list_static_memory(
     state: ParameterState = ADAM,
     reserve_bytes: int = DEFAULT_RESERVE_BYTES,
 ) -> StaticMemory:
-    """Return the memory that a rank's device holds throughout training."""
+    """Return the device memory that a rank of pipeline stage `rank` uses throughout training."""
     parameters = count_rank_parameters(model, parallelism, rank)
     chunks = list_chunks(model, parallelism)[rank]
     has_output = any(chunk.has_output for chunk in chunks)
-    shared = _share(parallelism, parameters)
-    # Two layers are gathered at once: one computes while the other is gathered or reduced.
-    whole = min(parameters.count, shared + 2 * parameters.count // max(1, sum(len(chunk.layers) for chunk in chunks)))
+    sharded = _count_shard(parallelism, parameters)
+    # Two layers are unsharded at a time: one computes while the other is gathered or reduced.
+    whole = min(parameters.count, sharded + 2 * parameters.count // max(1, sum(len(chunk.layers) for chunk in chunks)))
     weight_bytes = model.activation_dtype_bytes * (whole if state.shards_weights else parameters.count)
     if state.has_fp8_weights and model.fp8_recipe is not None:
         weight_bytes = weight_bytes * (parameters.count - parameters.linear_count) // parameters.count
@@ -131,7 +131,7 @@ def list_static_memory(
         gradient_bytes=state.gradient_bytes * (whole if state.shards_gradients else parameters.count),
         optimizer_bytes=round(
             state.optimizer_bytes
-            * (shared if parallelism.has_distributed_optimizer else parameters.count)
+            * (sharded if parallelism.has_distributed_optimizer else parameters.count)
             * (1 - state.offloaded_part)
         ),
         gather_buffer_bytes=_count_gather_bytes(model, parallelism) if has_output else 0,
@@ -142,9 +142,9 @@ def list_static_memory(
 def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputBytes:
     """Return the memory of the last norm, the output layer and the loss for one microbatch.
 
-    The logits, 2sbV/t, are converted to fp32. The softmax is computed in place there and saved: 4sbV/t. In backward the
-    gradient overwrites the softmax, and the output layer gets a copy in bf16. `--cross-entropy-loss-fusion` changes none of
-    this. Each layer of multi-token prediction has its own loss; all losses run forward before any runs backward.
+    The loss converts the logits, 2sbV/t, to fp32, computes the softmax in place and saves it: 4sbV/t. In backward the gradient
+    overwrites the softmax, and the output layer receives a bf16 copy. `--cross-entropy-loss-fusion` does not change this. Each
+    layer of multi-token prediction has its own loss; all losses run forward before the first runs backward.
 
     Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
     0.16.1; triton/cross_entropy.py of Transformer Engine 2.18; earlier versions overwrote the logits instead. Not measured on a
@@ -156,9 +156,9 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
     hidden = BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
-    # Input and statistics of the last norm. Norms of multi-token prediction count in their layers.
+    # Input and statistics of the last norm. Norms of multi-token prediction are counted in their layers.
     norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * FP32 * part
-    # Input of the output layer; the softmax; index of each token's own logit, and whether another rank has it.
+    # Input of the output layer; the softmax; each token's target index, and a mask of targets that other ranks have.
     loss_bytes = hidden + FP32 * logits + (INT64 + _BOOL) * tokens
     gradient_bytes = BF16 * tokens * model.hidden_size
     return OutputBytes(
@@ -168,7 +168,7 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     )
 
 
-def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
+def _count_shard(parallelism: Parallelism, parameters: RankParameters) -> int:
     dense_ranks = parallelism.data_parallel_size * parallelism.context_parallel_size
     experts_ranks = parallelism.expert_data_parallel_size
     return -(-parameters.dense_count // dense_ranks) + -(-parameters.expert_count // experts_ranks)
@@ -177,8 +177,8 @@ def _share(parallelism: Parallelism, parameters: RankParameters) -> int:
 def _count_fp8_weight_bytes(model: ModelShape, parameters: RankParameters) -> int:
     """Return the bytes of two fp8 copies of all linear weights, and of their scales.
 
-    The copies are made in the first microbatch of a step. This is an upper bound: on Blackwell, one copy is enough with one
-    scale per tensor.
+    The first microbatch of a step makes the copies. The result is an upper bound: on Blackwell, recipes with one scale per
+    tensor need only one copy.
 
     Source: `Linear.get_weight_workspace` of Transformer Engine, with `is_first_microbatch` as Megatron sets it.
     """

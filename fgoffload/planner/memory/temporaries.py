@@ -1,11 +1,11 @@
-"""Counts the temporary device bytes of a segment, besides the tensors that the layer saves.
+"""Counts the temporary device bytes of each segment, in addition to the layer's saved tensors.
 
-Forward counts input and output of the segment, unless an earlier segment saved them; tensors that tensor parallelism gathers;
-and tensors that Megatron's callers still reference, such as the output of the shared experts until it is added. A tensor that
-the segment itself saves counts here while the segment runs, and as saved afterwards.
+In forward these are the segment's input and output (unless an earlier segment saved them), tensors gathered for tensor
+parallelism, and tensors that Megatron's callers still reference, such as the output of the shared experts until it is added. A
+tensor that the segment itself saves is temporary while the segment runs, and saved afterwards.
 
-Backward counts the gradient of the residual until it is added at the norm; gradients of the segment's output and input; tensors
-gathered again; and weight gradients that are not accumulated yet.
+In backward they are the residual's gradient (until the norm adds it), the gradients of the segment's output and input, tensors
+gathered again, and weight gradients that are not yet accumulated.
 
 Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not compared with measurements.
 """
@@ -34,11 +34,11 @@ class ExtraBytes:
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
-    """Return the temporaries of each segment of a layer, by name."""
+    """Return the temporaries of each segment of a layer, keyed by segment name."""
     found = _count_attention(shape, execution)
     if shape.has_mtp_projection:
         hidden = LayerSizes(shape).hidden
-        # Inputs and outputs of two norms, the outputs concatenated, and the projection's output; a norm after the layer.
+        # Inputs, outputs and concatenated outputs of two norms, and the projection's output; then a norm after the layer.
         found |= {
             "mtp_projection": ExtraBytes(forward=7 * hidden, backward=5 * hidden),
             "mtp_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden),
@@ -56,7 +56,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
         found["qkv_linear"] = _count_projections(shape, execution)
     else:
         found |= _count_latent(shape, shape.latent)
-    # Fused attention sums the query's gradient in fp32, twice the bytes of the query, and keeps one number a row and head.
+    # Fused attention accumulates the query's gradient in fp32, twice the query's bytes, and one number per row and head.
     rows = FP32 * shape.shared_tokens * shape.num_attention_heads
     found["core_attn"] = ExtraBytes(
         forward=sizes.query_key_value + output + rows, backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows
@@ -66,7 +66,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
 
 
 def _count_norm(sizes: LayerSizes) -> ExtraBytes:
-    # Input and output; in backward a gradient of each, and the residual's.
+    # Forward has an input and an output. Backward has the gradients of both, and the residual's.
     return ExtraBytes(forward=2 * sizes.hidden, backward=3 * sizes.hidden)
 
 
@@ -89,17 +89,17 @@ def _count_latent(shape: LayerShape, latent: LatentShape) -> dict[str, ExtraByte
     compressed = count_compressed_bytes(shape, latent)
     gathered = compressed * shape.tensor_parallel_size if shape.tensor_parallel_size > 1 else 0
     normed = count_normed_bytes(shape, latent)
-    # Query, key and value are assembled from the outputs of both projections, which are as large again.
-    widened = 2 * sizes.query_key_value
+    # Query, key and value are assembled from the outputs of both projections, which are equally large.
+    assembled = 2 * sizes.query_key_value
     return {
         "qkv_down": ExtraBytes(
             forward=sizes.hidden + compressed,
-            # Its saved tensors belong to the tag's group, which ends after it; they are still needed here.
+            # Its saved tensors belong to the tag `qkv_linear`, whose backward has ended, but they are still needed here.
             backward=3 * sizes.hidden + 2 * compressed,
         ),
         "qkv_linear": ExtraBytes(
-            forward=sizes.hidden + compressed + normed + gathered + widened,
-            backward=sizes.hidden + widened + 2 * gathered + compressed,
+            forward=sizes.hidden + compressed + normed + gathered + assembled,
+            backward=sizes.hidden + assembled + 2 * gathered + compressed,
         ),
     }
 
@@ -122,7 +122,7 @@ def _count_mixture(shape: LayerShape, experts: ExpertsShape, execution: Executio
     if experts.shared_ffn_hidden_size:
         found["shared_expert"] = _count_shared(shape, experts, execution)
     routed = _count_router(sizes, experts) | _count_experts(sizes, experts, execution)
-    # The output of the shared experts waits until it is added.
+    # The output of the shared experts stays allocated until it is added.
     waiting = sizes.hidden if experts.shared_ffn_hidden_size else 0
     return found | {name: ExtraBytes(forward=one.forward + waiting, backward=one.backward) for name, one in routed.items()}
 
@@ -134,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # Gradients of the residual (also of the output) and of the norm's output, to which the router has already added.
+        # The residual's gradient, which is also the output's, and that of the norm's output, including the router's part.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -147,7 +147,7 @@ def _count_router(sizes: LayerSizes, experts: ExpertsShape) -> dict[str, ExtraBy
         # Logits, scores and probabilities of all experts; in backward the gradients of two of them.
         "router": ExtraBytes(forward=hidden + copied + 3 * tables, backward=3 * hidden + copied + 2 * tables),
         "dispatch": ExtraBytes(
-            forward=sum(sizes.way_to_experts), backward=hidden + _find_most((hidden, *sizes.way_to_experts))
+            forward=sum(sizes.dispatch_steps), backward=hidden + _find_peak((hidden, *sizes.dispatch_steps))
         ),
     }
 
@@ -158,8 +158,8 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
     weights = BF16 * sizes.shape.hidden_size * experts.local_experts
     weights *= experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     waiting = 0 if execution.has_fused_gradient_accumulation else weights
-    # The dispatcher's callers reference the tokens of each step until the layer returns.
-    held = sum(sizes.way_to_experts[:-1])
+    # The dispatcher's callers reference the tokens of each dispatch step until the layer returns.
+    held = sum(sizes.dispatch_steps[:-1])
     return {
         "expert_fc1": ExtraBytes(forward=held + arrived + wide, backward=hidden + wide + arrived + sizes.gates * waiting),
         "moe_act": _count_expert_activation(sizes, experts, held),
@@ -167,18 +167,19 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
             sizes, experts, ExtraBytes(forward=held + inner + arrived, backward=hidden + arrived + inner + waiting)
         ),
         "moe_combine": ExtraBytes(
-            forward=held + _find_most((hidden, *sizes.way_to_experts)),
-            # The residual's gradient is the output's.
-            backward=hidden + _find_most((0, *sizes.way_to_experts)),
+            forward=held + _find_peak((hidden, *sizes.dispatch_steps)),
+            # The residual's gradient is the same tensor as the output's.
+            backward=hidden + _find_peak((0, *sizes.dispatch_steps)),
         ),
     }
 
 
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
-    """Add the temporaries of the biases after the experts' second linears.
+    """Add the temporaries of the biases of the experts' second linears.
 
-    Each expert's rows are added to its bias times their probabilities, in the dtype of the probabilities, and then all are
-    concatenated. In backward the output's gradient is converted or split by experts, and then concatenated again.
+    Megatron multiplies each expert's bias by the probabilities, adds the product to the rows in the dtype of the probabilities,
+    and concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the
+    parts.
 
     Source: `TEGroupedMLP._apply_bias` of megatron-core 0.16.1, with live tensors counted on the CPU.
     """
@@ -195,21 +196,21 @@ def _count_factors(shape: LayerShape, inner: int) -> int:
 
 
 def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int) -> ExtraBytes:
-    """Return the temporaries of the experts' activation; the dispatcher's callers reference `held` bytes in forward."""
+    """Return the temporaries of the experts' activation. In forward, the dispatcher's callers reference `held` more bytes."""
     inner, wide = sizes.expert_inner, sizes.gates * sizes.expert_inner
     factors = _count_factors(sizes.shape, inner)
     if sizes.shape.has_clamped_gate:
-        # The outputs of both clamps beside their concatenation, which is saved; in backward a second gradient of that size.
+        # Forward: the outputs of both clamps and their concatenation, which is saved. Backward: two gradients of that size.
         return ExtraBytes(forward=held + 2 * wide + inner, backward=sizes.hidden + 2 * wide + inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
-    # The product with the probabilities has their dtype. Its gradient is multiplied into two tensors of the same size, for the
-    # rows and for the probabilities; later steps need no more at once.
+    # The product with the probabilities has their dtype. Backward computes two tensors of the same size from its gradient, one
+    # for the rows and one for the probabilities. Later steps do not need more memory.
     weighted = inner * experts.router.dtype_bytes // BF16
     copied = inner if weighted > inner else 0
     return ExtraBytes(forward=held + wide + factors + inner + weighted + copied, backward=sizes.hidden + 3 * weighted)
 
 
-def _find_most(steps: Sequence[int]) -> int:
-    """Return the maximum bytes of two adjacent `steps`: each exists while the next one is computed from it."""
+def _find_peak(steps: Sequence[int]) -> int:
+    """Return the maximum sum of two adjacent `steps`: each tensor exists until the next one is computed from it."""
     return max(one + other for one, other in itertools.pairwise(steps))

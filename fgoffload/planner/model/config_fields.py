@@ -1,4 +1,4 @@
-"""Checked access to the fields of a `config.json`."""
+"""Reads and validates the fields of a `config.json`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,24 +9,24 @@ from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape,
 from fgoffload.planner.model.model_shape import MOST_LAYERS
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
-"""Fields that count layers. Readers make a list from each count."""
+"""Fields that count layers. Their limit is lower, because readers build a list of this length."""
 
 _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", "linear_attention")
-"""Kinds of attention that `layer_types` may name."""
+"""Values allowed in `layer_types`."""
 
 
 def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
-    """Return the expert fields of models without a dense MLP, where `intermediate_size` is the size of an expert."""
+    """Return the experts of a model without dense MLPs, in which `intermediate_size` is the width of an expert."""
     return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
 
 
 def make_experts(
     document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
 ) -> ExpertsShape:
-    """Return the experts of a layer. `experts` is the field with their number."""
+    """Return the experts of a layer. `experts` is the name of the field with their number."""
     topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
     if topk > most:
-        raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Give {most} or less.")
+        raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Use {most} or less.")
     return ExpertsShape(
         num_experts=most,
         topk=topk,
@@ -38,24 +38,24 @@ def make_experts(
 
 
 def make_router(document: Mapping[str, Any]) -> RouterShape:
-    """Return a router with a softmax over all experts, or over the chosen ones, which equals normalizing by their sum."""
+    """Return a softmax router. Softmax over only the chosen experts has the same result as `norm_topk_prob`."""
     return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob"))
 
 
 def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
-    """Return for each layer whether it has a window, or None if the file has no `layer_types`."""
+    """Return whether each layer has a window, or None if the file has no `layer_types`."""
     kinds = document.get("layer_types")
     if kinds is None:
         return None
     layers = get_count(document, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _ATTENTION_KINDS for kind in kinds):
-        raise ConfigError(f"layer_types {kinds!r} must list one of {', '.join(_ATTENTION_KINDS)} for each of {layers} layers.")
+        raise ConfigError(f"layer_types {kinds!r} must have {layers} entries, each one of {', '.join(_ATTENTION_KINDS)}.")
     return [kind != "full_attention" for kind in kinds]
 
 
 def make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
     """Return the ModelShape fields of a window of `sliding_window` tokens, or none without a window."""
-    # Megatron has no window of one token.
+    # Megatron does not support a window of one token.
     tokens = find_count(document, "sliding_window", least=2)
     # `sliding_window` counts the query itself; `window_tokens` counts only the tokens before it.
     return {} if tokens is None else {"window_tokens": tokens - 1, "window_layers": tuple(layers)}
@@ -74,10 +74,10 @@ def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | N
     count = document.get(name)
     if count is None:
         return None
-    # The type is compared because JSON's true is an int in Python.
+    # `isinstance` would accept JSON's true, because a bool is an int in Python.
     if type(count) is not int:
-        raise ConfigError(f"{name} {count!r} is not a whole number. Give {least} or more.")
-    # ModelShape checks too, but several fields share one name there. Errors here name the field of the file.
+        raise ConfigError(f"{name} {count!r} is not a whole number. Use {least} or more.")
+    # ModelShape also checks these limits, but here the error names the field of the file.
     check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
 

@@ -1,4 +1,4 @@
-"""Readers of `config.json` by `model_type`: field names, defaults, and parts that are not modelled."""
+"""Reads the `config.json` of each `model_type`, with its own fields, defaults and unmodelled parts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from fgoffload.planner.model.layer_shape import RouterShape
 from fgoffload.planner.model.model_shape import LatentAttention
 
 _LINEAR_CHUNK_TOKENS = 64
-"""Tokens before a query that linear attention processes at once. Source: chunk_gated_delta_rule of flash-linear-attention."""
+"""Tokens that linear attention processes at once. Source: chunk_gated_delta_rule of flash-linear-attention."""
 
 
 _BIASED_ROUTER = RouterShape(score_function="sigmoid", has_expert_bias=True)
@@ -107,7 +107,7 @@ def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
     has_bias, has_mlp_bias = (find_flag(document, name) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
         raise ConfigError(
-            "mlp_bias True with attention_bias False: biases of MLPs only are not supported. Set both or neither."
+            "mlp_bias True with attention_bias False: biases in MLPs only are not supported. Set both or neither."
         )
     return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
 
@@ -172,9 +172,7 @@ def _read_deepseek_experts(document: Mapping[str, Any], router: RouterShape) -> 
     first, step = find_number(document, "first_k_dense_replace"), get_count(document, "moe_layer_freq")
     layers = range(get_count(document, "num_hidden_layers"))
     if first > len(layers):
-        raise ConfigError(
-            f"first_k_dense_replace {first} is above num_hidden_layers {len(layers)}. Give {len(layers)} or less."
-        )
+        raise ConfigError(f"first_k_dense_replace {first} is above num_hidden_layers {len(layers)}. Use {len(layers)} or less.")
     experts = make_experts(document, "n_routed_experts", channels=channels, shared=shared * channels, router=router)
     return {"experts": experts, "moe_layers": tuple(number >= first and number % step == 0 for number in layers)}
 
@@ -191,7 +189,7 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window of Qwen models: only layers from `max_window_layers` on have it."""
+    """Return the sliding window of Qwen models, which starts at layer `max_window_layers`."""
     if not find_flag(document, "use_sliding_window"):
         return {}
     layers, first = get_count(document, "num_hidden_layers"), find_number(document, "max_window_layers")
@@ -200,15 +198,15 @@ def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
 
 NOT_MODELLED: Mapping[str, str] = {
     "gemma3": "the norms after attention and MLP; a layer saves two more hidden states than predicted.",
-    "llama4": "chunked attention counts as a window of half a chunk; for sequences up to a chunk its time errs low.",
+    "llama4": "chunked attention counts as a window of half a chunk, so its time is too low for sequences up to a chunk.",
     "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
-    "projections and the output gate; weights, saved bytes and times of attention err low.",
-    "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its time errs high beyond index_topk "
-    "tokens, and memory errs slightly low without the indexer.",
-    "deepseek_v4": "low ranks of query and output count as whole projections, so times of attention and weights err high; "
-    "hyper-connections, the compressor and the indexer are left out, so saved bytes err low.",
+    "projections and output gate; predicted weights, saved bytes and attention times are too low.",
+    "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its predicted time is too high beyond "
+    "index_topk tokens; without the indexer, predicted memory is slightly too low.",
+    "deepseek_v4": "low-rank projections of query and output count as full ones, so predicted attention times and weights are "
+    "too high; hyper-connections, the compressor and the indexer are left out, so predicted saved bytes are too low.",
 }
-"""Unmodelled parts of layers by `model_type`, with the direction of the error."""
+"""Unmodelled parts of layers by `model_type`, and the direction of the error."""
 
 _ANY: Mapping[str, Any] = {"tie_word_embeddings": False, "head_dim": None, "layer_types": None, "hidden_act": "silu"}
 
@@ -312,7 +310,7 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type`, the reader of its own fields and the defaults of missing fields.
+"""For each `model_type`, a reader of its own fields, and defaults of missing fields.
 
-None is null in a file: `num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` over heads, and the other
-fields have no effect."""
+None means null in a file: `num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` divided by the number
+of heads, and the other fields have no effect."""

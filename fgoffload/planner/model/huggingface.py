@@ -2,14 +2,14 @@
 
     model = read_huggingface_config(Path("Qwen3-30B-A3B/config.json"))
 
-A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, activations in bf16, no dropout
-and no load-balancing loss. The quantization of a checkpoint is ignored. For a multimodal model, we read the language model.
+A `config.json` describes a model, not its training. We assume sequences of `seq_length` tokens, bf16 activations, no dropout
+and no load-balancing loss. We ignore the quantization of a checkpoint, and read only the language model of a multimodal model.
 
-The sizes of a model are required. Other missing fields get the default of the transformers library (`KINDS`). If layers have
-parts that are not modelled, one warning names them and the direction of the error (`NOT_MODELLED`).
+Size fields are required. Other missing fields get the defaults of the transformers library (`KINDS`). If layers have unmodelled
+parts, a warning lists them and the direction of the error (`NOT_MODELLED`).
 
-Source: the configuration classes of transformers 5.24. For Kimi K2, `moe_layer_freq` and `num_nextn_predict_layers`, which
-transformers lacks: configuration_deepseek.py in the models' repositories.
+Source: the configuration classes of transformers 5.24. Kimi K2's `moe_layer_freq` and `num_nextn_predict_layers`, which
+transformers lacks, are from configuration_deepseek.py in the models' repositories.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from fgoffload.text_files import parse_json, read_text_file
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LENGTH = 4096
-"""Tokens of a sequence in most pre-training. `max_position_embeddings` is for inference and often far larger."""
+"""Sequence length in most pre-training runs. `max_position_embeddings` is for inference and often far larger."""
 
 _FIELD_NAMES: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -37,14 +37,14 @@ _FIELD_NAMES: Mapping[str, str] = {
     "kv_channels": "head_dim",
     "mtp_num_layers": "num_nextn_predict_layers",
 }
-"""ModelShape fields to their `config.json` names, if these differ and all kinds of models share them."""
+"""Names in `config.json` of ModelShape fields, where they differ and are the same for all kinds of models."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
-"""Supported `hidden_act` values: gates that run as one kernel and save the same tensors."""
+"""Supported `hidden_act` values: gated activations that run as one kernel and save the same tensors."""
 
 
 def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH) -> ModelShape:
-    """Return the model that the `config.json` at `path`, or in the folder `path`, describes.
+    """Return the model of the `config.json` at `path` or in the folder `path`.
 
     Raises:
         ConfigError: The file cannot be read, lacks a field, or has an unknown `model_type`.
@@ -52,15 +52,15 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     if path.is_dir():
         path /= "config.json"
     document = _load(path)
-    if isinstance(text := document.get("text_config"), dict):  # the language model of a model with images
+    if isinstance(text := document.get("text_config"), dict):  # the language model of a multimodal model
         document = {"model_type": f"{document.get('model_type')}_text", **text}
     kind = str(document.get("model_type", "")).removesuffix("_text")
     if kind not in KINDS:
         nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.75)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(
-            f"{path}: model_type {document.get('model_type')!r} is not known.{hint} Known: {', '.join(KINDS)}. For any other "
-            "model, write an argument file, for example like arguments/llama3_8b.sh."
+            f"{path}: model_type {document.get('model_type')!r} is not supported.{hint} Supported: {', '.join(KINDS)}. For any "
+            "other model, write an argument file such as arguments/llama3_8b.sh."
         )
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     read_kind, defaults = KINDS[kind]
@@ -78,13 +78,13 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
 
 
 def name_config_fields(message: str) -> str:
-    """Return `message` with ModelShape fields replaced by their `config.json` names."""
+    """Return `message` with names of ModelShape fields replaced by those of `config.json`."""
     return re.sub(rf"\b({'|'.join(_FIELD_NAMES)})\b", lambda match: _FIELD_NAMES[match[0]], message)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    text = read_text_file(path, name=str(path), fix="Give the config.json of a model.")
-    document = parse_json(text, name=str(path), fix="Give the config.json of a model.")
+    text = read_text_file(path, name=str(path), fix="Use the config.json of a model.")
+    document = parse_json(text, name=str(path), fix="Use the config.json of a model.")
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is not a JSON object. Use the config.json of a model.")
     return document
@@ -108,7 +108,7 @@ def _divide_hidden_size(document: Mapping[str, Any]) -> int:
     hidden, heads = get_count(document, "hidden_size"), get_count(document, "num_attention_heads")
     if hidden % heads:
         raise ConfigError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing. Add it."
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing. Add head_dim."
         )
     return hidden // heads
 
@@ -117,5 +117,5 @@ def _check_activation(document: Mapping[str, Any]) -> None:
     if (activation := document.get("hidden_activation", document["hidden_act"])) not in _ACTIVATIONS:
         raise ConfigError(
             f"hidden_act {activation!r} is not supported: bytes and times assume a gated silu. "
-            "Give silu, or plan from an argument file, whose flags say the activation."
+            "Use silu, or plan from an argument file, whose flags set the activation."
         )

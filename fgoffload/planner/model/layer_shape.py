@@ -1,6 +1,6 @@
-"""Sizes of one transformer layer on a rank, which determine the bytes that it saves for backward.
+"""Shape of one transformer layer on a rank, which determines the bytes that it saves for backward.
 
-Fields carry Megatron's names. A layer is dense or has experts. Its attention is grouped-query or latent.
+Fields have Megatron's names. A layer is dense or has experts. Its attention is grouped-query or latent.
 """
 
 import dataclasses
@@ -17,32 +17,32 @@ FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxf
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
-"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or flex with one of the others as its backend."""
+"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the others as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
-"""Default of `ExpertsShape.imbalance`, for models without a measurement.
+"""Value of `ExpertsShape.imbalance` for models without a measurement.
 
 Source: with load-balancing biases, the fullest expert is 4% above the mean over a whole validation set (Wang et al.,
-Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, MaxVio). One microbatch varies more, so we take 20%.
+Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, MaxVio). One microbatch varies more, so we assume 20%.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Low ranks of multi-latent attention."""
+    """Low-rank dimensions of multi-latent attention."""
 
     q_lora_rank: int | None  # channels of the compressed query; None if the query is projected without compression
     kv_lora_rank: int  # channels of the compressed key and value
     qk_pos_emb_head_dim: int  # rotary channels of a query and key head
     has_qk_norm: bool = False
-    """With `--qk-layernorm`: norms of the compressed query and key-value, fused into their up-projections. An uncompressed
-    query has a norm of the hidden states."""
+    """Whether `--qk-layernorm` adds norms of the compressed query and key-value, fused into their up-projections. Without
+    compression of the query, its norm applies to the hidden states."""
 
     @property
     def has_whole_query_norm(self) -> bool:
-        """Whether the projection of an uncompressed query normalizes the hidden states once more.
+        """Whether the projection of an uncompressed query normalizes the hidden states a second time.
 
-        Source: `QKNormConfigResolver` of megatron-core 0.19.2. Releases before 0.19 have no such norm.
+        Source: `QKNormConfigResolver` of megatron-core 0.19.2. Releases before 0.19 lack this norm.
         """
         return self.has_qk_norm and self.q_lora_rank is None
 
@@ -53,12 +53,12 @@ class RouterShape:
 
     score_function: Literal["softmax", "sigmoid"] = "softmax"  # as in `--moe-router-score-function`
     has_pre_softmax: bool = False
-    """With `--moe-router-pre-softmax`, softmax runs over the scores of all experts, before top-k. Softmax routers only."""
+    """Whether softmax runs over all experts before top-k: `--moe-router-pre-softmax`. For softmax routers only."""
     has_expert_bias: bool = False
-    """With `--moe-router-enable-expert-bias`, a bias is added to the scores before top-k. Sigmoid routers only."""
+    """Whether the router adds a bias to scores before top-k: `--moe-router-enable-expert-bias`. For sigmoid routers only."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
-    """Load-balancing loss, over the microbatch or over each sequence. None if its coefficient is 0."""
-    dtype_bytes: int = 2  # bytes of an element in `--moe-router-dtype`: 4 for fp32, else the 2 of activations
+    """Load-balancing loss, per microbatch or per sequence; `none` if its coefficient is 0."""
+    dtype_bytes: int = 2  # bytes per element of `--moe-router-dtype`: 4 for fp32, otherwise 2 as in activations
 
     def __post_init__(self) -> None:
         check_choice("score_function", self.score_function, ("softmax", "sigmoid"))
@@ -78,26 +78,26 @@ class RouterShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """A mixture of experts behind the all-to-all dispatcher."""
+    """The experts of a layer, their router and their token dispatcher."""
 
     num_experts: int  # experts of the layer, over all ranks
     topk: int  # experts per token
     ffn_hidden_size: int  # channels of an expert after its activation
-    shared_ffn_hidden_size: int = 0  # channels of all shared experts together; 0 without any
+    shared_ffn_hidden_size: int = 0  # channels of all shared experts together; 0 without shared experts
     has_shared_overlap: bool = False
-    """With `--moe-shared-expert-overlap`: the shared experts gather their own input, and keep it gathered."""
+    """Whether `--moe-shared-expert-overlap` is set: shared experts gather their own input and save it."""
     expert_parallel_size: int = 1  # expert-parallel ranks
     expert_tensor_parallel_size: int = 1  # ranks that share each expert; they gather each other's tokens
     imbalance: float = 1.0
-    """Rows of the fullest expert-parallel rank over the mean of all: 1 for balanced routing, for which the formulas are exact.
-    Plans take `DEFAULT_IMBALANCE`. It has no effect if one rank has all experts."""
-    has_fused_permutation: bool = False  # with `--moe-permute-fusion`
-    has_grouped_linears: bool = True  # with `--moe-grouped-gemm`; other experts have no unit: only `moe` and `layer` do
+    """Rows of the fullest expert-parallel rank divided by the mean: 1 for balanced routing, for which the formulas are exact.
+    Readers of model files set `DEFAULT_IMBALANCE`. No effect if one rank has all experts."""
+    has_fused_permutation: bool = False  # whether `--moe-permute-fusion` is set
+    has_grouped_linears: bool = True  # whether `--moe-grouped-gemm` is set; some recompute units require it
     dispatcher: Dispatcher = "alltoall"
-    """Token dispatcher. All except `alltoall` send a token once to each target node, not once for each expert."""
+    """Token dispatcher. All except `alltoall` send a token once per target node instead of once per expert."""
     limited_groups: tuple[int, int] | None = None
-    """Limit on the groups of a token's experts: `--moe-router-group-topk` of `--moe-router-num-groups`. None without a
-    limit."""
+    """Number of expert groups to which a token may be sent, and total number of groups: `--moe-router-group-topk` and
+    `--moe-router-num-groups`. None without a limit."""
     router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
 
     def __post_init__(self) -> None:
@@ -109,28 +109,28 @@ class ExpertsShape:
         for divisor, name in pairs:
             parts, count = getattr(self, divisor), getattr(self, name)
             if count % parts:
-                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Use sizes that divide.")
+                raise ConfigError(f"{divisor} {parts} does not divide {name} {count}. Use a size that does.")
         if not 1 <= self.imbalance < math.inf:
             raise ConfigError(
                 f"imbalance {self.imbalance} must be finite and at least 1. "
                 f"Use 1 for balanced routing, or more, for example {DEFAULT_IMBALANCE}."
             )
         if self.topk > self.num_experts:
-            raise ConfigError(f"topk {self.topk} is above num_experts {self.num_experts}. Give {self.num_experts} or less.")
+            raise ConfigError(f"topk {self.topk} is above num_experts {self.num_experts}. Use {self.num_experts} or less.")
         if self.has_shared_overlap and not self.shared_ffn_hidden_size:
             raise ConfigError(
-                "has_shared_overlap requires shared experts, but shared_ffn_hidden_size is 0. Set it, or turn the overlap off."
+                "has_shared_overlap requires shared experts, but shared_ffn_hidden_size is 0. Set it, or disable the overlap."
             )
 
     @property
     def local_experts(self) -> int:
-        """Experts of one rank."""
+        """Number of experts on each rank."""
         return self.num_experts // self.expert_parallel_size
 
     def count_rows(self, tokens: int) -> int:
-        """Return the rows of a rank's experts, one for each token and expert, before padding."""
+        """Return the rows of a rank's experts before padding. A token has one row per chosen expert."""
         sources = self.expert_parallel_size * self.expert_tensor_parallel_size
-        # A token sends at most one row to each expert of a rank: k rows if one rank has all experts.
+        # A token has at most one row per expert of a rank: k rows if one rank has all experts.
         most = tokens * sources * min(self.topk, self.local_experts)
         balanced = tokens * self.topk * self.expert_tensor_parallel_size
         return min(most, round(balanced * self.imbalance))
@@ -138,11 +138,11 @@ class ExpertsShape:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One layer and microbatch, made by `make_layer_shape` of a model that the ranks can share."""
+    """Shape of a layer for one microbatch on a rank. `make_layer_shape` returns it for a layer of a `ModelShape`."""
 
     micro_batch_size: int  # sequences of a microbatch
     seq_length: int  # tokens of a sequence on one context-parallel rank
-    hidden_size: int  # hidden size
+    hidden_size: int  # channels of the hidden states
     num_attention_heads: int  # query heads over all tensor-parallel ranks
     num_query_groups: int  # key and value heads over all tensor-parallel ranks; as many as query heads in latent attention
     qk_channels: int
@@ -153,50 +153,46 @@ class LayerShape:
     latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
     tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
-    """With `--sequence-parallel`: tensor-parallel ranks also share the sequence between their linears. No effect with one
-    rank."""
+    """Whether tensor-parallel ranks shard the sequence between linears: `--sequence-parallel`. No effect on one rank."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False
-    """With `apply_rope_fusion`, Megatron-LM's default, for grouped-query attention only: one kernel applies the rotary
-    embedding."""
+    """Whether one kernel applies the rotary embedding: `apply_rope_fusion`, Megatron-LM's default. Not in latent attention."""
     has_qk_norm: bool = False
-    """With `--qk-layernorm`, for grouped-query attention: norms of query and key heads. `latent` has those of latent
-    attention."""
+    """Whether query and key heads have norms: `--qk-layernorm`. For latent attention, see `latent`."""
     is_gated: bool = True
-    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of the first linear's
-    output."""
+    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
     has_fused_activation: bool = True
-    """Whether one kernel computes a gated activation, for experts with the probabilities. With `--no-bias-swiglu-fusion` each
-    operator saves its own inputs. Without a gate both save the same."""
+    """Whether one kernel computes a gated activation, and in experts multiplies by the probabilities. With
+    `--no-bias-swiglu-fusion`, each op saves its own inputs. No effect without a gate."""
     has_clamped_gate: bool = False
-    """Whether experts clamp their first linears' output before the activation: one more tensor of that size is saved."""
+    """Whether experts clamp their first linears' output before the activation, which saves one more tensor of that size."""
     has_linear_bias: bool = False
-    """Whether all linear layers have biases. Biases of the experts' second linears are added by separate operators, which save
-    and compute more; other linears save the same, and some units cannot be recomputed beside them."""
-    has_attention_sinks: bool = False  # with `--softmax-type learnable`: attention saves one more number per head
-    has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0
+    """Whether all linear layers have biases. Only biases of the experts' second linears change saved bytes and compute, because
+    separate ops add them. Some recompute units do not support biases."""
+    has_attention_sinks: bool = False  # whether attention saves one more number per head: `--softmax-type learnable`
+    has_hidden_dropout: bool = False  # whether `--hidden-dropout` is above 0
     has_mtp_projection: bool = False
-    """Whether this is a layer of multi-token prediction: with two norms and a projection before it, and a norm after it."""
+    """Whether this is a multi-token prediction layer, with two norms and a projection before it, and a norm after it."""
     fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe` of the linear layers; None for bf16. Attention is always in bf16.
-    is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron takes other operators
+    is_deterministic: bool = False  # whether torch uses deterministic algorithms, for which Megatron uses other ops
 
     @property
     def has_fused_attention_norm(self) -> bool:
-        """Whether the norm before attention is fused into the next linear. Latent attention has two linears there."""
+        """Whether the norm before attention is fused into the next linear. In latent attention, two linears follow it."""
         return self.latent is None
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether each of several ranks has a part of the sequence between the shared linears."""
+        """Whether several tensor-parallel ranks shard the sequence between sharded linears."""
         return self.has_sequence_parallel and self.tensor_parallel_size > 1
 
     @property
     def tokens(self) -> int:
-        """Tokens of the microbatch on this rank between the shared linears: sb/t, or sb without sequence parallelism."""
+        """Tokens of the microbatch on this rank between sharded linears: sb/t, or sb without sequence parallelism."""
         return self.shared_tokens if self.has_sequence_parallel else self.seq_length * self.micro_batch_size
 
     @property
     def shared_tokens(self) -> int:
-        """sb/t of the microbatch: times the channels of all ranks, the elements of one rank of a tensor sharded by channels."""
+        """Tokens of the microbatch divided by the tensor parallel size, sb/t, to size tensors sharded by channels."""
         return self.seq_length // self.tensor_parallel_size * self.micro_batch_size

@@ -1,6 +1,6 @@
 """Shape of a whole model, before it is split over ranks.
 
-Fields carry Megatron's names if Megatron has one. Llama 3 8B:
+Fields have Megatron's names where Megatron has one. Llama 3 8B:
 
     >>> llama = ModelShape(
     ...     name="Llama 3 8B",
@@ -16,7 +16,7 @@ Fields carry Megatron's names if Megatron has one. Llama 3 8B:
     >>> llama.get_kind(31)
     'dense'
 
-`make_layer_shape` of `rank_layer.py` returns one of its layers on a rank.
+`make_layer_shape` in `rank_layer.py` returns the shape of one layer on a rank.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
-"""Maximum number of layers: the deepest models have a few hundred, and a plan for this many takes less than a minute."""
+"""Maximum number of layers. The deepest models have a few hundred, and planning this many takes less than a minute."""
 
 FUSED_CHANNELS = 8
-"""Divisor of a head's channels in fused attention kernels. Source: `get_attention_backend` of Transformer Engine 2.20.2, which
-otherwise uses unfused attention."""
+"""Fused attention kernels require a multiple of this many channels per head. Source: `get_attention_backend` of Transformer
+Engine 2.20.2, which otherwise uses unfused attention."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-latent attention: queries, keys and values through low ranks."""
+    """Multi-latent attention, with low-rank queries, keys and values."""
 
     q_lora_rank: int | None  # channels of the compressed query; None if the query is projected without compression
     kv_lora_rank: int  # channels of the compressed key and value
@@ -54,7 +54,7 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A GPT model: embedding, layers, final norm and output layer, then layers of multi-token prediction."""
+    """A GPT model: embedding, decoder layers, final norm, output layer, and layers of multi-token prediction."""
 
     name: str  # name in tables
     num_layers: int  # decoder layers, not counting multi-token prediction
@@ -63,44 +63,43 @@ class ModelShape:
     num_attention_heads: int  # query heads
     num_query_groups: int  # key and value heads; as many as query heads in latent attention
     kv_channels: int = 0
-    """Channels of a query, key and value head; 0 in latent attention, which has its own. `qk_channels` and `v_channels` cover
-    both."""
-    vocab_size: int  # rows of the embedding, with Megatron's padding: see `pad_vocab_size`
+    """Channels of a query, key and value head; 0 in latent attention. Use `qk_channels` and `v_channels` for both kinds."""
+    vocab_size: int  # rows of the embedding, including Megatron's padding: see `pad_vocab_size`
     seq_length: int  # tokens of a sequence, over all context-parallel ranks
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     is_gated: bool = True
-    """Whether the activation of MLPs and experts is gated, as with `--swiglu`: it multiplies halves of the first linear's
-    output."""
-    has_fused_activation: bool = True  # whether one kernel computes a gated activation: without `--no-bias-swiglu-fusion`
+    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
+    has_fused_activation: bool = True  # whether one kernel computes a gated activation: not with `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
-    """With `--quick-geglu`, whose saved bytes are known only with fusion. Experts clamp their first linears' output before this
-    gate, as in GPT-OSS."""
+    """Whether `--quick-geglu` is set. Its saved bytes are known only with fusion. Experts clamp their first linears' output
+    before this gate, as in GPT-OSS."""
     has_tied_embeddings: bool = False
-    """Whether embedding and output layer share their weights: without `--untie-embeddings-and-output-weights`."""
-    has_linear_bias: bool = False  # whether all linear layers have biases, the router included: without `--disable-bias-linear`
+    """Whether embedding and output layer share weights, unless `--untie-embeddings-and-output-weights` is set."""
+    has_linear_bias: bool = False  # whether all linear layers and the router have biases: not with `--disable-bias-linear`
     has_qkv_bias: bool = False  # whether the projection to query, key and value has a bias, as with `--add-qkv-bias`
     has_qk_norm: bool = False
-    """With `--qk-layernorm`: norms of query and key heads, or of the compressed query and key-value in latent attention."""
-    has_attention_sinks: bool = False  # with `--softmax-type learnable`: each head has one learned number in its softmax
+    """Whether `--qk-layernorm` adds norms of query and key heads, or in latent attention of compressed query and key-value."""
+    has_attention_sinks: bool = False  # whether each head has a learned number in its softmax: `--softmax-type learnable`
     latent: LatentAttention | None = None  # multi-latent attention; None for grouped queries
     rotary_percent: float = 1.0
-    """Rotary part of a head; 0 without rotary embeddings. Latent attention gives it in channels instead."""
+    """Rotary fraction of a head; 0 without rotary embeddings. Latent attention sets a number of channels instead."""
     has_fused_rotary: bool = True
-    """Whether one kernel applies the rotary embedding: without `--no-rope-fusion`. Not supported with latent attention."""
+    """Whether one kernel applies the rotary embedding, unless `--no-rope-fusion` is set. Not supported with latent
+    attention."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
-    """Experts of a layer, with parallel sizes of 1: `Parallelism` has the split over ranks. None in a dense model."""
+    """Experts of a layer, with parallel sizes of 1, because `Parallelism` sets the split. None in a dense model."""
     moe_layers: tuple[bool, ...] | None = None
-    """Whether each layer of the decoder has experts: see `list_moe_layers`. None means all, if there are experts."""
+    """Whether each decoder layer has experts: see `list_moe_layers`. None means all layers if `experts` is set."""
     mtp_num_layers: int = 0  # layers of multi-token prediction, each like the decoder's last, with a projection before it
     window_tokens: int | None = None
     """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all."""
     window_layers: tuple[bool, ...] | None = None
-    """Whether each layer of the decoder has the window. None means all, if there is a window."""
-    has_hidden_dropout: bool = False  # with `--hidden-dropout` above 0, Megatron's default
-    fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe`; None for linear layers in the type of the activations
-    activation_dtype_bytes: int = 2  # bytes of an element between layers: 2 for bf16 and fp16, 4 for fp32
+    """Whether each decoder layer has the window. None means all layers if `window_tokens` is set."""
+    has_hidden_dropout: bool = False  # whether `--hidden-dropout` is above 0, Megatron's default
+    fp8_recipe: Fp8Recipe | None = None  # `--fp8-recipe`; None for linear layers in the dtype of activations
+    activation_dtype_bytes: int = 2  # bytes per element of the hidden states: 2 for bf16 and fp16, 4 for fp32
 
     def __post_init__(self) -> None:
         check_num_layers(self.num_layers)
@@ -147,7 +146,7 @@ class ModelShape:
         return self.moe_layers is None or self.moe_layers[min(number, self.num_layers - 1)]
 
     def has_window(self, number: int) -> bool:
-        """Return whether layer `number` has sliding-window attention. One of multi-token prediction sees all tokens."""
+        """Return whether layer `number` has sliding-window attention. Multi-token prediction sees all tokens."""
         if self.window_tokens is None or number >= self.num_layers:
             return False
         return self.window_layers is None or self.window_layers[number]
@@ -157,13 +156,13 @@ class ModelShape:
         check_choice("fp8_recipe", self.fp8_recipe, (None, *FP8_RECIPES))
         check_choice("activation_dtype_bytes", self.activation_dtype_bytes, (2, 4))
         if not 0 <= self.rotary_percent <= 1:
-            raise ConfigError(f"rotary_percent {self.rotary_percent} is not a fraction of a head. Give a number from 0 to 1.")
+            raise ConfigError(f"rotary_percent {self.rotary_percent} must be a fraction of a head. Use a number from 0 to 1.")
 
     def _check_attention(self) -> None:
         heads, groups = self.num_attention_heads, self.num_query_groups
         if heads % groups:
             raise ConfigError(
-                f"num_query_groups {groups} does not divide num_attention_heads {heads}. Give a number of groups that does."
+                f"num_query_groups {groups} does not divide num_attention_heads {heads}. Use a number of groups that does."
             )
         if self.latent is not None and groups != heads:
             raise ConfigError(
@@ -172,8 +171,8 @@ class ModelShape:
             )
         if (self.latent is None) == (self.kv_channels == 0):
             raise ConfigError(
-                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: set exactly "
-                "one of the two. Use kv_channels above 0, or latent."
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: a model has "
+                "exactly one of the two. Set kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)
@@ -192,7 +191,7 @@ class ModelShape:
         for name in ("expert_parallel_size", "expert_tensor_parallel_size"):
             if self.experts is not None and getattr(self.experts, name) != 1:
                 raise ConfigError(
-                    f"experts.{name} {getattr(self.experts, name)} belongs to the ranks, not to the model. "
+                    f"experts.{name} {getattr(self.experts, name)} is not a property of the model. "
                     f"Use 1 here, and set {name} in Parallelism."
                 )
         dense = [number for number in range(self.num_layers) if not self.has_experts(number)]
@@ -203,12 +202,12 @@ class ModelShape:
 
 
 def check_num_layers(num_layers: int, *, name: str = "num_layers") -> None:
-    """Reject an invalid number of layers, or one too large for a list."""
+    """Reject a number of layers that is invalid or above `MOST_LAYERS`."""
     check_count(name, num_layers, most=MOST_LAYERS)
 
 
 def check_head_channels(model: ModelShape) -> None:
-    """Reject heads that no fused attention kernel supports. The bytes that unfused attention saves are unknown."""
+    """Reject head sizes that no fused attention kernel supports. The bytes that unfused attention saves are unknown."""
     sizes = {"kv_channels": model.kv_channels}
     if model.latent is not None:
         sizes = {"qk_head_dim + qk_pos_emb_head_dim": model.qk_channels, "v_head_dim": model.v_channels}
@@ -216,16 +215,16 @@ def check_head_channels(model: ModelShape) -> None:
         if channels % FUSED_CHANNELS:
             raise ConfigError(
                 f"{name} {channels} of {model.name} is not a multiple of {FUSED_CHANNELS}, which fused attention requires. "
-                "Measure the model instead: use --profile FILE of `fgoffload profile`, or train with --offload-modules auto."
+                "Measure the model instead, with `fgoffload profile` and --profile FILE, or train with --offload-modules auto."
             )
 
 
 def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts, from the value of `--moe-layer-freq`.
+    """Return whether each layer has experts, from the value of `--moe-layer-freq`.
 
     Args:
-        pattern: N for experts in layers 0, N, 2N and so on, or 1 and 0 for each layer.
-        num_layers: Decoder layers.
+        pattern: N for experts in layers 0, N, 2N and so on, or one 0 or 1 per layer.
+        num_layers: Number of decoder layers.
     """
     if isinstance(pattern, int):
         check_count("moe_layer_freq", pattern)
@@ -234,11 +233,11 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
 
 
 def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has sliding-window attention, from the value of `--window-attn-skip-freq`.
+    """Return whether each layer has sliding-window attention, from the value of `--window-attn-skip-freq`.
 
     Args:
-        pattern: N for full attention in every N-th layer and a window in the others, or 1 and 0 for each layer.
-        num_layers: Decoder layers.
+        pattern: N for full attention in every N-th layer and a window in the others, or one 0 or 1 per layer.
+        num_layers: Number of decoder layers.
     """
     if isinstance(pattern, int):
         check_count("window_attn_skip_freq", pattern)
@@ -247,9 +246,9 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
 
 
 def pad_vocab_size(vocab_size: int, *, divisible_by: int = 128, tensor_parallel_size: int = 1) -> int:
-    """Return the rows of the embedding: `vocab_size` of the tokenizer, padded so that tensor-parallel ranks can shard it.
+    """Return the rows of the embedding: the tokenizer's `vocab_size`, padded so that tensor-parallel ranks can shard it.
 
-    `divisible_by` is `--make-vocab-size-divisible-by`, with Megatron-LM's default.
+    `divisible_by` is `--make-vocab-size-divisible-by` and has Megatron-LM's default.
     """
     for name, count in (
         ("vocab_size", vocab_size),
@@ -265,6 +264,6 @@ def _read_flags(name: str, pattern: Sequence[int], num_layers: int) -> tuple[boo
     if len(pattern) != num_layers or not set(pattern) <= {0, 1}:
         raise ConfigError(
             f"{name} has {len(pattern)} entries ({sum(one in (0, 1) for one in pattern)} of them 0 or 1) for num_layers "
-            f"{num_layers}. Use one entry per layer, 1 or 0."
+            f"{num_layers}. Use one entry per layer, each 0 or 1."
         )
     return tuple(bool(one) for one in pattern)

@@ -4,11 +4,11 @@
     >>> parallelism.pipeline.chunks
     2
 
-`list_chunks` returns the layers of each rank. Megatron-Core splits a model in order over virtual stages; chunk c of rank r of p
-ranks is virtual stage c p + r.
+`list_chunks` returns the layers of each rank. Megatron-Core splits the layers in order over virtual stages. With p ranks, chunk
+c of rank r is virtual stage c p + r.
 
 Source: `get_num_layers_to_build`, `get_transformer_layer_offset` and `PipelineParallelLayerLayout` of megatron-core 0.16.1.
-`tests/unit/planner/model/test_parallelism.py` compares.
+`tests/unit/planner/model/test_parallelism.py` compares the results.
 """
 
 import dataclasses
@@ -29,26 +29,26 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
     "chunks": "virtual_pipeline_size",
     "group_size": "microbatch_group_size",
 }
-"""Fields of `Pipeline`, and the fields of `Parallelism` that set them."""
+"""Fields of `Pipeline`, and the `Parallelism` fields that set them."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-"""Fields that change how layers are split over stages, without a layout."""
+"""Fields that set how layers are split over stages without a layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The ranks of a training run, and the microbatches of a step."""
+    """Parallel sizes of a training run, and the microbatches of a step."""
 
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
-    """Model chunks per pipeline rank. Defaults to the number in `pipeline_layout`, or 1 without it; `chunks` has the result."""
+    """Model chunks per pipeline rank. Defaults to the number in `pipeline_layout`, or 1 without a layout. See `chunks`."""
     context_parallel_size: int = 1  # ranks that share each sequence
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
-    """Ranks that share each expert. Readers of Megatron's flags set its default here, which is the tensor parallel size."""
-    data_parallel_size: int = 1  # copies of the model. Experts may be spread over them.
+    """Ranks that share each expert. Readers of Megatron's flags use Megatron's default, the tensor parallel size."""
+    data_parallel_size: int = 1  # copies of the model; experts may be spread over them
     micro_batch_size: int = 1  # sequences of a microbatch
     microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
@@ -59,7 +59,7 @@ class Parallelism:
     """Whether data-parallel ranks shard the optimizer's state: `--use-distributed-optimizer`."""
     has_expert_overlap: bool = False  # whether `--overlap-moe-expert-parallel-comm` is set
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of pipeline rank 0, over all its chunks: `--decoder-first-pipeline-num-layers`. None splits like other ranks."""
+    """Layers of pipeline rank 0, over all its chunks: `--decoder-first-pipeline-num-layers`. None means an equal share."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last pipeline rank: `--decoder-last-pipeline-num-layers`."""
     account_for_embedding_in_pipeline_split: bool = False  # whether the embedding counts as a layer in the split
@@ -91,7 +91,7 @@ class Parallelism:
 
     @property
     def chunks(self) -> int:
-        """Model chunks of each pipeline rank."""
+        """Model chunks per pipeline rank."""
         if self.pipeline_layout is not None:
             return len(parse_layout(self.pipeline_layout)) // self.pipeline_parallel_size
         return self.virtual_pipeline_size or 1
@@ -109,7 +109,7 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks."""
+        """Total number of ranks."""
         return self.model_parallel_size * self.data_parallel_size
 
     @property
@@ -124,7 +124,7 @@ class Parallelism:
         return self.world_size // experts
 
     def check_model(self, model: "ModelShape") -> None:
-        """Reject a model that the ranks cannot share."""
+        """Reject a model that these parallel sizes cannot split."""
         tensor, context = self.tensor_parallel_size, self.context_parallel_size
         check_shared_layers(
             model,
@@ -132,12 +132,12 @@ class Parallelism:
             expert_parallel_size=self.expert_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
         )
-        unknown = {
+        parts = {
             "experts": model.experts is not None,
             "latent attention": model.latent is not None,
             "multi-token prediction": model.mtp_num_layers > 0,
         }
-        for part in (part for part, is_there in unknown.items() if is_there):
+        for part in (part for part, is_present in parts.items() if is_present):
             if tensor > 1 and not self.has_sequence_parallel:
                 raise ConfigError(
                     f"tensor_parallel_size {tensor} without has_sequence_parallel is not supported with {part}. "
@@ -145,13 +145,13 @@ class Parallelism:
                 )
         # Megatron gives each context-parallel rank two parts of the sequence, one from each end.
         pieces = tensor * (2 * context if context > 1 else 1)
-        for what, size, divisor, parts in (
+        for name, size, divisor, factors in (
             ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),
             ("vocab_size", model.vocab_size, tensor, f"tensor_parallel_size {tensor}"),
         ):
             if size % divisor:
                 raise ConfigError(
-                    f"{what} {size} of {model.name} is not a multiple of {divisor}, which {parts} requires. "
+                    f"{name} {size} of {model.name} is not a multiple of {divisor}, which {factors} requires. "
                     f"Use {-(-size // divisor) * divisor}, or smaller parallel sizes."
                 )
 
@@ -162,7 +162,7 @@ class Parallelism:
             raise ConfigError(
                 f"expert_parallel_size {self.expert_parallel_size} x expert_tensor_parallel_size "
                 f"{self.expert_tensor_parallel_size} do not divide the {ranks} ranks of a pipeline stage (tensor x context x "
-                f"data parallel size). Use a multiple of {experts} ranks, or spread experts over fewer."
+                f"data parallel size). Use a multiple of {experts} ranks, or smaller expert parallel sizes."
             )
 
     def _check_split(self) -> None:
@@ -175,20 +175,20 @@ class Parallelism:
         )
         if sum(map(bool, settings)) > 1:
             given = " and ".join(name for names in settings for name in names)
-            raise ConfigError(f"{given} all set the number of layers of a stage. Use only one of them.")
+            raise ConfigError(f"{given} exclude each other, because each sets the layers per stage. Use one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
-            # megatron-core 0.16.1 divides by the number of stages between the first and the last.
+            # megatron-core 0.16.1 divides by the number of stages between the first and the last, which is 0 here.
             raise ConfigError(
                 f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
-                f"{self.chunks} chunks, which Megatron-Core cannot build. Set only one of the two."
+                f"{self.chunks} chunks: Megatron-Core does not support this. Set only one of the two."
             )
         if self.pipeline_layout is None:
             return
         stages, ranks = len(parse_layout(self.pipeline_layout)), self.pipeline_parallel_size
         if stages % ranks or self.virtual_pipeline_size not in (None, stages // ranks):
             raise ConfigError(
-                f"pipeline_layout {self.pipeline_layout!r} has {stages} stages for pipeline_parallel_size {ranks} x "
-                f"virtual_pipeline_size {self.virtual_pipeline_size}. Make them match, or remove virtual_pipeline_size."
+                f"pipeline_layout {self.pipeline_layout!r} has {stages} stages, not pipeline_parallel_size {ranks} x "
+                f"virtual_pipeline_size {self.virtual_pipeline_size}. Change one of them, or remove virtual_pipeline_size."
             )
 
 
@@ -197,7 +197,7 @@ def check_shared_layers(
 ) -> None:
     """Reject parallel sizes that do not divide the dimensions of a layer."""
     groups = model.num_query_groups
-    # Without --group-query-attention there are as many groups as heads, and the user did not set them.
+    # Without --group-query-attention, Megatron sets the groups to the number of heads, so the error mentions the heads.
     groups_name = "num_attention_heads {}" if groups == model.num_attention_heads else "num_query_groups {}"
     rows = [
         ("tensor_parallel_size", tensor_parallel_size, groups_name, groups),
@@ -211,10 +211,10 @@ def check_shared_layers(
             ("expert_tensor_parallel_size", expert_tensor_parallel_size, "the {} channels of an expert", channels),
         ]
     elif expert_parallel_size > 1:
-        raise ConfigError(f"expert_parallel_size {expert_parallel_size} and {model.name} has no experts. Use 1.")
-    for divisor, parts, what, count in rows:
-        if count % parts:
-            raise ConfigError(f"{divisor} {parts} does not divide {what.format(count)} of {model.name}. Use a size that does.")
+        raise ConfigError(f"expert_parallel_size {expert_parallel_size} requires experts, but {model.name} has none. Use 1.")
+    for name, size, label, count in rows:
+        if count % size:
+            raise ConfigError(f"{name} {size} does not divide {label.format(count)} of {model.name}. Use a size that does.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,23 +222,23 @@ class StageChunk:
     """Layers, embedding and output of one model chunk."""
 
     layers: tuple[int, ...]
-    """Numbers of the chunk's layers in the whole model, in forward order. Multi-token prediction has the numbers from
-    `num_layers` on; a chunk with it but without the embedding has a copy of the embedding's weights."""
+    """Layer numbers in the whole model, in forward order. Multi-token prediction is numbered from `num_layers` on. Its chunk
+    has a copy of the embedding's weights, unless it has the embedding itself."""
     has_embedding: bool  # whether the chunk begins with the embedding of the model
     has_output: bool  # whether the chunk ends with the final norm, the output layer and the loss
 
 
 def list_chunks(model: "ModelShape", parallelism: Parallelism) -> tuple[tuple[StageChunk, ...], ...]:
-    """Return the layers of each pipeline rank: by rank, and by model chunk of the rank."""
+    """Return the model chunks of each pipeline rank, as one tuple per rank."""
     parallelism.check_model(model)
     ranks, chunks = parallelism.pipeline_parallel_size, parallelism.chunks
     counts = _count_layers(model, parallelism)
     begins = [sum(counts[:stage]) for stage in range(len(counts))]
     predictions = tuple(range(model.num_layers, model.num_layers + model.mtp_num_layers))
-    behind = _find_prediction_stage(parallelism)
+    prediction_stage = _find_prediction_stage(parallelism)
     stages = [
         StageChunk(
-            layers=(*range(begin, begin + count), *(predictions if stage == behind else ())),
+            layers=(*range(begin, begin + count), *(predictions if stage == prediction_stage else ())),
             has_embedding=stage == 0,
             has_output=stage == ranks * chunks - 1,
         )
@@ -265,22 +265,22 @@ def _count_layers(model: "ModelShape", parallelism: Parallelism) -> list[int]:
         )
         return [letters.count("t") for letters in parse_layout(parallelism.pipeline_layout)]
     chunks = parallelism.chunks
-    of_ranks = _count_layers_of_ranks(model, parallelism)
-    for rank, count in enumerate(of_ranks):
+    counts_by_rank = _count_layers_by_rank(model, parallelism)
+    for rank, count in enumerate(counts_by_rank):
         if count % chunks:
             raise ConfigError(
-                f"the {count} layers of pipeline rank {rank} of {model.name} are not a multiple of virtual_pipeline_size "
-                f"{chunks}. Use a size that divides them, or a pipeline_layout."
+                f"pipeline rank {rank} of {model.name} has {count} layers, which is not a multiple of virtual_pipeline_size "
+                f"{chunks}. Use a size that divides it, or a pipeline_layout."
             )
-    counts = [count // chunks for _ in range(chunks) for count in of_ranks]
-    # Embedding and loss take the place of a layer if they count as layers.
+    counts = [count // chunks for _ in range(chunks) for count in counts_by_rank]
+    # Embedding and loss each take the place of a layer if they count as layers.
     counts[0] -= parallelism.account_for_embedding_in_pipeline_split
     counts[-1] -= parallelism.account_for_loss_in_pipeline_split
     return counts
 
 
-def _count_layers_of_ranks(model: "ModelShape", parallelism: Parallelism) -> list[int]:
-    """Return the number of layers of each pipeline rank, over all its chunks, with embedding and loss if they count."""
+def _count_layers_by_rank(model: "ModelShape", parallelism: Parallelism) -> list[int]:
+    """Return the number of layers of each pipeline rank, including embedding and loss if they count as layers."""
     ranks = parallelism.pipeline_parallel_size
     first, last = parallelism.num_layers_in_first_pipeline_stage, parallelism.num_layers_in_last_pipeline_stage
     between = ranks - (first is not None) - (last is not None)
@@ -298,13 +298,13 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
     if first is not None or last is not None:
         given = " and ".join(f"{name} {getattr(parallelism, name)}" for name in _ENDS if getattr(parallelism, name) is not None)
         if between < 0:
-            return f"{given} set two stages, but pipeline_parallel_size is {ranks}. Use 2 or more, or set one of the two."
+            return f"{given} set two stages, but pipeline_parallel_size is {ranks}. Use a size of 2 or more, or set only one."
         return (
-            f"{given} leave {max(left, 0)} of num_layers {model.num_layers} of {model.name} for the {between} other stages. "
-            f"Leave {f'a positive multiple of {between}' if between else 'none'}."
+            f"{given}: {max(left, 0)} of num_layers {model.num_layers} of {model.name} remain for {between} other stages. "
+            f"Change the sizes to leave {f'a positive multiple of {between}' if between else 'none'}."
         )
     return (
-        f"num_layers {model.num_layers} of {model.name} ({left} with embedding and loss, if they count) is not a multiple of "
-        f"pipeline_parallel_size {ranks}. Use a size that divides it, --decoder-first-pipeline-num-layers and "
+        f"num_layers {model.num_layers} of {model.name} ({left} including embedding and loss if they count) is not a "
+        f"multiple of pipeline_parallel_size {ranks}. Use a size that divides it, --decoder-first-pipeline-num-layers and "
         "--decoder-last-pipeline-num-layers, or a pipeline_layout."
     )

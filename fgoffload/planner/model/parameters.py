@@ -1,10 +1,10 @@
 """Counts the parameters of each pipeline rank.
 
-A layer is a list of parameters with their sizes in the whole model and their split: over tensor-parallel ranks, over expert
-ranks, or none. Biases and norms count; buffers, like the bias that balances experts, do not.
+Each layer is a list of parameters with their sizes in the whole model and their split: over tensor-parallel ranks, over expert
+ranks, or none. Biases and norms count; buffers do not, such as the bias that balances experts.
 
 Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
-builds models with Megatron's local layers and compares.
+builds models with Megatron's local layers and compares the counts.
 """
 
 import dataclasses
@@ -17,33 +17,33 @@ from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_ch
 
 
 class Split(enum.Enum):
-    """Which ranks share a parameter."""
+    """How a parameter is split over ranks."""
 
-    NONE = "none"  # each tensor-parallel rank has all of it: norms, the router, parameters after a sum over ranks
+    NONE = "none"  # each tensor-parallel rank has a copy: norms, the router, biases added after a reduction
     TENSOR = "tensor"  # each tensor-parallel rank has a part
-    EXPERT = "expert"  # expert-parallel ranks have some of the experts, and expert-tensor-parallel ranks parts of each
+    EXPERT = "expert"  # expert-parallel ranks have different experts; expert-tensor-parallel ranks have parts of each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter, or several with the same split."""
 
-    count: int  # elements of the parameter, over all ranks
-    split: Split = Split.NONE  # which ranks share it
-    is_linear: bool = False  # whether this is the weight of a linear layer that computes in fp8 if there is a recipe
+    count: int  # elements in the whole model
+    split: Split = Split.NONE  # how it is split over ranks
+    is_linear: bool = False  # whether it is the weight of a linear layer, which an fp8 recipe quantizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankParameters:
-    """Numbers of parameter elements of one rank."""
+    """Parameter counts of one rank, in elements."""
 
-    dense_count: int  # elements that all data-parallel ranks replicate
+    dense_count: int  # elements outside experts, with a copy on each data-parallel rank
     expert_count: int  # elements of experts, which have fewer copies
-    linear_count: int  # elements of both kinds that are weights of linear layers, which have fp8 copies
+    linear_count: int  # elements of both that are weights of linear layers, which have fp8 copies
 
     @property
     def count(self) -> int:
-        """Number of all elements."""
+        """Total number of elements."""
         return self.dense_count + self.expert_count
 
 
@@ -72,13 +72,13 @@ def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
         yield from _list_layer(model, number)
     has_prediction = any(number >= model.num_layers for number in chunk.layers)
     if chunk.has_embedding or has_prediction:
-        # Multi-token prediction embeds tokens too, with a copy of the first stage's weights.
+        # Multi-token prediction also embeds tokens, with a copy of the first stage's weights.
         yield from _list_embedding(model)
-    # With multi-token prediction, the last norm follows the decoder's last layer, in any stage.
+    # With multi-token prediction, the last norm follows the decoder's last layer, in whichever stage.
     if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
         yield Parameter(count=_count_norm(model, model.hidden_size))
     if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):
-        # Tied weights exist once if both are in one chunk. Otherwise each has a copy, even next to multi-token prediction's.
+        # Tied weights exist once if one chunk has both embedding and output layer; otherwise the output layer has a copy.
         yield _make_word_embedding(model)
 
 
@@ -130,7 +130,7 @@ def _list_latent(model: ModelShape, latent: LatentAttention) -> Iterator[Paramet
     yield _make_linear(hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim), Split.NONE)
     yield _make_linear(latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim))
     if model.has_qk_norm:
-        # Norms of the up projections' inputs. Without a compressed query, the query's input is the hidden states.
+        # Norms of the up-projections' inputs. Without compression, the input for the query is the hidden states.
         channels = latent.kv_lora_rank + (latent.q_lora_rank or hidden)
         yield Parameter(count=_count_norm(model, channels))
     yield from _list_attention_output(model, heads * latent.v_head_dim)
@@ -157,10 +157,10 @@ def _list_mixture(model: ModelShape, experts: ExpertsShape) -> Iterator[Paramete
     yield Parameter(count=hidden * experts.num_experts + biases)
     yield Parameter(count=experts.num_experts * hidden * (width + channels), split=Split.EXPERT, is_linear=True)
     if model.has_linear_bias:
-        # Megatron has these biases only if each expert is whole on a rank.
+        # Megatron supports these biases only if each rank has whole experts.
         yield Parameter(count=experts.num_experts * (width + hidden), split=Split.EXPERT)
     if experts.shared_ffn_hidden_size:
-        # Megatron refuses biases in shared experts.
+        # Megatron does not support biases in shared experts.
         yield _make_linear(hidden * (_count_gates(model) + 1) * experts.shared_ffn_hidden_size)
 
 

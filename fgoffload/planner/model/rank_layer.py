@@ -1,4 +1,4 @@
-"""One layer of a model as a rank runs it."""
+"""Builds the shape of a layer on a rank from a model and its parallel sizes."""
 
 import dataclasses
 
@@ -9,16 +9,16 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -> LayerShape:
-    """Return layer `number` of `model` as a rank under `parallelism` runs it.
+    """Return the shape of layer `number` of `model` on a rank.
 
-    For a layer of multi-token prediction, this is its transformer layer, with `has_mtp_projection`.
+    For multi-token prediction, this is the shape of its transformer layer, with `has_mtp_projection`.
     """
     has_experts = model.has_experts(number)
     parallelism.check_model(model)
     if model.activation_dtype_bytes != 2:
         raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32, but the planner only knows the "
-            "saved bytes of bf16. Use --bf16."
+            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32, which the planner does not "
+            "support. Use --bf16."
         )
     check_head_channels(model)
     experts = None

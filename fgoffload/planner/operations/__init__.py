@@ -1,1 +1,1 @@
-"""Operations of a layer, from its shape and for any device: compute, memory traffic, and bytes to other ranks."""
+"""Operations of a layer, independent of the device: compute, memory traffic, and bytes sent to other ranks."""

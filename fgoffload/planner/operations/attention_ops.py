@@ -1,7 +1,7 @@
-"""Operations of the attention half of a layer, from its norm to the residual add after the projection.
+"""Lists the operations of a layer's attention half, from its norm to the residual add after the projection.
 
 The segments are `attn_norm` (if the norm is not fused), `qkv_linear`, `core_attn` and `attn_proj`. Latent attention has
-`qkv_down` before `qkv_linear`: the up-projections can be recomputed without the down-projections.
+`qkv_down` before `qkv_linear`, because the up-projections can be recomputed without the down-projections.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[Segmen
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
     """Return the operations of a norm. Backward adds the norm's gradient to the residual's gradient."""
     hidden = LayerSizes(shape).hidden
-    # Forward reads one tensor and writes one. Backward reads input and gradient, and writes one; the sum reads two, writes one.
+    # Forward reads one tensor and writes one. In backward, the norm and the sum each read two tensors and write one.
     backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
     return SegmentWork(name, PassWork((make_moves(2 * hidden),)), PassWork(backward))
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
-    """Return the segment of a linear with the norm before it fused in."""
+    """Return the segment `linear` with the operations of the fused `norm` added."""
     forward = dataclasses.replace(linear.forward, works=(*norm.forward.works, *linear.forward.works))
     backward = dataclasses.replace(linear.backward, works=(*linear.backward.works, *norm.backward.works))
     return SegmentWork(linear.name, forward, backward)
@@ -54,16 +54,16 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     """Return the operations of dropout and residual add, forward and backward."""
     hidden = LayerSizes(shape).hidden
-    # The fused op reads two tensors and writes one. Otherwise dropout reads and writes one more before it.
+    # The fused op reads two tensors and writes one. Without fusion, dropout first reads and writes one more.
     forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
     return (forward,), (make_moves(2 * hidden),)
 
 
 def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
-    """Return the traffic of column-parallel linears: before forward, and beside the matrix products of backward.
+    """Return the traffic of column-parallel linears, before forward and during the matrix products of backward.
 
-    With sequence parallelism the input is gathered, again in backward, and its gradient is reduce-scattered. Without it all
-    ranks have the input, and all-reduce its gradient.
+    With sequence parallelism, ranks gather the input in forward and in backward, and reduce-scatter its gradient. Without it,
+    all ranks have the input and all-reduce its gradient.
     """
     ring = list_ring_pass(BF16 * LayerSizes(shape).rows * channels, shape.tensor_parallel_size)
     return ring if shape.has_sequence_parallel else (), 2 * ring
@@ -72,8 +72,8 @@ def list_input_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic,
 def list_output_traffic(shape: LayerShape, channels: int) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
     """Return the traffic of row-parallel linears, in forward and in backward.
 
-    With sequence parallelism the output is reduce-scattered, and its gradient is gathered. Without it the output is
-    all-reduced, and all ranks have its gradient.
+    With sequence parallelism, ranks reduce-scatter the output and gather its gradient. Without it, they all-reduce the output,
+    and all ranks have its gradient.
     """
     ring = list_ring_pass(BF16 * LayerSizes(shape).rows * channels, shape.tensor_parallel_size)
     return (ring, ring) if shape.has_sequence_parallel else (2 * ring, ())
@@ -118,18 +118,18 @@ def _list_latent_work(shape: LayerShape, latent: LatentShape, execution: Executi
             PassWork(tuple(work for linear in down for work in linear.list_forward())),
             PassWork(tuple(work for linear in down for work in linear.list_backward(execution))),
         ),
-        _make_widening_work(shape, latent, execution, up),
+        _make_up_projections(shape, latent, execution, up),
     )
 
 
-def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]) -> SegmentWork:
+def _make_up_projections(shape: LayerShape, latent: LatentShape, execution: Execution, linears: list[Linear]) -> SegmentWork:
     sizes = LayerSizes(shape)
     query_channels = shape.hidden_size if latent.q_lora_rank is None else latent.q_lora_rank
     gather, beside = list_input_traffic(shape, query_channels + latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
     norms: tuple[Work, ...] = ()
     if latent.has_qk_norm:
         norms = (make_moves(2 * count_normed_bytes(shape, latent), kernels=2),)
-    # Rotary embeddings write all of query and key, and the value is made contiguous.
+    # Rotary embeddings write the whole query and key, and a copy makes the value contiguous.
     rope = (*_list_rope(shape, sizes.query + sizes.key), make_moves(2 * sizes.value))
     return SegmentWork(
         "qkv_linear",
@@ -141,15 +141,15 @@ def _make_widening_work(shape: LayerShape, latent: LatentShape, execution: Execu
 def _list_rope(shape: LayerShape, rotated_bytes: int) -> tuple[Work, ...]:
     if shape.has_fused_rotary:
         return (make_moves(2 * rotated_bytes, kernels=2),)
-    # Product with the cosine, rotation of the halves, product with the sine, and sum: 2 + 2 + 2 + 3 times the bytes.
+    # Multiply by cosine, rotate the halves, multiply by sine, and add: 2 + 2 + 2 + 3 times the bytes.
     return (make_moves(9 * rotated_bytes, kernels=10),)
 
 
 def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     sizes = LayerSizes(shape)
     heads = shape.num_attention_heads // shape.tensor_parallel_size
-    # 2 operations per pair of query and key, head and channel. Forward has one product over dqk and one over dv. Backward has
-    # three and two; one of them recomputes forward's.
+    # 2 operations per query-key pair, head and channel. Forward has one product over dqk and one over dv. Backward has three
+    # over dqk and two over dv; one of them recomputes a product of forward.
     flop = 2 * _count_pairs(shape, execution) * shape.micro_batch_size * heads
     saved = sizes.query_key_value + sizes.attention_output
     forward = Work(
@@ -166,12 +166,12 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
         head_channels=shape.v_channels,
     )
     ring = _list_ring(shape, execution, sizes.key + sizes.value)
-    # In backward, the gradients of keys and values travel around the ring too.
+    # In backward, ranks also send the gradients of keys and values around the ring.
     return SegmentWork("core_attn", PassWork((forward,), beside=ring), PassWork((backward,), beside=2 * ring))
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:
-    """Return the pairs of query and key of a sequence on one rank: s²/2 for s tokens, or sw - w²/2 in a window of w."""
+    """Return the query-key pairs of a sequence on one rank: s²/2 for s tokens, or sw - w²/2 with a window of w."""
     ranks = execution.context_parallel_size
     tokens = shape.seq_length * ranks
     window = tokens if execution.window_tokens is None else min(execution.window_tokens, tokens)

@@ -1,4 +1,4 @@
-"""Activation sizes of a layer, shared by the models of times, temporaries and saved tensors."""
+"""Activation sizes of a layer, used to compute times, temporaries and saved tensors."""
 
 import dataclasses
 
@@ -8,23 +8,23 @@ from fgoffload.planner.operations.ops import BF16, Linear
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes of activations on one rank, in bf16."""
+    """Sizes of a layer's bf16 activations on one rank."""
 
     shape: LayerShape
 
     @property
     def rows(self) -> int:
-        """Tokens of the whole microbatch, which are the input rows of sharded linears: sb."""
+        """Input rows of sharded linears, which are all tokens of the microbatch: sb."""
         return self.shape.shared_tokens * self.shape.tensor_parallel_size
 
     @property
     def hidden(self) -> int:
-        """Bytes of a tensor between layers: 2sbh/t, or 2sbh if ranks do not shard the sequence."""
+        """Bytes of the hidden states: 2sbh/t, or 2sbh if ranks do not shard the sequence."""
         return BF16 * self.shape.tokens * self.shape.hidden_size
 
     @property
     def gathered(self) -> int:
-        """Bytes of the gathered tensor between layers: 2sbh, or 0 if ranks do not shard the sequence."""
+        """Bytes of the gathered hidden states: 2sbh, or 0 if ranks do not shard the sequence."""
         return self.hidden * self.shape.tensor_parallel_size if self.shape.splits_sequence else 0
 
     @property
@@ -88,15 +88,15 @@ class LayerSizes:
 
     @property
     def arrived(self) -> int:
-        """Bytes of the tokens of this rank's experts: 2sbkhe/t if routing is balanced, or 0 in a dense layer."""
+        """Bytes of the tokens sent to this rank's experts: 2sbkhe/t if routing is balanced, or 0 in a dense layer."""
         return BF16 * self.expert_rows * self.shape.hidden_size
 
     @property
-    def way_to_experts(self) -> tuple[int, ...]:
+    def dispatch_steps(self) -> tuple[int, ...]:
         """Bytes of the tokens after each dispatch step: permute, exchange, gather and sort.
 
-        Tokens are exchanged if there are several expert-parallel ranks, and gathered by ranks that shard an expert. They are
-        sorted by expert if a rank has several experts, with one expert-parallel rank too.
+        Expert-parallel ranks exchange tokens, and ranks that share an expert gather them. A rank with several experts sorts its
+        tokens by expert, even without expert parallelism.
         """
         experts = self.shape.experts
         if experts is None:
@@ -124,7 +124,7 @@ def count_normed_bytes(shape: LayerShape, latent: LatentShape) -> int:
 
 
 def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, Linear]:
-    """Return both linears of a sharded MLP. In a gated MLP the first one has gate and up."""
+    """Return both linears of a sharded MLP. In a gated MLP the first one computes gate and up."""
     sizes, width = LayerSizes(shape), ffn_hidden_size // shape.tensor_parallel_size
     return (
         make_linear(shape, sizes.rows, shape.hidden_size, sizes.gates * width),
@@ -134,6 +134,6 @@ def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, L
 
 def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
     """Return a linear of the layer, in fp8 if the layer has a recipe."""
-    # With one scale per tensor, computed from the tensor itself, a first kernel finds its maximum.
+    # A tensorwise scale is computed from the tensor itself, so an additional kernel first finds the maximum.
     kernels = 0 if shape.fp8_recipe is None else 2 if shape.fp8_recipe == "tensorwise" else 1
     return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, quantizing_kernels=kernels)

@@ -1,7 +1,7 @@
-"""Operations of the second half of a layer: a dense MLP, or router, dispatch and experts.
+"""Lists the operations of a layer's second half: a dense MLP, or router, dispatch and experts.
 
-A dense MLP, with its norm fused into the first linear, has the segments `mlp_fc1`, `mlp_act` and `mlp_fc2`. A mixture has
-`mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
+A dense MLP, with its norm fused into the first linear, has the segments `mlp_fc1`, `mlp_act` and `mlp_fc2`. A mixture of
+experts has `mlp_norm`, `shared_expert`, `router`, `dispatch`, `expert_fc1`, `moe_act`, `expert_fc2` and `moe_combine`.
 """
 
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape
@@ -16,45 +16,47 @@ from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, ma
 from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 
 _ROUTER_TABLES = 6
-"""Tensors of [tokens, experts] in fp32 that the router reads or writes in one direction: logits, scores, choice, map,
-probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
+"""Number of fp32 tensors [tokens, experts] that the router reads or writes in one direction: logits, scores, top-k choice,
+routing map, probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3  # kernels of one direction. Counted in the code of Megatron-Core 0.16.1, not measured.
+_FUSED_PERMUTE_KERNELS = 3  # kernels per direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
-"""Host time of Megatron's Python around router, dispatcher and grouped linears, in one direction, as a number of launches.
+"""Host time of Megatron's Python code around router, dispatcher and grouped linears, per direction, converted to kernel
+launches.
 
-Source: forward and backward of a layer with 16 experts take the host about 9 ms, on an H200 (`HOST_LAYER_S`) and on B200
-(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Half of that is for kernel launches."""
+Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and on B200
+(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
-"""Bytes per output element of the experts, forward and backward, if their second linears have biases: a product with the
-probabilities in fp32, a sum, a concatenation and a copy to bf16, each a separate op.
+"""Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the
+fp32 probabilities, adding, concatenating and converting to bf16 are separate ops.
 
 Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
-_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels of each expert, forward and backward
+_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Costs of an unfused gated activation: tensors that forward moves, each as large as its output, how many of them are strided
-(reads of half of the columns), number of kernels, and the same three for backward. Forward reads and writes the activation, the
-sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
+"""Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; how many of them are
+strided (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the sum
+of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
 
 Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
-"""The same costs for the product with the probabilities, one per row. Backward computes the gradient of the rows, and a product
-of two tensors, which is written, read and summed."""
+"""The same costs for multiplying by the probabilities, one per row. Backward computes the gradient of the rows, and a product
+of two tensors, which it writes, reads and sums."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
-"""The same costs with probabilities in fp32: products are twice as large, and are copied to bf16. In backward the gradient is
-copied to fp32 first, and the gradient of the rows is copied back."""
+"""The same costs with fp32 probabilities: products are twice as large and are converted to bf16. Backward first converts the
+gradient to fp32, and converts the gradient of the rows back to bf16."""
 
 _CLAMP = (8, 10)
-"""Tensors as large as the activation's output that clamping both halves of its input moves, forward and backward. Forward: each
-clamp reads and writes half, and a concatenation moves both. Backward: each clamp reads a gradient and its input.
+"""Number of tensors moved to clamp both halves of the activation's input, in forward and in backward, each as large as the
+activation's output. In forward, each clamp reads and writes half, and a concatenation moves both. In backward, each clamp reads
+a gradient and its input.
 
 Source: `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, megatron-core 0.19.2."""
 
@@ -108,7 +110,7 @@ def _list_dense_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWo
 
 
 def _list_mixture_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    # Megatron runs shared experts before the router, unless they overlap. `op_times` subtracts the time that overlap hides.
+    # Megatron runs shared experts before the router, unless they overlap with the dispatch (see `op_times`).
     shared = (_make_shared_work(shape, experts, execution),) if experts.shared_ffn_hidden_size else ()
     return (
         *shared,
@@ -139,10 +141,10 @@ def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
     hidden = LayerSizes(shape).hidden
     flop = 2 * shape.tokens * shape.hidden_size * experts.num_experts
     tables = make_moves(_ROUTER_TABLES * FP32 * shape.tokens * experts.num_experts, kernels=_ROUTER_KERNELS)
-    # A router in fp32 writes and reads a copy of its input.
+    # An fp32 router writes and reads a copy of its input.
     input_bytes = hidden + (2 * (2 * hidden) if experts.router.dtype_bytes == FP32 else 0)
     product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
-    # Backward reads the input, writes its gradient, and adds that to the gradients of the input's other users.
+    # Backward reads the input, writes its gradient, and adds it to the gradients from other uses of the input.
     backward = Work(limit=Limit.MATMUL, flop=2 * flop, moved_bytes=input_bytes + 4 * hidden, kernels=3)
     return SegmentWork("router", PassWork((product, tables)), PassWork((tables, backward)))
 
@@ -193,7 +195,7 @@ def _list_output_bias(shape: LayerShape, experts: ExpertsShape, rows: int) -> tu
 
 def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Execution) -> SegmentWork:
     sizes = LayerSizes(shape)
-    # Forward of combine is backward of dispatch, and vice versa.
+    # The forward of combine moves the same bytes as the backward of dispatch, and vice versa.
     moved_back, moved, kernels = _count_permutation(sizes, experts)
     sort, exchange = _list_sort(sizes, experts), _list_exchange(sizes, experts)
     add, add_backward = make_residual_works(shape, execution)
@@ -206,19 +208,19 @@ def _make_combine_work(shape: LayerShape, experts: ExpertsShape, execution: Exec
 
 
 def count_permutation_part(shape: LayerShape, experts: ExpertsShape) -> float:
-    """Return the share of the permutation, without the sort by expert, in the memory traffic of `dispatch`."""
+    """Return the permutation's fraction of the memory traffic of `dispatch`, which also sorts by expert."""
     sizes = LayerSizes(shape)
     moved, _, _ = _count_permutation(sizes, experts)
     return moved / (moved + _count_sorted(sizes, experts))
 
 
 def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
-    """Return the memory traffic in bytes of permuting tokens and of summing them again, and the kernels of each."""
+    """Return the memory traffic in bytes of permuting tokens and of unpermuting them, and the number of kernels of each."""
     if experts.has_fused_permutation:
-        # Each token is read once and written once per expert; the sum does the reverse.
+        # Each token is read once and written once per expert; unpermuting does the reverse.
         moved = sizes.hidden + sizes.permuted
         return moved, moved, _FUSED_PERMUTE_KERNELS
-    # Each token is read once per expert. The sum adds the copies one by one to a tensor of zeros.
+    # Each token is read and written once per expert. Unpermuting adds the copies one by one to a tensor of zeros.
     return 2 * sizes.permuted, 3 * sizes.permuted + sizes.hidden, _PERMUTE_KERNELS
 
 
@@ -237,7 +239,7 @@ def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) 
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:
-        # Each rank gets an equal part, and one part stays on this rank.
+        # Each rank receives an equal part, and one part stays on this rank.
         sent_bytes = sizes.arrived / sharing * (ranks - 1) / ranks
         pattern = Pattern.ALL_TO_ALL if experts.dispatcher == "alltoall" else Pattern.NODES
         found.append(
@@ -259,5 +261,5 @@ def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) 
 
 def _list_count_exchange(experts: ExpertsShape) -> tuple[Traffic, ...]:
     ranks = experts.expert_parallel_size
-    # Exchange of the token counts of each expert: too few bytes to count.
+    # Exchange of token counts per expert, which has too few bytes to matter.
     return () if ranks == 1 else (Traffic(pattern=Pattern.RING, sent_bytes=0.0, ranks=ranks, span=ranks),)

@@ -1,37 +1,37 @@
-"""Operations of a segment: floating-point operations, memory traffic, and bytes to other ranks.
+"""Operations of a segment: compute, memory traffic, and bytes sent to other ranks.
 
-`attention_ops` and `mlp_ops` list them from the shape of a layer, and `op_times` computes their times.
+`attention_ops` and `mlp_ops` derive them from a layer's shape, and `op_times` computes their times.
 """
 
 import dataclasses
 import enum
 
 FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
-"""Bytes of an element."""
+"""Bytes per element."""
 
-_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes per weight if the matrix product adds its gradient: the fp32 sum is read and written
+_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes per weight if the matrix product accumulates its gradient: it reads and writes the sum
 
-_LATE_GRADIENT_BYTES = BF16 + 2 * FP32
-"""Bytes per weight if a separate kernel adds its gradient: the gradient is read, and the sum is read and written."""
+_UNFUSED_GRADIENT_BYTES = BF16 + 2 * FP32
+"""Bytes per weight if a separate kernel accumulates its gradient: it reads the gradient, and reads and writes the sum."""
 
 _QUANTIZED_BYTES = BF16 + 2 * FP8
-"""Bytes per input element of an fp8 linear: it is read in bf16, and written in fp8 row-wise and column-wise. Weights are
-quantized the same way once a step, for all microbatches."""
+"""Bytes moved per element to quantize the input of an fp8 linear: a kernel reads bf16 and writes fp8, row-wise and column-wise.
+Weights are also quantized, once per step for all microbatches."""
 
 
 FULL_HEAD_CHANNELS = 128
-"""Channels of a head at which attention reaches the shares of `Efficiency`."""
+"""Minimum channels per head at which attention reaches the fraction of peak in `Efficiency`."""
 
 
 class Limit(enum.Enum):
-    """Kind of kernel: the field of `Efficiency` with its share of the device's peak."""
+    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that it reaches."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one matrix product per expert, in bf16
     FP8_MATMUL = "fp8_matmul"  # one matrix product, in fp8
     GROUPED_FP8_MATMUL = "grouped_fp8_matmul"  # one matrix product per expert, in fp8
     ATTENTION_FORWARD = "attention_forward"  # fused attention
-    ATTENTION_BACKWARD = "attention_backward"  # backward of fused attention, which reaches less
+    ATTENTION_BACKWARD = "attention_backward"  # backward of fused attention, which is less efficient
     MEMORY = "memory"  # memory-bound kernel
 
 
@@ -43,35 +43,36 @@ class Work:
     flop: float = 0.0  # floating-point operations of all kernels together
     moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
     strided_bytes: float = 0.0
-    """Part of `moved_bytes` that element-wise kernels move without whole vectors, as on half of a tensor's columns."""
+    """Part of `moved_bytes` that element-wise kernels access without vectorization, for example in half of a tensor's
+    columns."""
     kernels: int = 1  # number of launched kernels
-    expert_rows: int | None = None  # rows of each expert's matrix product, or None for one product of all rows
+    expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
 
 
 class Pattern(enum.Enum):
     """Pattern of an exchange between ranks."""
 
-    RING = "ring"  # each rank sends to its neighbour: the slowest hop counts
+    RING = "ring"  # each rank sends to its neighbour, so the slowest hop sets the time
     ALL_TO_ALL = "all_to_all"  # each rank sends equal amounts to all others
     NODES = "nodes"  # all-to-all in which data for several ranks of a node crosses the network once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that a rank sends to others of its group."""
+    """Bytes that a rank sends to the other ranks of a group."""
 
     pattern: Pattern  # pattern of the exchange
-    sent_bytes: float  # bytes that this rank sends to all others together
-    ranks: int  # ranks of the group. An all-to-all runs among neighbours of a node, if the node has that many.
-    span: int  # ranks from the first of the group to its last. The group is in one node if the node has that many.
+    sent_bytes: float  # total bytes that this rank sends
+    ranks: int  # number of ranks in the group
+    span: int  # number of ranks from the group's first to its last; decides whether the group is inside a node
     calls: int = 1  # number of collectives
-    copies: int = 1  # copies of each token in `sent_bytes`: one per expert that it is sent to
+    copies: int = 1  # copies of each token in `sent_bytes`: one per target expert
     limited_groups: tuple[int, int] | None = None
-    """Number of expert groups that a token may be sent to, and number of all groups. None without limit."""
+    """Number of expert groups to which a token may be sent, and total number of groups. None without a limit."""
 
     def count_nodes(self, nodes: int) -> float:
-        """Return how many of `nodes` nodes a token reaches on average, its own included, if experts are drawn uniformly."""
+        """Return how many of `nodes` nodes a token reaches on average, including its own, if routing is uniform."""
         most = float(nodes)
         if self.limited_groups is not None:
             chosen, groups = self.limited_groups
@@ -85,12 +86,12 @@ class PassWork:
 
     works: tuple[Work, ...]  # kernels, in order
     traffic: tuple[Traffic, ...] = ()  # exchanges before the kernels
-    beside: tuple[Traffic, ...] = ()  # exchanges that run beside the kernels
-    host_launches: int = 0  # other host work, as the number of launches that take as long
+    beside: tuple[Traffic, ...] = ()  # exchanges that overlap with the kernels
+    host_launches: int = 0  # other host work, as a number of kernel launches
 
     @property
     def kernels(self) -> int:
-        """Number of launches."""
+        """Number of launches, including collectives and other host work."""
         calls = sum(one.calls for one in (*self.traffic, *self.beside))
         return sum(work.kernels for work in self.works) + calls + self.host_launches
 
@@ -108,13 +109,13 @@ class SegmentWork:
 class Execution:
     """Execution options of a layer, besides its shape. Defaults match Megatron's training script."""
 
-    context_parallel_size: int = 1  # ranks that share a sequence. The shape has one rank's part.
-    window_tokens: int | None = None  # tokens before a query that it attends to, with `--window-size`. None for all.
+    context_parallel_size: int = 1  # ranks that share a sequence; `LayerShape` has one rank's part
+    window_tokens: int | None = None  # earlier tokens that a query attends to, as in `--window-size`; None for all
     has_expert_overlap: bool = False
-    """Whether tokens of one microbatch are exchanged while another computes: `--overlap-moe-expert-parallel-comm`."""
-    has_fused_dropout_add: bool = True  # whether one kernel adds the residual; two do with `--no-bias-dropout-fusion`
+    """Whether ranks exchange tokens of one microbatch while another computes: `--overlap-moe-expert-parallel-comm`."""
+    has_fused_dropout_add: bool = True  # whether dropout and residual add are fused: without `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
-    """Whether matrix products accumulate weight gradients. With `--no-gradient-accumulation-fusion` a separate kernel does."""
+    """Whether matrix products accumulate weight gradients. With `--no-gradient-accumulation-fusion`, a separate kernel does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class Linear:
     inputs: int  # channels of an input row
     outputs: int  # channels of an output row
     experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer with all rows
-    quantizing_kernels: int = 0  # kernels that quantize an input to fp8, per expert if there are several; 0 in bf16
+    quantizing_kernels: int = 0  # kernels that quantize an input to fp8, for each expert; 0 in bf16
 
     @property
     def weights(self) -> int:
@@ -133,12 +134,12 @@ class Linear:
         return self.inputs * self.outputs * max(self.experts, 1)
 
     def list_forward(self) -> tuple[Work, ...]:
-        """Return the matrix product of forward, 2mnk operations, and the quantization of its input to fp8."""
+        """Return the kernels of forward: quantization of the input in fp8, and a matrix product of 2mnk operations."""
         moved_bytes = self._item_bytes * (self.rows * self.inputs + self.weights) + BF16 * self.rows * self.outputs
         return (*self._list_quantizing(self.inputs), self._make_product(moved_bytes))
 
     def list_backward(self, execution: Execution) -> tuple[Work, ...]:
-        """Return both matrix products of backward, for the gradients of input and weights: 2mnk operations each."""
+        """Return the kernels of backward, with matrix products of 2mnk operations for the gradients of input and weights."""
         is_fused = execution.has_fused_gradient_accumulation
         gradient_bytes = self.weights * (_MAIN_GRADIENT_BYTES if is_fused else BF16)
         works = (
@@ -148,10 +149,10 @@ class Linear:
         )
         if is_fused:
             return works
-        return (*works, make_moves(self.weights * _LATE_GRADIENT_BYTES, kernels=max(self.experts, 1)))
+        return (*works, make_moves(self.weights * _UNFUSED_GRADIENT_BYTES, kernels=max(self.experts, 1)))
 
     def count_gradient_bytes(self, execution: Execution) -> int:
-        """Return the bytes of a weight gradient that waits to be accumulated: 0 if the matrix product adds it."""
+        """Return the bytes of a weight gradient before accumulation, or 0 if the matrix product accumulates it."""
         return 0 if execution.has_fused_gradient_accumulation else BF16 * self.weights
 
     @property
@@ -178,14 +179,14 @@ class Linear:
 
 
 def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int = 1) -> Work:
-    """Return memory-bound kernels."""
+    """Return memory-bound kernels that move `moved_bytes` in total."""
     return Work(limit=Limit.MEMORY, moved_bytes=moved_bytes, strided_bytes=strided_bytes, kernels=kernels)
 
 
 def list_ring_pass(gathered_bytes: int, ranks: int) -> tuple[Traffic, ...]:
-    """Return an all-gather or a reduce-scatter of a tensor. An all-reduce is one of each. Empty with one rank."""
+    """Return the traffic of one all-gather or reduce-scatter, or none with one rank. An all-reduce is one of each."""
     if ranks == 1:
         return ()
-    # A ring sends each rank's part ranks - 1 times.
+    # In a ring, each part of the tensor is sent ranks - 1 times.
     sent_bytes = gathered_bytes // ranks * (ranks - 1)
     return (Traffic(pattern=Pattern.RING, sent_bytes=sent_bytes, ranks=ranks, span=ranks),)

@@ -1,4 +1,4 @@
-"""Models of pipeline ranks: layers, chunks and the order of passes, in numbers.
+"""Models of pipeline ranks: layers, chunks and the order of passes.
 
-The simulator and the solver know nothing else about a training run, whatever the source of these numbers.
+These models are the only input of the simulator and the solver, whether they were computed or measured.
 """

@@ -1,13 +1,13 @@
-"""A layer whose modules are captured by CUDA graphs: no recompute, fixed inputs and outputs, and staging slots.
+"""Models layers with modules captured by CUDA graphs: no recompute, fixed inputs and outputs, and staging slots.
 
-No Python runs in a graph, so captured modules cannot be recomputed. Inputs and outputs of a graph stay on the GPU, at fixed
-addresses. Other tensors of a captured module are offloaded through the engine's staging slots, which all layers share. Slots
-count as static memory; each is as large as the tensors that the largest layer offloads from its graph. The simulation ignores
-that a graph waits for a slot: if copies are slower than compute, a step takes longer than predicted. A full iteration copies
-tensors without staging, like eager steps.
+A graph runs no Python, so captured modules cannot be recomputed. The inputs and outputs of a graph stay on the GPU, at fixed
+addresses. The engine offloads other tensors of captured modules through staging slots, which all layers share. Slots count as
+static memory; each is as large as the tensors that the largest layer offloads from its graph. The simulation ignores that a
+graph waits for a free slot, so a step takes longer than predicted if copies are slower than compute. A full-iteration graph
+copies tensors without staging, like eager steps.
 
-A graph pool keeps the inputs and outputs of each graph, and nothing else can use its fragments. These costs are not counted, so
-a step reserves more memory than predicted.
+A step reserves more memory than predicted, because the memory of graph pools is not counted: a pool keeps the inputs and
+outputs of its graphs, and other allocations cannot use its free fragments.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`, or itself if they capture nothing of it."""
+    """Return `layer` as it runs with `graphs`; unchanged if they capture none of its modules."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,
@@ -47,7 +47,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
     inside = {one.name for one in layer.tensors if graphs.impl == TRANSFORMER_ENGINE and not captured.isdisjoint(one.tags)}
     return CapturedLayer(
         kind=layer.kind,
-        # Captured experts cannot wait for the host.
+        # The host cannot synchronize inside captured experts.
         segments=tuple(dataclasses.replace(one, host_wait=None) for one in layer.segments)
         if "expert_fc1" in captured
         else layer.segments,
@@ -58,7 +58,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return the eager `rank` as it runs with `graphs`."""
+    """Return `rank`, which models eager execution, as it runs with `graphs`."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace
@@ -66,12 +66,12 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first of their tag."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each such tag."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {
         "layer_input": "core_attn" in captured,
-        "mlp_fc1": is_half and "mlp_norm" not in tags,  # the residual, where the norm is a part of the linear
+        "mlp_fc1": is_half and "mlp_norm" not in tags,  # the residual, if the norm is fused
         "router": "moe_router" in graphs.modules and "moe_preprocess" not in graphs.modules,  # the norm's output
     }
     for tag in is_fixed:

@@ -1,6 +1,6 @@
-"""Model of a layer for the simulator and the solver: segments of compute, saved tensors, and units that can be recomputed.
+"""Models a layer for the simulator and the solver: compute segments, saved tensors and recompute units.
 
-Times are for one microbatch on one rank, with nothing else running.
+Times are for one microbatch on an otherwise idle rank.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ class HostWait(enum.Enum):
     Source: host waits in docs/reference/tags.md.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host, which waits only for compute, and not at all in a recompute
-    HOLD = "hold"  # they use the copy engine, and finished groups of the layer are held back until they have arrived
-    COPY = "copy"  # they use the copy engine and queue behind all other copies, as without this package
+    KERNEL = "kernel"  # a kernel writes them to the host, which waits only for compute; a recompute does not wait
+    HOLD = "hold"  # the copy engine sends them; until they arrive, the layer's finished groups are not offloaded
+    COPY = "copy"  # the copy engine sends them after all queued copies, as without this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A segment of a layer: the ops between two places where groups may end."""
+    """A range of ops in a layer, between two points where groups may end."""
 
-    name: str  # tag of the module that runs here, or a name for the ops between modules: `dispatch`. Unique in a layer.
+    name: str  # tag of the module, or a name for ops between modules, such as `dispatch`; unique in a layer
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
     forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
@@ -33,7 +33,7 @@ class Segment:
     host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
     """Launch delay to add to `forward_s` in a forward pass, in seconds; negative if the host launches earlier than when
-    `forward_s` was measured. A recompute has no such delay."""
+    `forward_s` was measured. A recompute does not have this delay."""
 
     @property
     def forward_pass_s(self) -> float:
@@ -43,13 +43,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """One storage that one or several tags of a layer save."""
+    """A storage that one or more tags of a layer save."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save it, in forward order; none in `saved_bytes.list_untagged_tensors`
+    tags: tuple[str, ...]  # tags that save it, in forward order; empty for untagged tensors
     size_bytes: int  # bytes on this rank for one microbatch
-    is_same_in_all_layers: bool = False  # whether all layers save the same storage, which is offloaded once a microbatch
-    element_bytes: int = 2  # bytes of an element, for the minimum size in elements: 2 in bf16
+    is_same_in_all_layers: bool = False  # whether all layers share this storage, offloaded once per microbatch
+    element_bytes: int = 2  # bytes per element, to convert the minimum size for offload
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:
@@ -59,27 +59,27 @@ class SavedTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModel:
-    """A part of a layer that can be recomputed by itself: the bytes it frees, and its cost."""
+    """A recompute unit of a layer: the tensors that it frees, and its cost."""
 
-    name: str  # name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a name of the layer's own
+    name: str  # name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a custom name
     segments: tuple[str, ...]  # names of the recomputed segments, in forward order
     drops: tuple[str, ...]  # names of tensors that are recomputed instead of saved
-    held: tuple[str, ...] = ()  # tensors of `drops` that the layer's forward still references to its end anyway
-    keeps: tuple[SavedTensor, ...] = ()  # inputs that the unit saves instead, to be recomputed from
+    held: tuple[str, ...] = ()  # tensors of `drops` that the layer references until its forward ends
+    keeps: tuple[SavedTensor, ...] = ()  # inputs that are saved to recompute the unit
     before: str
-    """Segment before whose backward the unit is recomputed. It may come before the first segment that needs the tensors."""
-    forward_part: float = 1.0  # recomputed fraction of its segments' forward seconds: 1 for all
+    """The unit is recomputed before the backward of this segment, even if backward needs the tensors only later."""
+    forward_part: float = 1.0  # fraction of its segments' forward time that is recomputed
     extra_s: float = 0.0
     """Seconds of recompute beyond the forward of its segments, including copies of recomputed tensors."""
     extra_bytes: int = 0  # device bytes besides the dropped tensors, from the recompute to the end of its segments' backward
-    copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds: it copies recomputed outputs to where forward had them
-    copy_bytes: int = 0  # device bytes of the copies of `copy_s`
+    copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
+    copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units that are recomputed with it and then save nothing. Defaults to its entry in `fgoffload.tags`."""
+    """Tags and units inside this unit, which save nothing if it is recomputed. None means its entry in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Tags and units that are recomputed with it and save nothing then."""
+        """Tags and units inside this unit, which save nothing if it is recomputed."""
         if self.covers is not None:
             return self.covers
         unit = find_recompute_unit(self.name)
@@ -87,32 +87,32 @@ class UnitModel:
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Units of the layer that cannot be recomputed beside it."""
+        """Units that the layer cannot recompute together with this one."""
         unit = find_recompute_unit(self.name)
         return () if unit is None else unit.excludes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """A kind of layer. Layers of one kind are alike, so the solver treats them as one and its totals are computed once."""
+    """A kind of layer. Layers of one kind are identical, so the solver treats them as one and computes their totals once."""
 
     kind: str  # name for tables: `dense`, `moe`, `mtp`
     segments: tuple[Segment, ...]  # segments in forward order; backward runs them in reverse
     tensors: tuple[SavedTensor, ...]
-    """Storages that it saves without recompute and offload, in forward order.
+    """Storages that the layer saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
-    segment of its name counts as the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
+    segment counts as the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
     """
-    units: tuple[UnitModel, ...] = ()  # units that can be recomputed alone
+    units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports
 
     def __hash__(self) -> int:
-        """Hash a few fields only: hashing all of them at each look-up is too slow."""
+        """Hash only a few fields, because hashing all of them at each look-up is too slow."""
         return hash((self.kind, len(self.segments), len(self.tensors), len(self.units)))
 
     @functools.cached_property
     def forward_s(self) -> float:
-        """Seconds of forward compute, without waits for launches."""
+        """Seconds of forward compute, without launch delays."""
         return sum(segment.forward_s for segment in self.segments)
 
     @functools.cached_property
@@ -127,12 +127,12 @@ class LayerModel:
 
     @functools.cached_property
     def shares_router_input(self) -> bool:
-        """Return whether shared experts save the router's input too."""
+        """Whether the layer has shared experts, which may save the router's input too."""
         return any("shared_expert" in tensor.tags for tensor in self.tensors)
 
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
-        """Return the tags that save a tensor that can be offloaded."""
+        """Tags that save at least one offloadable tensor."""
         return frozenset(tag for tensor in self.tensors if not tensor.stays for tag in tensor.tags)
 
     def is_staged(self, tensor: SavedTensor) -> bool:
@@ -140,5 +140,5 @@ class LayerModel:
         return False
 
     def find_unit(self, name: str) -> UnitModel | None:
-        """Return the unit called `name`, or None if the layer cannot recompute it alone."""
+        """Return the recompute unit `name`, or None if the layer does not support it."""
         return next((unit for unit in self.units if unit.name == name), None)

@@ -1,4 +1,4 @@
-"""Makes ranks from measured layers of any model: bytes and times of their parts.
+"""Builds rank models from measured layers of any model: bytes and times of the parts of each layer.
 
     layer = MeasuredLayer(kind="block", parts=(attention, mlp), tensors=(...), input=...)
     rank = make_rank([layer] * 12, link=link, static_bytes=..., microbatches=4)
@@ -28,33 +28,33 @@ LAYER, LAYER_INPUT = "layer", "layer_input"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPart:
-    """A part of a layer, such as `attention`. Times and bytes are for one microbatch with nothing else running."""
+    """A part of a layer, such as `attention`. Times and bytes are for one microbatch on an otherwise idle device."""
 
     name: str  # name in plans; not `layer` or `layer_input`
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
     backward_extra_bytes: int = 0  # temporary device bytes of backward, without saved tensors
     input: SavedTensor | None = None
-    """Input from which this part alone is recomputed. A tensor of the same name that the layer saves anyway counts once. None
-    if the part cannot be recomputed alone."""
+    """Input from which this part is recomputed, or None if it cannot be recomputed separately. If the layer saves a tensor of
+    the same name anyway, it counts once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayer:
-    """A kind of layer. Layers of one kind are alike."""
+    """A kind of layer. Layers of one kind are identical."""
 
     kind: str  # unique name, for tables
     parts: tuple[LayerPart, ...]  # parts in forward order
-    tensors: tuple[SavedTensor, ...]  # storages that it saves without recompute, each once, tagged by the parts that save it
+    tensors: tuple[SavedTensor, ...]  # storages saved without recompute, each tagged with the parts that save it
     input: SavedTensor | None = None
-    """Input from which the whole layer is recomputed, tagged `layer_input` and by the parts that save it too. None if the layer
-    cannot be recomputed."""
+    """Input from which the whole layer is recomputed, or None if it cannot be recomputed. Its tags are `layer_input` and the
+    parts that also save it."""
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
         for name in names:
             if name in (LAYER, LAYER_INPUT) or names.count(name) > 1:
-                raise ConfigError(f"layer {self.kind!r} has a part {name!r}, which is taken. Use a unique name for each part.")
+                raise ConfigError(f"part {name!r} of layer {self.kind!r} has a reserved or duplicate name. Use a unique name.")
 
     def make_model(self) -> LayerModel:
         """Return the layer for the simulator and the solver."""
@@ -102,9 +102,9 @@ def make_rank(
     policy: TransferPolicy | None = None,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
-    """Return one process that runs forward and backward of `layers`, in order, for each microbatch of a step.
+    """Return the model of a single rank that runs forward and backward of `layers` for each microbatch of a step.
 
-    `static_bytes` excludes activations. None means the default policy, and unlimited host memory.
+    `static_bytes` excludes activations. `policy` defaults to `TransferPolicy()`, and host memory is unlimited by default.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))

@@ -1,7 +1,7 @@
-"""Adds the extra cost of recompute under Megatron's own flags, whose checkpoints copy recomputed outputs into place.
+"""Adds the cost of output copies to recompute, for baselines with Megatron's own recompute flags.
 
-Under a plan, recomputed outputs are not copied. Source: `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py,
-megatron-core 0.16.1.
+Megatron's checkpoints copy a recomputed output into the storage of the dropped one. Plans do not need these copies. Source:
+`CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from fgoffload.planner.ranks.rank_model import RankModel
 
 
 def copy_outputs(rank: RankModel) -> RankModel:
-    """Add the cost of output copies to every recompute of `rank`, as under Megatron's own flags."""
+    """Return `rank` with the cost of output copies added to every recompute unit."""
     return dataclasses.replace(rank, chunks=tuple(chunk.replace_models(_copy_outputs) for chunk in rank.chunks))
 
 
 @functools.lru_cache(maxsize=256)
 def _copy_outputs(layer: LayerModel) -> LayerModel:
-    # Returns one object to all callers: simulations cache their results per layer, and compare layers by identity first.
+    # The cache returns one object to all callers, because simulations cache results by layer and first compare identity.
     units = tuple(
         dataclasses.replace(
             unit, extra_s=unit.extra_s + unit.copy_s, extra_bytes=unit.extra_bytes + unit.copy_bytes, copy_s=0.0, copy_bytes=0

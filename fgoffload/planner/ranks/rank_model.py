@@ -1,4 +1,4 @@
-"""The model of one pipeline rank and its device: input of the simulator and the solver."""
+"""Models one pipeline rank and its device for the simulator and the solver."""
 
 import dataclasses
 import enum
@@ -14,8 +14,8 @@ from fgoffload.transfer_schedule import TransferPolicy
 class LinkModel:
     """The link between a rank's device and its host, with one FIFO queue per direction."""
 
-    d2h_bytes_per_s: float  # rate to the host, with no copies to the device
-    h2d_bytes_per_s: float  # rate to the device, with no copies to the host
+    d2h_bytes_per_s: float  # rate to the host while no copies to the device run
+    h2d_bytes_per_s: float  # rate to the device while no copies to the host run
     duplex_bytes_per_s: float  # rate per direction while both are busy
     copy_latency_s: float = 0.0  # seconds before the first byte of each copy moves
     compute_slowdown: float = 0.0  # fraction by which copies slow compute: 0.06 for 6%
@@ -23,10 +23,10 @@ class LinkModel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedLayer:
-    """A layer and its number."""
+    """A layer of a chunk, with its number in the model."""
 
     number: int  # number in the whole model, from 0, as in plans
-    model: LayerModel  # kind of the layer
+    model: LayerModel  # the layer's model, shared by layers of one kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class ChunkModel:
     """A model chunk: its layers, and the segments before and after them."""
 
     layers: tuple[NumberedLayer, ...]  # layers in forward order; empty in a chunk that has only an embedding
-    first: tuple[Segment, ...] = ()  # segments before the layers: the embedding, on the first chunk of the model
-    last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, on the last chunk
+    first: tuple[Segment, ...] = ()  # segments before the layers: the embedding, in the first chunk of the model
+    last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, in the last chunk
     saved_bytes: int = 0
-    """Bytes that a microbatch saves outside of the layers and of all tags. They always stay on the GPU."""
+    """Bytes that a microbatch saves outside all tags. They always stay on the GPU."""
 
     def replace_models(self, change: Callable[[LayerModel], LayerModel]) -> "ChunkModel":
         """Return the chunk with `change` applied to the model of each layer."""
@@ -48,27 +48,26 @@ class ChunkModel:
 class HostPace(enum.Enum):
     """How far ahead of compute the host runs. The engine polls for finished copies as the host launches ops.
 
-    Source: docs/results/predictions.md. On an H200, peaks of Llama 3 8B, whose host runs a step ahead, and of W2, whose host
-    waits in each layer, are predicted within 0.4%. With the host beside compute they are predicted up to 2.6% too low.
+    Source: docs/results/predictions.md. On an H200, predicted peaks are within 0.4% for Llama 3 8B (`STEP_AHEAD`) and W2
+    (`LAYER_AHEAD`). With `BESIDE` they are up to 2.6% too low.
     """
 
-    BESIDE = "beside compute"  # the host is the device, as on a CPU
-    LAYER_AHEAD = "a layer ahead"  # the forward of each layer makes the host wait, as token dispatchers do
-    PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers: the host waits for each exchange between stages
+    BESIDE = "beside compute"  # the host is also the device, as on a CPU
+    LAYER_AHEAD = "a layer ahead"  # the host waits in each layer's forward, for example for token dispatchers
+    PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers; the host waits for each exchange between stages
     STEP_AHEAD = "a step ahead"  # the host launches the whole step before the first copy is done
 
 
 class Turn(enum.Enum):
-    """Treatment of copies still in flight to the host when a microbatch goes from forward to backward."""
+    """How to handle copies still in flight to the host when a microbatch turns from forward to backward."""
 
-    CANCEL = "cancel all copies in flight"  # modules are named, without a plan
-    PLAN = "cancel copies that are far from done"  # while a plan is made; the plan then records their bytes
+    CANCEL = "cancel all copies in flight"  # for selected modules, without a plan
+    PLAN = "cancel copies that are far from done"  # while a plan is made, which will record their bytes
 
 
 HOST_LAYER_S = 4.5e-3
 """Host seconds for the forward or the backward of an MoE layer, spread evenly over its segments. Source: fitted to the peaks of
-13 settings of W2 on an H200. A trace, which slows the host, shows 5.5 ms for the forward of a layer and 6 ms for the
-backward."""
+13 settings of W2 on an H200. Traces, which slow the host, show 5.5 ms for a layer's forward and 6 ms for its backward."""
 
 
 def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
@@ -83,24 +82,24 @@ def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """One pipeline rank in a step."""
+    """Model of one pipeline rank in a step."""
 
     rank: int  # pipeline rank, from 0
     static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, for the whole step
-    chunks: tuple[ChunkModel, ...]  # model chunks, by number
-    passes: tuple[Pass, ...]  # passes in order: `fgoffload.planner.ranks.schedule.list_passes`
+    chunks: tuple[ChunkModel, ...]  # model chunks, in order of their numbers
+    passes: tuple[Pass, ...]  # passes in order, from `fgoffload.planner.ranks.schedule.list_passes`
     link: LinkModel  # link to the host
-    policy: TransferPolicy  # window and prefetch of the engine
+    policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements of a storage that a group must save to offload it. Smaller storages stay on the GPU."""
+    """Minimum number of elements that a group must save in a storage to offload it. Smaller storages stay on the GPU."""
     step_end_s: float = 0.0
-    """Seconds after the last pass: gradient reduction, optimizer, and delays of the host outside of passes."""
+    """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit
-    host_pace: HostPace = HostPace.BESIDE  # how far ahead of compute the host looks for finished copies
+    host_pace: HostPace = HostPace.BESIDE  # how far ahead of compute the host runs
     turning_chunk: int | None = None
     """Chunk with the loss, where each microbatch's backward directly follows its forward; None on other ranks."""
-    turn: Turn = Turn.PLAN  # what happens to copies in flight at the loss, unless the plan sets a number of bytes
-    late_group_s: float = 0.0  # delay of a launch-bound host for each offloaded group, in seconds
+    turn: Turn = Turn.PLAN  # handling of copies in flight at the loss, unless the plan sets a number of bytes
+    late_group_s: float = 0.0  # delay per offloaded group on a launch-bound host, in seconds
     has_engine: bool = True
     """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute:
     [Note: Tensors that dispatchers keep] in `layer_compiler`."""

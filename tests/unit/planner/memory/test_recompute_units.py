@@ -114,4 +114,4 @@ def test_attention_of_views_of_one_storage_keeps_no_copy_of_its_own():
 def test_ranks_that_share_latent_attention_keep_what_lies_between_the_rotary_channels_of_tokens():
     (unit,) = (one for one in make_layer(dataclasses.replace(MLA, tensor_parallel_size=2)).units if one.name == "mla_up_proj")
     kept = {one.name: one.size_bytes for one in unit.keeps}
-    assert kept["rotary channels between the compressed"] == 2 * 4 * (64 - 1)  # of the 64 tokens of a rank
+    assert kept["rotary channels inside the compressed"] == 2 * 4 * (64 - 1)  # of the 64 tokens of a rank

@@ -298,7 +298,7 @@ def test_a_tag_that_nobody_knows_is_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"topk": 9}, "topk 9 is above num_experts 8. Give 8 or less."),
+        ({"topk": 9}, "topk 9 is above num_experts 8. Use 8 or less."),
         ({"expert_parallel_size": 3}, "expert_parallel_size 3 does not divide num_experts 8."),
         ({"imbalance": 0.9}, "imbalance 0.9 must be finite and at least 1. Use 1 for"),
     ],

@@ -78,7 +78,7 @@ def test_linear_weights_have_two_copies_in_fp8(recipe, scale_bytes):
 
 
 def test_bytes_that_are_not_whole_are_refused():
-    with pytest.raises(ConfigError, match=r"moment_bytes 0.5 is not a whole number\. Give an int\."):
+    with pytest.raises(ConfigError, match=r"moment_bytes 0.5 is not a whole number\. Use an int\."):
         ParameterState(moment_bytes=0.5)
 
 

@@ -25,12 +25,12 @@ def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
         ({"vocab_size": "128256"}, "vocab_size '128256' is not a whole number"),
         ({"num_query_groups": 5}, "num_query_groups 5 does not divide num_attention_heads 32"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size is 0, but layer 0 has no experts"),
-        ({"fp8_recipe": "hybrid"}, "fp8_recipe 'hybrid' is not known"),
+        ({"fp8_recipe": "hybrid"}, "fp8_recipe 'hybrid' is not supported"),
         ({"window_layers": (True,) * 32}, "window_layers without window_tokens has no effect"),
         ({"experts": DEEPSEEK.experts, "moe_layers": (True,)}, "moe_layers has 1 entries for num_layers 32"),
         (
             {"experts": ExpertsShape(num_experts=8, topk=2, ffn_hidden_size=64, expert_parallel_size=2)},
-            r"experts.expert_parallel_size 2 belongs to the ranks",
+            r"experts.expert_parallel_size 2 is not a property of the model",
         ),
     ],
 )

@@ -31,10 +31,10 @@ def list_numbers(chunks):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Etx|L", "cannot be read from 'x|L' on"),
+        ("Etx|L", "has an error at 'x|L'"),
         ("Et|t|L", "stages"),
         ("Ett|L", "has 2 x t, but num_layers is 3. Use 3 x t."),
-        ("tEtt|L", "does not begin with the embedding E"),
+        ("tEtt|L", "must begin with the embedding E"),
     ],
 )
 def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
@@ -59,8 +59,8 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
     ("model", "fields", "message"),
     [
         ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model .* is not a multiple of pipeline_parallel_size 4"),
-        ({}, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}, "the 3 layers of pipeline rank 0"),
-        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6 leave 0 of num_layers 6"),
+        ({}, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}, "rank 0 of model has 3 layers"),
+        ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6: 0 of num_layers 6"),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
         ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "size 4 does not divide num_query_groups 2 of model."),
         ({"ffn_hidden_size": 130}, {"tensor_parallel_size": 4}, "size 4 does not divide ffn_hidden_size 130 of model."),

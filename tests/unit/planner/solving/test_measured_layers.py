@@ -76,5 +76,5 @@ def test_the_plan_is_near_the_best_of_all(part):
 
 
 def test_a_part_that_a_plan_could_not_name_is_refused():
-    with pytest.raises(ConfigError, match="part 'layer', which is taken"):
+    with pytest.raises(ConfigError, match="has a reserved or duplicate name"):
         dataclasses.replace(LAYER, parts=(dataclasses.replace(LAYER.parts[0], name="layer"),))

@@ -104,7 +104,7 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),
         (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Give a whole number of at least 0."),
         (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Give a finite number of at least 0."),
-        (change("ranks", 0, "pipeline", "stages", to=0), "p.json: ranks[0].pipeline: stages 0 is below 1. Give 1 or more."),
+        (change("ranks", 0, "pipeline", "stages", to=0), "p.json: ranks[0].pipeline: stages 0 is below 1. Use 1 or more."),
         (
             change(*LAYER, "segments", 1, "host_wait", to="never"),
             "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Give one of: kernel, hold, copy.",
