@@ -15,14 +15,14 @@ class EventKind(enum.Enum):
 
     COMPUTE = "compute"  # a `Compute`
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
-    OPEN = "open_site"  # None: forward reaches a site
+    OPEN = "open_site"  # no argument: forward reaches a site
     SUBMIT = "submit"  # number of the offloaded group in the chunk
     READ = "read"  # submitted bundles that forward reads for the last time here
     TAKE = "take"  # a `Take`
     RELEASE = "release"  # sizes of the resident tensors that backward uses, in order; 0 for repeated uses
     FREE = "free"  # bundles that backward no longer needs
-    POLL = "poll"  # None: the engine polls for finished copies
-    PASSED = "pass_layer"  # None: backward has passed an MLP or a layer whose ops the engine does not watch
+    POLL = "poll"  # no argument: the engine polls for finished copies
+    PASSED = "pass_layer"  # no argument: backward has passed an MLP or a layer whose ops the engine does not watch
     TURN = "turn"  # maximum bytes in flight at the loss; None if the plan does not set it
     RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps alive
     DISPATCH = "dispatch"  # chunk and layer of a token dispatcher that frees the tensors it kept

@@ -1,7 +1,7 @@
 """Applies a plan to one layer: keeps each saved tensor on the GPU, assigns it to an offloaded group, or recomputes it.
 
-Segments are identified by their index in `LayerModel.segments`. Unsupported actions are rejected by the same rules as in a
-training run, those of `fgoffload.tags`.
+Segments are identified by their index in `LayerModel.segments`. Actions are checked against the rules of
+`fgoffload.tags`, as in a training run.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Take(NamedTuple):
     before: int  # segment before whose backward the tensor is needed
     unit: str | None  # unit whose recompute needs it; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs it, or None if that site is not offloaded. The engine locates backward by groups."""
+    """Group of the site that needs it, or None if that site is not offloaded. The engine tracks backward by these groups."""
 
 
 class PlacedTensor(NamedTuple):
@@ -118,7 +118,7 @@ class ResolvedLayer:
 
     @functools.cached_property
     def released_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
-        """Sizes of kept tensors that sites without offload need, by `before` and `unit` of the `Take`; 0 for repeated uses."""
+        """Sizes of kept tensors that sites without offload need, by segment and unit as in `Take`; 0 for repeated uses."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:
             uses = [(take.before, take.unit) for take in kept.takes if take.group is None]
@@ -173,7 +173,7 @@ def _resolve(
     recomputes = _list_recomputes(layer, units, saved, places)
     saving = {tag for one in saved for tag in one.tensor.tags}
     offloaded_tags = places.order(tag for tag, action in actions.items() if action.offloads and tag in saving)
-    # Backward of the tags that a recompute covers reads the recomputed tensors, not the saved ones.
+    # If a recompute covers a tag, its backward reads recomputed tensors instead of saved ones.
     covered = {tag for unit in units for tag in unit.covered}
     readers = [(recompute, list_read_tags([recompute.unit])) for recompute in recomputes]
     takes = {one.tensor.name: _list_takes(one, offloaded_tags, covered, readers, places) for one in saved}

@@ -33,7 +33,7 @@ _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk: the engine's lane with all groups open."""
+    """One microbatch in one model chunk: a lane of the schedule, with all its groups from the start."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
@@ -57,7 +57,7 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         return self.states[saved] is _OFFLOADED
 
     def count_bytes(self, remaining: Iterable[int]) -> int:
-        """Return the total size of `remaining`, which are bundles."""
+        """Return the total size of the bundles in `remaining`."""
         known = self.chunk.bundles
         return sum([known[bundle].size_bytes for bundle in remaining])
 
@@ -171,7 +171,7 @@ class RankRun(RankClock):
         self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
-        """Block the host until compute catches up and, if its wait uses the copy engine, until queued copies are done."""
+        """Block the host until compute catches up and, if the wait uses the copy engine, until queued copies are done."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
             if self._link.d2h.copies:
@@ -179,7 +179,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """Poll if any bundle is abandoned, as the engine does: to it, the source of a copy looks like a referenced storage."""
+        """Poll if any bundle is abandoned. The engine polls too, because it takes a copy's source for a referenced storage."""
         if self._abandoned:
             self.poll()
 

@@ -44,7 +44,7 @@ class TagTraffic:
     kept_bytes: int = 0  # bytes that stayed on the GPU because the host budget was full
     d2h_s: float = 0.0  # seconds of copies to the host
     h2d_s: float = 0.0  # seconds of copies to the device
-    exposed_s: float = 0.0  # part of these copy times in which compute waited for that direction
+    exposed_s: float = 0.0  # part of these seconds in which compute waited for the copies
 
     @property
     def hidden_s(self) -> float:

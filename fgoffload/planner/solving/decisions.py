@@ -44,7 +44,7 @@ class Price:
     cost_s: float  # seconds that the decisions add to the step; negative if they save time
     rank: int  # pipeline rank with the highest peak without the decisions
     lacking_bytes: int  # bytes by which that rank exceeds the budget without the decisions; 0 if it fits
-    dependent_tags: tuple[str, ...] = ()  # tags that were left out too, because they depend on these
+    dependent_tags: tuple[str, ...] = ()  # tags that were omitted too, because they depend on the decisions
 
     def describe(self) -> str:
         """Explain why the plan needs the decisions, or that it would fit without them."""
@@ -153,7 +153,7 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # Not the difference: if the action also recomputes, other groups may offload fewer bytes.
+    # Not the difference of both: if the action also recomputes, other groups may offload fewer bytes.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)

@@ -20,7 +20,7 @@ from fgoffload.planner.solving.treatments import list_neighbours
 
 _STEPS = 100  # steps of one walk
 _DRAWN = 8  # number of drawn changes for each simulated one
-_BLIND = 0.3  # probability of a random change instead of the most promising one: estimates ignore queued copies
+_BLIND = 0.3  # probability of a random change instead of the most promising: estimates ignore queued copies
 _TWICE = 0.3  # probability that a step combines two changes
 _NEAR = 0.3  # probability that a new treatment differs in only one tag
 _STARTS = 6  # number of best states from which walks start; walks from the single best state mostly return to it

@@ -15,7 +15,7 @@ from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
 _COPY_PRICES = (0.03, 0.2, 0.4, 0.8)
-"""Prices of copies in the sweeps: fraction of their time to the host that counts as step time."""
+"""Prices of copies in the sweeps: fractions of the copy time to the host that count as step time."""
 
 
 class RankCost(NamedTuple):

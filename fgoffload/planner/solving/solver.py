@@ -3,7 +3,7 @@
     ranks -> treatments of each kind of layer with costs -> price sweeps for each rank -> local search
           -> simulated together -> Solution
 
-The simulator makes every prediction in a `Solution`.
+All predictions in a `Solution` come from the simulator.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def solve(
 def solve_leaving_free(
     ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, layer_passes: int = DEFAULT_LAYER_PASSES
 ) -> Solution:
-    """Return the fastest plan that leaves headroom in the budget for a run that must not exceed it.
+    """Return the fastest plan with headroom in the budget, for runs that must not exceed it.
 
     `free_bytes` is the headroom: the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
     the message includes the headroom.
@@ -113,13 +113,13 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
         return None
     lack = f" Even without activations, that rank lacks {format_bytes(missing_bytes)}." if missing_bytes else ""
     return (
-        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
+        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}: "
         f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve.{lack}"
     )
 
 
 def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
-    """Return the device bytes that a plan may use of a budget."""
+    """Return how many bytes of a device memory budget a plan may use."""
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
 
 

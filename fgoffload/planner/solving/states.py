@@ -20,7 +20,7 @@ def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ..
 
 
 class LayerSlot(NamedTuple):
-    """A layer of a rank. The solver assigns a treatment to each."""
+    """A layer of a rank, with the numbers that the solver needs to choose its treatment."""
 
     chunk: int  # model chunk on the rank
     number: int  # number of the layer in the whole model

@@ -1,4 +1,4 @@
-"""Lists the Pareto-optimal treatments of a layer in memory, copies and recompute.
+"""Lists the treatments of a layer that are Pareto-optimal in memory, copies and recompute.
 
 We start by keeping everything, change one tag or unit at a time, and drop dominated treatments after each round. This reduces
 thousands of treatments to a few dozen.
@@ -107,7 +107,7 @@ def list_needs(name: str) -> tuple[str, ...]:
 
 
 def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
-    """Drop treatments that others dominate in recompute, memory and copies. Among equals, keep the one with fewest actions."""
+    """Drop treatments that others dominate in recompute, memory and copies. Among equals, keep the shortest."""
     import numpy as np
 
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
@@ -119,7 +119,7 @@ def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: f
             round(one.moved_bytes / resolution_bytes),
         )
         costs.setdefault(cost, one)
-    # Once sorted, each row comes before all rows that it dominates.
+    # In sorted order, each row comes before all rows that it dominates.
     rows = np.array(sorted(costs))
     efficient, count = np.empty_like(rows), 0
     for row in rows:

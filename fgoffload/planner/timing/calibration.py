@@ -3,7 +3,7 @@
 [Note: Launch delays]
 A profile measures forward with hooks, and uses the minimum of each segment over similar layers. The simulated step is too
 short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward,
-where the host waits for the routing of each MoE layer. It launches backward ahead of the device, without waits. If the
+where the host waits for the routing of each MoE layer. In backward the host does not wait, and runs ahead of the device. If the
 simulated step is too long, we shorten the forward segments that hooks may have delayed.
 
 If it is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many

@@ -19,8 +19,8 @@ class Efficiency:
     """Fractions of peak rates that a step reaches (above 0, at most 1), and costs of launches and recompute."""
 
     matmul: float = 0.66
-    """Fraction of the bf16 peak that large matrix products reach. Source: fitted to a step of Llama 3 8B on an H200, 72% of
-    which is matrix products (docs/results/predictions.md). The best shapes reach 794.5 TFLOP/s, 0.80, on H100 and H200 (Stas
+    """Fraction of the bf16 peak that large matrix products reach. Source: fitted to a step of Llama 3 8B on an H200, which
+    is 72% matrix products (docs/results/predictions.md). The best shapes reach 794.5 TFLOP/s, 0.80, on H100 and H200 (Stas
     Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS)."""
     grouped_matmul: float = 0.68
     """Fraction of the bf16 peak that grouped matrix products of experts reach with many rows. With n rows per expert they reach

@@ -162,7 +162,7 @@ def get_rate(rates: Hardware | Link, field: str, name: str) -> float:
     rate: float | None = getattr(rates, field)
     if rate is None:
         raise ConfigError(
-            f"hardware {name!r} has no {field}, which times depend on. Pass a file with it to --hardware, or use --profile."
+            f"hardware {name!r} has no {field}, which predictions need. Pass a file with it to --hardware, or use --profile."
         )
     return rate
 
@@ -208,7 +208,7 @@ def _fill_from_base(document: Any, source: str) -> Any:
     if "device_memory_bytes_per_s" in own:
         fields["memory_efficiency"] = None  # measured relative to the base's bandwidth
     if isinstance(own.get("link"), dict):
-        # The duplex rate was measured with the base's other rates. With new ones it is unknown.
+        # The duplex rate was measured with the base's other rates. With new rates it is unknown.
         own["link"] = {**dataclasses.asdict(base.link), "duplex_bytes_per_s": None, **own["link"]}
     return {**fields, "source": f"{base.source} {', '.join(own)}: {source}." if own else base.source, **own}
 

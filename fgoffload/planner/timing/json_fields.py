@@ -43,7 +43,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Convert the JSON value `value` to a `kind`. Raise a ConfigError that names the invalid field, if any."""
+    """Convert `value`, parsed from JSON, to a `kind`. Raise a ConfigError that names the invalid field, if any."""
     try:
         return _read_object(kind, value, "")
     except ConfigError as error:
@@ -68,7 +68,7 @@ def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
 
 
 def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. Empty for the whole document."""
+    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. It is empty for the document."""
     place = where or "the document"
     fields = check_fields(kind, value, place)
     hints = typing.get_type_hints(kind)

@@ -1,6 +1,6 @@
 """Builds the simulator's link model from hardware specifications.
 
-We assume that an unmeasured link reaches the same fraction of its nominal rate as the PCIe 5 link of an H100, 64 GB/s.
+We assume that an unmeasured link reaches the same fraction of its nominal rate as a measured H100, on PCIe 5 at 64 GB/s.
 """
 
 from fgoffload.planner.ranks.rank_model import LinkModel
@@ -23,14 +23,14 @@ rate of large copies they would take 1.3 us."""
 
 COMPUTE_SLOWDOWN = 0.01
 """Fraction by which copies slow down the compute of a step; a conservative estimate. Source: traces of W2 on an H200, in which
-copies do not slow down kernels. A long matrix product on the whole device takes 3 to 7% longer on an H100 and H200s."""
+copies do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product on the whole device by 3 to 7%."""
 
 
 def make_link_model(hardware: Hardware) -> LinkModel:
     """Return the simulator's model of the link of `hardware`.
 
-    Nominal rates are reduced by the fractions above. If the duplex rate was not measured, it is estimated as a
-    fraction of the slower direction's rate.
+    Nominal rates are multiplied by the fractions above, measured rates are not. If the duplex rate was not measured, it is
+    estimated as a fraction of the slower direction's rate.
     """
     link = hardware.link
     d2h = get_rate(link, "d2h_bytes_per_s", hardware.name) * (1.0 if link.is_measured else D2H_SHARE)

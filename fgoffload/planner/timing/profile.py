@@ -36,7 +36,7 @@ CPU = "CPU"
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches, and bytes by more only if routing is far out of balance."""
+few percent between microbatches. Bytes vary by more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ def make_rank_model(
 
 
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
-    """Merge similar layers; return the merged model for the kind of each of `layers`.
+    """Merge similar layers. Return the merged model of each layer, by the kind of the layer.
 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,

@@ -72,7 +72,7 @@ def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
 
 def test_a_budget_that_static_memory_exceeds_is_refused_with_both():
     rank = make_toy_rank(layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100)
-    with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0, 100 B"):
+    with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0: 100 B"):
         solve([rank], budget_bytes=100)
 
 
