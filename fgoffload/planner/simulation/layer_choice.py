@@ -288,11 +288,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 
 
 def _list_takes(
-    one: PlacedTensor,
-    offloaded_tags: Sequence[str],
-    covered: Set[str],
-    readers: Sequence[tuple[Recompute, Set[str]]],
-    places: _Places,
+    one: PlacedTensor, tags: Sequence[str], covered: Set[str], readers: Sequence[tuple[Recompute, Set[str]]], places: _Places
 ) -> tuple[Take, ...]:
     """Return the points that need `one`: segments of its tags that no recompute covers, and recomputes that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
@@ -304,8 +300,7 @@ def _list_takes(
     uses |= {(place, "", tag) for place, tag in found if tag not in inputs}
     ordered = sorted(uses, key=lambda use: (-use[0], -places.find(use[2]), use))
     return tuple(
-        Take(before=place, unit=unit or None, group=offloaded_tags.index(tag) if tag in offloaded_tags else None)
-        for place, unit, tag in ordered
+        Take(before=place, unit=unit or None, group=tags.index(tag) if tag in tags else None) for place, unit, tag in ordered
     )
 
 

@@ -3,9 +3,8 @@
 [Note: Tensors that dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them their autograd graph. If a checkpoint of
 the layer or of its experts recomputed that forward, the graph holds the [s, b, h] input of the checkpoint and, after backward,
-the gradient of that input. Both stay on the GPU until the next forward replaces the probabilities, so each step starts with the
-tensors of the previous step. This package makes dispatchers free them. For runs without it (`RankModel.has_engine`) we count
-them.
+its gradient. Both stay on the GPU until the next forward replaces the probabilities, so each step starts with the previous
+step's tensors. This package makes dispatchers free them; we count them for runs without it (`RankModel.has_engine`).
 Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 

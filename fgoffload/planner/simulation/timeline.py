@@ -22,8 +22,7 @@ _THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}  # trac
 
 
 MOST_MICROBATCHES = 2
-"""Number of microbatches in a trace, which ends after their backward. Later ones look the same, and the trace of a whole step
-would take hundreds of megabytes."""
+"""Number of microbatches in a trace. Later ones look the same, and a whole step would take hundreds of megabytes."""
 
 _BACKWARD = re.compile(r"B(\d+)")
 

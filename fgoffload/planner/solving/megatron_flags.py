@@ -53,7 +53,7 @@ class FullRecompute:
     def __post_init__(self) -> None:
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
             raise ConfigError(
-                f"--recompute-num-layers {self.layers} is not valid for {self.method.value}. Use 1, or more for block."
+                f"--recompute-num-layers {self.layers} is invalid for {self.method.value}. Use 1; block allows more."
             )
 
 

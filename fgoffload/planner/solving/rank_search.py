@@ -14,8 +14,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)
-"""Prices of copies in the sweeps: fractions of the copy time to the host that count as step time."""
+_COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # prices in the sweeps: fraction of the copy time to the host that counts as step time
 
 
 class RankCost(NamedTuple):

@@ -29,9 +29,7 @@ class ComparedStep:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use a number of seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError(
-                "The plan in `sites` offloads nothing, so its step cannot show the cost of copies. Remove that step."
-            )
+            raise ConfigError("sites contains no offload, so its step cannot show the cost of copies. Remove that step.")
 
     @property
     def plan(self) -> OffloadPlan:
