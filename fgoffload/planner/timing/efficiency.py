@@ -51,7 +51,7 @@ class Efficiency:
     """Attention efficiency at head dimension 64 relative to 128, interpolated in between. Source: the same figures;
     FlashAttention-3 reaches 400 and 410 TFLOP/s at head dimension 64."""
     nvlink: float = 0.80
-    """Fraction of the rate within an NVLink domain that collectives reach. Source: nccl-tests on 8 H200 reach 361
+    """Fraction of the NVLink rate that collectives reach within a domain. Source: nccl-tests on 8 H200 reach 361
     GB/s of 450 in all-gather. Ring all-reduce reaches 235 of 300 on A100, 682 of 900 on B200 and 313 of 448 on MI300X (Stas
     Bekman, Machine Learning Engineering, network)."""
     network: float = 0.90

@@ -68,8 +68,8 @@ class Hardware:
     """Total bytes per second from a device to the rest of its domain, one way, over NVLink or AMD's Infinity Fabric. If None
     (no such link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
-    """Bytes per second to one other device, if devices are wired in pairs without a switch: a group of n reaches n - 1 times
-    this. Defaults to all of `nvlink_bytes_per_s`."""
+    """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
+    reaches n - 1 times this. Defaults to all of `nvlink_bytes_per_s`."""
     nvlink_gpus: int | None = None  # devices in an NVLink domain; defaults to `gpus_per_node`
     network_bytes_per_s: float | None = None
     """Bytes per second of a device's share of its node's network cards, one way, in the vendor's own system. None if servers

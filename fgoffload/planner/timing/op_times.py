@@ -155,7 +155,7 @@ class Clock:
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
         if work.expert_rows is not None:
             part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)
-        missing = max(0.0, 1 - work.head_channels / FULL_HEAD_CHANNELS) * 2  # 1 with heads of 64 channels
+        missing = max(0.0, 1 - work.head_channels / FULL_HEAD_CHANNELS) * 2  # 1 for heads of 64 channels
         return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:

@@ -92,7 +92,7 @@ class Profile:
             raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Use a number of seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
-        """Return pipeline rank `rank`."""
+        """Return the measurements of pipeline rank `rank`."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -180,7 +180,7 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,
     because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward
-    on an H200. Tensors come from the layer with the most bytes, since a plan must fit it.
+    on an H200. Tensors are those of the layer with the most bytes, because a plan must fit it.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
