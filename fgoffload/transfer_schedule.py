@@ -127,7 +127,7 @@ class ScheduledGroup:
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that are copied together and have one state: a storage in the engine, a parcel's number in the simulator."""
+"""Bytes that are copied together and have one state: a storage in the engine, a bundle's number in the simulator."""
 
 
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):

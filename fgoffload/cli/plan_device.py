@@ -82,7 +82,7 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
                 f"--profile {checked.profile} has only the link, measured on {measured.device!r}, which is not in the hardware "
                 "table. Name the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
             ) from error
-        known, _, _ = str(error).removeprefix("hardware ").partition(" Give one of:")
+        known, _, _ = str(error).removeprefix("hardware ").partition(" Use one of:")
         raise ConfigError(f"--gpu {known} Use one of: {', '.join(HARDWARE)}; or your own device: --hardware FILE.") from error
 
 

@@ -1,4 +1,4 @@
-"""Checks the actions of one layer against the rules of `fgoffload.tags` and the tags of its kind."""
+"""Checks the actions of a layer against the rules of `fgoffload.tags` and against the tags and units of the layer."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from fgoffload.tags import TagRegistry, default_tags
 
 
 def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
-    """Reject actions that a layer of this kind cannot follow."""
+    """Raise a PlanError for actions that `layer` does not support."""
     tags = default_tags()
     for name, action in actions.items():
         if action.recomputes:
@@ -21,27 +21,28 @@ def check_choice(layer: LayerModel, actions: Mapping[str, Action]) -> None:
 def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> None:
     unit = layer.find_unit(name)
     if unit is None:
-        possible = ", ".join(one.name for one in layer.units) or "nothing by itself"
+        possible = ", ".join(one.name for one in layer.units) or "none"
         raise PlanError(
-            f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, where only {possible} can be recomputed."
+            f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which does not support that. Units it can "
+            f"recompute: {possible}."
         )
     for covered in unit.covered:
         action = actions.get(covered, Action.KEEP)
         if action.offloads:
             raise PlanError(
-                f"The plan recomputes {name!r} and offloads {covered!r} in one layer of kind {layer.kind!r}. A recomputed "
-                f"module saves nothing to offload. Remove one of them from the plan."
+                f"The plan recomputes {name!r} and offloads {covered!r} in a layer of kind {layer.kind!r}. A recomputed "
+                f"module saves nothing to offload. Remove one of the two from the plan."
             )
         if covered not in (name, *unit.excluded) and action.recomputes:
             raise PlanError(
-                f"The plan recomputes {name!r} and {covered!r} in one layer of kind {layer.kind!r}, and {covered!r} is a part "
-                f"of {name!r}. Remove one of them from the plan."
+                f"The plan recomputes {name!r} and {covered!r} in a layer of kind {layer.kind!r}, but {covered!r} is part of "
+                f"{name!r}. Remove one of the two from the plan."
             )
     for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
-                f"The plan recomputes {name!r} and {other!r} in one layer of kind {layer.kind!r}, which cannot both be "
-                "recomputed. Remove one of them from the plan."
+                f"The plan recomputes {name!r} and {other!r} in a layer of kind {layer.kind!r}, but the two exclude each "
+                "other. Remove one of them from the plan."
             )
 
 
@@ -49,26 +50,26 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     if name not in layer.offloadable_tags:
         possible = sorted(layer.offloadable_tags, key=tags.get_place)
         raise PlanError(
-            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, where that tag saves nothing that can be "
-            f"offloaded. Tags that do: {', '.join(possible)}."
+            f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, which saves no offloadable tensor under that "
+            f"tag. Tags it can offload: {', '.join(possible)}."
         )
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
             f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a fully "
             "recomputed layer has that site. Recompute 'layer' too, or remove 'layer_input'."
         )
-    if name not in tags:  # known to the layer alone
+    if name not in tags:  # a tag of the layer that is not in the registry
         return
     tag = tags.get(name)
     for required in tag.requires:
         if actions.get(required, Action.KEEP) is Action.KEEP:
             raise PlanError(
-                f"The plan offloads {name!r} and keeps {required!r} in one layer of kind {layer.kind!r}: both save the same "
-                f"storage, and one of them alone frees nothing. Offload {required!r} too, or keep {name!r}."
+                f"The plan offloads {name!r} and keeps {required!r} in a layer of kind {layer.kind!r}. Both save the same "
+                f"storage, and offloading only one of them frees nothing. Offload {required!r} too, or keep {name!r}."
             )
     for excluded in tag.excludes:
         if actions.get(excluded, Action.KEEP).offloads:
             raise PlanError(
-                f"The plan offloads {name!r} and {excluded!r} in one layer of kind {layer.kind!r}, which cannot have both. "
-                "Keep one of them out of the plan."
+                f"The plan offloads {name!r} and {excluded!r} in a layer of kind {layer.kind!r}, but the two exclude each "
+                "other. Remove one of them from the plan."
             )

@@ -1,4 +1,4 @@
-"""Compiles a rank's chunks under a plan to the events of each pass: see `chunk_events`, and `layer_compiler` for layers."""
+"""Compiles the chunks of a rank into the events of each pass under a plan. `layer_compiler` compiles their layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -6,31 +6,31 @@ from collections.abc import Mapping, Sequence
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.rank_model import HOST_LAYER_S, ChunkModel, RankModel
-from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, Events, Parcel, PlacedGroup
+from fgoffload.planner.simulation.chunk_events import Bundle, CompiledChunk, EventKind, Events, PlacedGroup
 from fgoffload.planner.simulation.layer_choice import ResolvedLayer, resolve_layer
 from fgoffload.planner.simulation.layer_compiler import EventList, LayerCompiler, LayerRules
 
 Actions = Mapping[tuple[int, int], Mapping[str, Action]]
-"""Actions of a plan by chunk and layer number, then by tag or unit."""
+"""Actions of a plan, keyed by chunk and layer number, then by tag or unit."""
 
 _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]  # actions of a chunk's layers, in order
 
-_KNOWN_CHUNKS = 128
-"""Number of cached chunks. Consecutive plans differ in few chunks."""
+_CACHED_CHUNKS = 128
+"""Number of chunks in each cache. Consecutive plans of a search differ in only a few chunks."""
 
 
 def compile_rank(
     rank: RankModel, actions: Actions, *, loss_window_bytes: int | None = None, merges: bool = True
 ) -> tuple[CompiledChunk, ...]:
-    """Return each chunk of `rank` under a plan."""
+    """Compile the chunks of `rank` under a plan."""
     chosen = [
         tuple(tuple(actions.get((number, layer.number), {}).items()) for layer in chunk.layers)
         for number, chunk in enumerate(rank.chunks)
     ]
     parts = list(zip(rank.chunks, range(len(rank.chunks)), chosen, strict=True))
     numel = rank.min_offloaded_numel
-    # Without offload nothing waits for copies or polls them, and more segments become one event.
-    has_copies = any(layer.leaving for part in parts for layer in _resolve_chunk(*part, numel))
+    # Without offload, events that wait or poll for copies are left out, so more segments merge into one event.
+    has_copies = any(layer.offloaded for part in parts for layer in _resolve_chunk(*part, numel))
     rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
     turning = rank.turning_chunk if has_copies else None
     return tuple(
@@ -39,20 +39,20 @@ def compile_rank(
     )
 
 
-@functools.lru_cache(maxsize=_KNOWN_CHUNKS)
+@functools.lru_cache(maxsize=_CACHED_CHUNKS)
 def _resolve_chunk(
     chunk: ChunkModel, number: int, chosen: _ChunkActions, min_offloaded_numel: int
 ) -> tuple[ResolvedLayer, ...]:
     resolved = []
     for layer, actions in zip(chunk.layers, chosen, strict=True):
-        # The pipeline's schedule references the input of a stage until its backward: offloading it would free nothing.
-        is_held = layer is chunk.layers[0] and not chunk.first
+        # The pipeline schedule references the input of a stage until backward, so offloading it would free nothing.
+        is_referenced = layer is chunk.layers[0] and not chunk.first
         try:
             one = resolve_layer(
                 layer.model,
                 dict(actions),
                 min_offloaded_numel=min_offloaded_numel,
-                staying_tags=frozenset({"layer_input"}) if is_held else frozenset(),
+                staying_tags=frozenset({"layer_input"}) if is_referenced else frozenset(),
             )
         except PlanError as error:
             raise PlanError(f"layers.{layer.number} of chunk {number}: {error}") from error
@@ -60,7 +60,7 @@ def _resolve_chunk(
     return tuple(resolved)
 
 
-@functools.lru_cache(maxsize=_KNOWN_CHUNKS)
+@functools.lru_cache(maxsize=_CACHED_CHUNKS)
 def _compile_chunk(
     chunk: ChunkModel,
     number: int,
@@ -71,19 +71,19 @@ def _compile_chunk(
     turn: tuple[int | None, ...],
 ) -> CompiledChunk:
     resolved = _resolve_chunk(chunk, number, chosen, min_offloaded_numel)
-    parcels: list[Parcel] = []
+    bundles: list[Bundle] = []
     groups: list[PlacedGroup] = []
     layers = []
     for numbered, one in zip(chunk.layers, resolved, strict=True):
-        is_held = bool(chunk.first) and numbered is chunk.layers[0]
-        layers.append(LayerCompiler(numbered, number, one, rules, has_held_input=is_held))
-        layers[-1].add_groups(groups, parcels)
+        is_referenced = bool(chunk.first) and numbered is chunk.layers[0]
+        layers.append(LayerCompiler(numbered, number, one, rules, has_referenced_input=is_referenced))
+        layers[-1].add_groups(groups, bundles)
     shared = {tensor.name: tensor.size_bytes for one in resolved for tensor in one.shared}
     return CompiledChunk(
         forward=_list_forward(chunk, layers, turn, merges=rules.merges),
         backward=_list_backward(chunk, layers, merges=rules.merges),
         groups=tuple(groups),
-        parcels=tuple(parcels),
+        bundles=tuple(bundles),
         base_bytes=chunk.saved_bytes + sum(shared.values()),
         staged_bytes=max((one.staged_bytes for one in resolved), default=0),
         recompute_s=sum(one.recompute_s for one in resolved),
@@ -100,7 +100,7 @@ def _list_forward(chunk: ChunkModel, layers: Sequence[LayerCompiler], turn: tupl
         events.add(EventKind.TURN, window_bytes)
     for segment in chunk.last:
         events.run_forward(segment)
-    if read := tuple(parcel for layer in layers for parcel in layer.list_read_last()):
+    if read := tuple(bundle for layer in layers for bundle in layer.list_read_last()):
         events.add(EventKind.READ, read)
     return events.finish()
 

@@ -1,6 +1,6 @@
-"""Events of one pass through a model chunk under a plan.
+"""Events of a simulated pass through a model chunk under a plan.
 
-`chunk_compiler` makes them once for all microbatches. Adjacent compute is one event, unless a timeline is wanted.
+`chunk_compiler` builds them once for all microbatches. It merges adjacent compute into one event, except for timelines.
 """
 
 import dataclasses
@@ -11,24 +11,24 @@ from fgoffload.plan import Action
 
 
 class EventKind(enum.Enum):
-    """Kinds of events: the method of `RankRun` that simulates it, and its argument."""
+    """Kinds of events. The value is the `RankRun` method that simulates the event; the comment describes its argument."""
 
     COMPUTE = "compute"  # a `Compute`
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
-    OPEN = "open_site"  # None. Forward reaches a site
-    SUBMIT = "submit"  # the number of a group in the chunk, which is offloaded
-    READ = "read"  # submitted parcels that forward reads for the last time
+    OPEN = "open_site"  # no argument: forward reaches a site
+    SUBMIT = "submit"  # number of the offloaded group in the chunk
+    READ = "read"  # submitted bundles that forward reads for the last time here
     TAKE = "take"  # a `Take`
-    RELEASE = "release"  # bytes of resident tensors that backward uses, in order; 0 if used before
-    FREE = "free"  # parcels that backward no longer needs
-    POLL = "poll"  # None. The engine looks for finished copies
-    PASSED = "pass_layer"  # None. Backward has passed an unwatched layer or its MLP
-    TURN = "turn"  # maximum bytes in flight before backward, if a plan sets it, or None
-    RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps
-    DISPATCH = "dispatch"  # chunk and layer of a token dispatcher, which frees the tensors that it kept
+    RELEASE = "release"  # sizes of the resident tensors that backward uses, in order; 0 for repeated uses
+    FREE = "free"  # bundles that backward no longer needs
+    POLL = "poll"  # no argument: the engine polls for finished copies
+    PASSED = "pass_layer"  # no argument: backward has passed an MLP or a layer whose ops the engine does not watch
+    TURN = "turn"  # maximum bytes in flight at the loss; None if the plan does not set it
+    RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps alive
+    DISPATCH = "dispatch"  # chunk and layer of a token dispatcher that frees the tensors it kept
 
     __hash__ = object.__hash__
-    """Members are singletons. The hash of `Enum` is in Python and several times slower."""
+    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
 
 Events = tuple[tuple[EventKind, Any], ...]
@@ -36,58 +36,58 @@ Events = tuple[tuple[EventKind, Any], ...]
 
 
 class Compute(NamedTuple):
-    """Uninterrupted compute."""
+    """Compute of one segment or of several adjacent ones."""
 
     seconds: float  # seconds without concurrent copies
-    net_bytes: int  # change of device bytes
-    rise_bytes: int  # peak device bytes beyond those before it
-    label: str  # place, for tables: `layers.12.expert_fc1`
-    host_s: float  # host seconds
+    net_bytes: int  # change in device bytes
+    rise_bytes: int  # peak of the device bytes, relative to those at its start
+    label: str  # segment of that peak, as in tables: `layers.12.expert_fc1`
+    host_s: float  # seconds that the host takes to launch it
 
 
 class Take(NamedTuple):
-    """Backward needs tensors."""
+    """Tensors of one site that backward needs."""
 
-    group: int | None  # group of the asking site, by number in the chunk; None if that site stays on the device
-    parcels: tuple[int, ...]  # needed parcels; empty if all tensors of the group stayed on the GPU
+    group: int | None  # number of the site's group in the chunk; None if the site is not offloaded
+    bundles: tuple[int, ...]  # needed bundles; empty if all tensors of the group stayed on the GPU
 
 
-class Mover(NamedTuple):
-    """Key for traffic: a tag in layers of one kind with the same action."""
+class TrafficKey(NamedTuple):
+    """Key of traffic counters: a tag with one action, in layers of one kind."""
 
     kind: str  # kind of the layer
     tag: str  # tag of the group that offloads the tensors
     action: Action
 
 
-class Parcel(NamedTuple):
+class Bundle(NamedTuple):
     """Tensors of a layer that are offloaded, reloaded and freed together."""
 
-    size_bytes: int  # bytes of all
-    device_bytes: int  # device bytes beside static memory while they are resident: all or, through staging slots, none
-    label: str  # for timelines: `reload of layers.12.core_attn`, with the site that offloads it
-    mover: Mover  # key of that site
-    is_read_later: bool  # whether forward still reads it when it is submitted
+    size_bytes: int  # total size
+    device_bytes: int  # device bytes while resident, without tensors in staging slots, which are static memory
+    label: str  # label of the reload in timelines: `reload of layers.12.core_attn`
+    traffic_key: TrafficKey  # counters for its copies
+    is_read_later: bool  # whether forward still reads it after it is submitted
 
 
 class PlacedGroup(NamedTuple):
-    """A group of a chunk."""
+    """A group of tensors that are offloaded together, placed in its chunk."""
 
-    label: str  # for timelines: `layers.12.core_attn`
-    parcels: tuple[int, ...]  # offloaded with it
-    members: tuple[int, ...]  # parcels that it saves and any group offloads: its own and shared ones
-    end_position: int  # number of groups of the chunk that began before it ended
+    label: str  # label in timelines: `layers.12.core_attn`
+    bundles: tuple[int, ...]  # bundles that it offloads
+    members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
+    end_position: int  # number of groups of the chunk that began before this one ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CompiledChunk:
-    """A chunk under a plan."""
+    """Events and sizes of a chunk under a plan."""
 
     forward: Events
     backward: Events
     groups: tuple[PlacedGroup, ...]  # in forward order
-    parcels: tuple[Parcel, ...]
+    bundles: tuple[Bundle, ...]
     base_bytes: int
-    """Device bytes of a microbatch from the start of its forward to the end of its backward that no plan changes."""
-    staged_bytes: int  # bytes of a staging slot, which all layers share: as many as the largest layer needs
+    """Device bytes that a microbatch holds from the start of its forward to the end of its backward, under any plan."""
+    staged_bytes: int  # size of a staging slot, which all layers share: the largest need of any layer
     recompute_s: float  # seconds of recompute in backward

@@ -1,7 +1,7 @@
 """Simulates the link between a device and its host: a FIFO queue and a rate per direction.
 
-The first copy of each queue moves at its direction's rate, or at the duplex rate while the other direction is busy too. Nothing
-else changes a rate, so time advances from the end of one copy to the next.
+The first copy of each queue runs at its direction's rate, or at the duplex rate while the other direction is busy too. Rates
+depend on nothing else, so time advances from the end of one copy to the next.
 """
 
 import collections
@@ -11,22 +11,22 @@ from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
-_SAME_MOMENT = 1 + 1e-9
-"""Factor within which two times count as equal, so that rounding does not hide a copy that ends exactly when it is polled."""
+_SAME_TIME = 1 + 1e-9
+"""Factor within which two times count as equal. Without it, rounding could hide a copy that ends exactly when it is polled."""
 
 
 class Copy:
-    """The copy of one group, queued, running or done."""
+    """A copy that is queued, running or done."""
 
     __slots__ = ("end_s", "label", "pass_", "size_bytes", "start_s", "traffic")
 
     def __init__(self, size_bytes: int, traffic: TagTraffic, pass_: Pass | None, label: str) -> None:
         self.size_bytes = size_bytes
-        self.traffic = traffic  # counters that the copy adds to
+        self.traffic = traffic  # counters that the copy updates
         self.pass_ = pass_  # pass that submitted it
         self.label = label
-        self.start_s = math.inf  # when it became the first of its queue; infinite before
-        self.end_s = math.inf  # when its last byte arrived; infinite before
+        self.start_s = math.inf  # time at which it became the first in its queue; infinite until then
+        self.end_s = math.inf  # time at which its last byte arrived; infinite until then
 
 
 class CopyQueue:
@@ -38,10 +38,10 @@ class CopyQueue:
         self.stream = stream
         self.copies: collections.deque[Copy] = collections.deque()  # unfinished copies, in order; the first one runs
         self.left_s = 0.0  # remaining seconds of the first copy at full rate, latency included
-        # A direction is never faster while the other is busy too, whatever a measurement says.
+        # Capped, because a measured duplex rate above the rate of one direction is noise.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
         """Fraction of its rate that remains while the other direction is busy."""
-        self.waited_since_s = math.inf  # start of compute's wait for this direction; infinite without one
+        self.waited_since_s = math.inf  # time since which compute waits for this direction; infinite if it does not
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
 
@@ -63,14 +63,14 @@ class LinkQueue:
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
         self.h2d = CopyQueue(StreamName.H2D, link.h2d_bytes_per_s, link)
-        self.now_s = 0.0  # time of the queues; lags behind compute until it is needed
+        self.now_s = 0.0  # simulated time of both queues; advanced only when needed, so it may lag behind compute
         self.queued = 0  # unfinished copies in both directions
         self.slowed_s = 0.0  # seconds that copies have added to compute so far
         self._slowdown = link.compute_slowdown
         self._timeline = timeline
 
     def submit(self, queue: CopyQueue, copy: Copy, at_s: float) -> None:
-        """Add a copy to a queue at `at_s`, which must not be before the time of any earlier call."""
+        """Add a copy to a queue at `at_s`. Successive calls must not go back in time."""
         if self.now_s < at_s:
             self.advance(at_s)
         self.queued += 1
@@ -95,7 +95,7 @@ class LinkQueue:
         return copy.end_s
 
     def run_compute(self, at_s: float, work_s: float) -> float:
-        """Return when compute ends that starts at `at_s` and takes `work_s` alone. Concurrent copies slow it."""
+        """Return the end of compute that starts at `at_s` and takes `work_s` without copies. Concurrent copies slow it down."""
         if not self._slowdown:
             return at_s + work_s
         if self.now_s < at_s:
@@ -114,7 +114,7 @@ class LinkQueue:
         return now_s + work_s
 
     def _step(self, until_s: float) -> None:
-        """Advance time to the end of the next copy, or to `until_s` if that comes first. One queue must have a copy."""
+        """Advance time to the end of the next copy, or to `until_s` if that is earlier. At least one queue must have a copy."""
         queue, other = (self.d2h, self.h2d) if self.d2h.copies else (self.h2d, self.d2h)
         part, other_part, left_s, other_left_s = 1.0, 1.0, queue.left_s, math.inf
         if other.copies:
@@ -123,7 +123,7 @@ class LinkQueue:
         began_s = self.now_s
         now_s = began_s + (left_s if left_s < other_left_s else other_left_s)
         self.now_s = now_s = now_s if now_s < until_s else until_s
-        same_s = now_s * _SAME_MOMENT  # both directions may end now
+        same_s = now_s * _SAME_TIME  # copies of both directions may end now
         if began_s + left_s <= same_s:
             self._end_copy(queue)
         else:

@@ -1,10 +1,10 @@
 """Runs the passes of a step on all ranks, and extrapolates repeated rounds instead of simulating them.
 
 [Note: Rounds]
-Between its first forwards and its last backwards a rank repeats rounds: forwards and backwards of the next group of
-microbatches through all chunks. We simulate about two rounds: more than one at the start, and the rest before the last passes.
-The passes in between get the time and the counters of the last round before them. Waits between ranks are computed for all
-passes, since a slightly slower rank delays its neighbours many rounds later.
+Between warm-up and drain a rank repeats rounds. In each round, one more group of microbatches runs forward and backward through
+all chunks. We simulate about two rounds: more than one at the start, and the rest before the drain. The rounds in between are
+skipped: they get the times and counters of the last simulated round before them. We compute waits between ranks for all passes,
+because a slightly slower rank may delay its neighbours only after many rounds.
 """
 
 import math
@@ -18,24 +18,24 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
-"""Minimum number of simulated rounds, in total and at the start. The first one still includes warm-up."""
+"""Minimum number of simulated rounds, in total and at the start. The first one still includes part of the warm-up."""
 
 _LEAST_MICROBATCHES = 4  # minimum number of microbatches in a round
 _FORWARD = PassKind.FORWARD  # cached: looking up an enum member costs as much as a call
 
 
 class Rounds(NamedTuple):
-    """The rounds that are extrapolated. See [Note: Rounds]."""
+    """The skipped rounds. See [Note: Rounds]."""
 
-    places: Sequence[int]  # number of passes before those rounds, by rank
-    passes: int  # passes of a round on each rank
-    microbatches: int  # microbatches of a round
-    left_out: int  # number of extrapolated rounds
+    places: Sequence[int]  # number of passes before the skipped rounds, by rank
+    passes: int  # number of passes in a round, on each rank
+    microbatches: int  # number of microbatches in a round
+    skipped: int  # number of skipped rounds
 
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
-    """Return the rounds that can be extrapolated."""
-    # With several chunks a group of microbatches runs through the first one before the next.
+    """Return the rounds that can be skipped."""
+    # With several chunks, a group of microbatches runs through one chunk before the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
     group = in_turn if chunks > 1 else len(passes_by_rank)
@@ -43,11 +43,11 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     length = 2 * microbatches * chunks
     starts = [_find_start(passes) for passes in passes_by_rank]
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
-    # `alike` counts the passes that repeat an earlier one, so it lacks the first round.
-    left_out = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
-    kept = alike + length - left_out * length
+    # `alike` counts only passes with a later repetition, so it lacks the last round.
+    skipped = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
+    kept = alike + length - skipped * length
     at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)
-    return Rounds([start + at_start for start in starts], length, microbatches, left_out)
+    return Rounds([start + at_start for start in starts], length, microbatches, skipped)
 
 
 def _find_start(passes: Sequence[Pass]) -> int:
@@ -65,10 +65,10 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 
 
 class RankPasses:
-    """Runs the passes of one rank, as far as other ranks have delivered its inputs.
+    """Runs the passes of one rank until it needs an input that another rank has not produced yet.
 
-    `ends_s` has the arrival times of all outputs at the neighbours, by direction, virtual stage and microbatch. `stages` has
-    the virtual stage of each chunk, and the number of stages; `place` is the number of passes before the extrapolated rounds.
+    `ends_s` contains the end of each pass, by direction, virtual stage and microbatch. `stages` contains the virtual stage of
+    each chunk, and the number of stages; `place` is the number of passes before the skipped rounds.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RankPasses:
         place: int,
         rounds: Rounds,
     ) -> None:
-        self.over = 0  # number of passes done
+        self.done = 0  # number of completed passes
         self.passes = passes
         self._run = run
         self._ends_s = ends_s
@@ -89,58 +89,58 @@ class RankPasses:
         self._last_stage = count - 1
         self._first = place
         self._rounds = rounds
-        self._busy_s: list[float] = []  # busy seconds of the passes before the extrapolated rounds
+        self._busy_s: list[float] = []  # busy seconds of the passes before the skipped rounds
         self._numbers: list[list[float]] = []  # counters before and after the last simulated round
-        self._later_s = self._waited_s = 0.0
-        """Seconds of the extrapolated rounds, which the clock of `run` does not include, and the waits in them."""
+        self._skipped_s = self._skipped_waits_s = 0.0
+        """Seconds of the skipped rounds, which the clock of `run` does not include, and their waits."""
 
     def run_on(self) -> None:
-        """Run passes until all are done or the next one must wait."""
+        """Run passes until all are done or the next one lacks its input."""
         run, ends_s, first, length = self._run, self._ends_s, self._first, self._rounds.passes
-        last = first + self._rounds.left_out * length
-        while self.over < len(self.passes):
-            one = self.passes[self.over]
+        last = first + self._rounds.skipped * length
+        while self.done < len(self.passes):
+            one = self.passes[self.done]
             is_forward, stage, microbatch = one.kind is _FORWARD, self._stages[one.chunk], one.microbatch
-            # Forwards of the first stage and backwards of the last one need no input from another rank.
+            # Forwards of the first stage and backwards of the last stage need no input from another rank.
             is_free = stage == (0 if is_forward else self._last_stage)
             ready_s = 0.0 if is_free else ends_s.get((is_forward, stage - 1 if is_forward else stage + 1, microbatch))
             if ready_s is None:
                 return
-            if first <= self.over < last:
+            if first <= self.done < last:
                 # The pass takes as long as in the last simulated round.
-                waits_s = max(0.0, ready_s - run.clock_s - self._later_s)
-                self._waited_s += waits_s
-                self._later_s += waits_s + self._busy_s[(self.over - first) % length - length]
+                waits_s = max(0.0, ready_s - run.clock_s - self._skipped_s)
+                self._skipped_waits_s += waits_s
+                self._skipped_s += waits_s + self._busy_s[(self.done - first) % length - length]
             else:
                 self._simulate(one, ready_s)
-            ends_s[is_forward, stage, microbatch] = run.clock_s + self._later_s
-            self.over += 1
+            ends_s[is_forward, stage, microbatch] = run.clock_s + self._skipped_s
+            self.done += 1
 
     def _simulate(self, one: Pass, ready_s: float) -> None:
-        run, rounds, place = self._run, self._rounds, self.over
+        run, rounds, place = self._run, self._rounds, self.done
         if place == self._first - rounds.passes:
             self._numbers.append(run.list_numbers())
-        start_s = max(run.clock_s, ready_s - self._later_s)
-        # After the extrapolated rounds, later microbatches take the places of the extrapolated ones.
-        left_out = rounds.left_out * rounds.microbatches if place >= self._first else 0
-        run.run_pass(one, one.microbatch - left_out, start_s, self._find_following(one, left_out))
+        start_s = max(run.clock_s, ready_s - self._skipped_s)
+        # After the skipped rounds, microbatches are renumbered as if those rounds did not exist.
+        skipped = rounds.skipped * rounds.microbatches if place >= self._first else 0
+        run.run_pass(one, one.microbatch - skipped, start_s, self._find_following(one, skipped))
         if place < self._first:
             self._busy_s.append(run.clock_s - start_s)
         if place == self._first - 1:
             self._numbers.append(run.list_numbers())
 
-    def _find_following(self, one: Pass, left_out: int) -> tuple[int, int] | None:
-        """Return chunk and microbatch of the next backward, as far as the engine's `PassOrder` knows it.
+    def _find_following(self, one: Pass, skipped: int) -> tuple[int, int] | None:
+        """Return the chunk and microbatch of the next backward, or None if the engine's `PassOrder` does not predict it.
 
-        After a forward, this is the very next pass; after a backward, at most one forward may come in between. The engine does
-        not notice backwards without offloaded tensors.
+        After a forward, it predicts only a backward that follows directly. After a backward, one forward may come in between.
+        It does not see backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
-        for place in range(self.over + 1, len(self.passes)):
+        for place in range(self.done + 1, len(self.passes)):
             later = self.passes[place]
             if later.kind is not _FORWARD:
                 if self._run.has_groups(later.chunk):
-                    return later.chunk, later.microbatch - left_out
+                    return later.chunk, later.microbatch - skipped
             elif may_be_forward:
                 may_be_forward = False
             else:
@@ -148,11 +148,11 @@ class RankPasses:
         return None
 
     def finish(self) -> RankResult:
-        """Return the result of the step."""
-        if not self._rounds.left_out:
+        """Return the result of the whole step, including the skipped rounds."""
+        if not self._rounds.skipped:
             return self._run.finish(None)
-        counted = [self._rounds.left_out * (after - before) for before, after in zip(*self._numbers, strict=True)]
-        counted[0], counted[NEIGHBOURS_PLACE] = self._later_s, self._waited_s
+        counted = [self._rounds.skipped * (after - before) for before, after in zip(*self._numbers, strict=True)]
+        counted[0], counted[NEIGHBOURS_PLACE] = self._skipped_s, self._skipped_waits_s
         return self._run.finish(counted)
 
 
@@ -170,14 +170,14 @@ def run_pipeline(
         for rank, (run, passes, place) in enumerate(zip(runs, passes_by_rank, rounds.places, strict=True))
     ]
     before = -1
-    # Visits ranks first to last, as forwards run, then last to first, as backwards run, until no rank advances.
-    while before < (before := sum(rank.over for rank in ranks)):
+    # Visit ranks in the order of forwards, then in the order of backwards, until no rank advances.
+    while before < (before := sum(rank.done for rank in ranks)):
         for rank in (*ranks, *reversed(ranks)):
             rank.run_on()
     for number, rank in enumerate(ranks):
-        if rank.over < len(rank.passes):
+        if rank.done < len(rank.passes):
             raise ConfigError(
-                f"rank {number} deadlocks before {rank.passes[rank.over]}: no rank produces its input, or that rank "
-                "waits for this one. All ranks must have the passes of one pipeline."
+                f"rank {number} deadlocks before {rank.passes[rank.done]}: no rank produces its input, or the producer "
+                "waits for this rank. Pass ranks whose passes belong to one pipeline schedule."
             )
     return tuple(rank.finish() for rank in ranks)

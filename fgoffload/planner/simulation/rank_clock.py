@@ -1,4 +1,4 @@
-"""Clock and memory counters of one simulated rank, on which `rank_run` runs passes."""
+"""Clock, link and memory counters of one simulated rank. `rank_run` builds on them to run passes."""
 
 import dataclasses
 import enum
@@ -7,26 +7,26 @@ from typing import Any
 
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel
 from fgoffload.planner.ranks.schedule import Pass
-from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind, Mover
+from fgoffload.planner.simulation.chunk_events import CompiledChunk, Compute, EventKind, TrafficKey
 from fgoffload.planner.simulation.link_queue import Copy, CopyQueue, LinkQueue
 from fgoffload.planner.simulation.simulation_result import MemorySample, RankResult, RankTimeline, StreamName, TagTraffic, Waits
 from fgoffload.transfer_schedule import STAGING_SLOTS
 
-_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]  # traffic of a tag
+_TRAFFIC = tuple(field.name for field in dataclasses.fields(TagTraffic))[3:]  # names of the counters
 
 
 class Cause(enum.Enum):
-    """Why compute waits, with the label in tables. Names match the fields of `Waits`."""
+    """Causes of waits, with their labels in timelines. Names match the fields of `Waits`."""
 
     WINDOW = "wait for the window"
     TURN = "wait for offloads before the loss"
     RELOAD = "wait for a reload"
-    HOST = "host waits behind copies"
+    HOST = "host waits for copies"
     LATE = "launch-bound"
     NEIGHBOURS = "wait for a neighbour"
 
     __hash__ = object.__hash__
-    """Members are singletons. `Enum.__hash__` is written in Python and several times slower."""
+    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
 
 NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
@@ -43,9 +43,9 @@ class RankClock:
         self._timeline = timeline
         self._recompute_s = 0.0
         self._waits_s = dict.fromkeys(Cause, 0.0)
-        self._tags: dict[Mover, TagTraffic] = {}
+        self._tags: dict[TrafficKey, TagTraffic] = {}
         self._link = LinkQueue(rank.link, timeline)
-        # Dispatchers keep tensors of the previous step.
+        # Dispatchers still hold tensors of the previous step.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
         self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
         self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((chunk.staged_bytes for chunk in chunks), default=0)
@@ -54,20 +54,20 @@ class RankClock:
         self._pass: Pass | None = None
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
-        """Whether the copies that the engine sees as finished depend on `_host_s`."""
-        self._host_s = 0.0  # compute time that the host has reached, at most `clock_s`; only updated if needed
+        """Whether a poll for finished copies depends on `_host_s`."""
+        self._host_s = 0.0  # progress of the host in compute time, at most `clock_s`; updated only if needed
 
-    def _get_traffic(self, mover: Mover) -> TagTraffic:
-        return self._tags.setdefault(mover, TagTraffic(kind=mover.kind, tag=mover.tag, action=mover.action))
+    def _get_traffic(self, key: TrafficKey) -> TagTraffic:
+        return self._tags.setdefault(key, TagTraffic(kind=key.kind, tag=key.tag, action=key.action))
 
     def list_numbers(self) -> list[float]:
-        """Return all numbers that accumulate over a step: seconds first, then counters."""
+        """Return all numbers that accumulate over a step: times first, then the traffic of each tag."""
         numbers = [self.clock_s, self._link.slowed_s, self._recompute_s, *self._waits_s.values()]
         return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 
-    def _make_result(self, left_out: Sequence[float] | None, *, loss_window_bytes: int) -> RankResult:
+    def _make_result(self, skipped: Sequence[float] | None, *, loss_window_bytes: int) -> RankResult:
         numbers = self.list_numbers()
-        left = iter(numbers if left_out is None else [one + more for one, more in zip(numbers, left_out, strict=True)])
+        left = iter(numbers if skipped is None else [one + more for one, more in zip(numbers, skipped, strict=True)])
         step_s, slowed_s, recompute_s = next(left), next(left), next(left)
         waits = {f"{cause.name.lower()}_s": next(left) for cause in Cause}
         tags = []
@@ -95,7 +95,7 @@ class RankClock:
         )
 
     def compute(self, compute: Compute, _: object) -> None:
-        """Run compute while the link copies."""
+        """Run compute, which copies in flight may slow down."""
         seconds, net_bytes, rise_bytes, label, host_s = compute
         device_bytes = self._device_bytes
         if device_bytes + rise_bytes > self._peak_bytes:
@@ -136,12 +136,12 @@ class RankClock:
             self._peak_at = (self._pass, label)
 
     def _note_memory(self, device_bytes: int) -> None:
-        """Record the device bytes from now on. Of several samples at one time the last one counts."""
+        """Record a memory sample. If several have the same time, the last one counts."""
         if self._timeline is not None:
             self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 
     def retain(self, kept: tuple[tuple[int, int], int], _: object) -> None:
-        """Count tensors that a token dispatcher keeps although backward no longer needs them."""
+        """Count tensors that a token dispatcher keeps alive after their backward."""
         dispatcher, size_bytes = kept
         self._dispatcher_bytes[dispatcher] = size_bytes
         self._add_bytes(size_bytes, "tensors kept by a token dispatcher")

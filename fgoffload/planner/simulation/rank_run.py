@@ -1,9 +1,9 @@
 """Simulates the compute, copies and memory of one rank, pass by pass.
 
-[Note: Where the engine looks]
-The engine looks for finished copies at four places: when forward reaches a layer, when a group is submitted, when backward
-reaches a group, and when backward has passed a layer without offloaded tensors. It frees device memory there, not when a copy
-ends (`OffloadEngine.poll`). A host that runs ahead of compute sees fewer finished copies (`RankModel.host_pace`).
+[Note: Polling]
+The engine polls for finished copies when forward reaches a layer or the loss, when it submits a group, when backward reaches a
+group, and when backward has passed a layer without offloaded tensors. It frees device memory at these polls, not when a copy
+ends (`OffloadEngine.poll`). If the host runs ahead of compute, a poll finds fewer finished copies (`RankModel.host_pace`).
 `tests/unit/planner/simulation/test_simulator_engine.py` compares the engine with this simulation.
 """
 
@@ -24,8 +24,8 @@ from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGro
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
-"""A copy to the host counts as nearly done if it needs at most this fraction of the forward time. A plan waits for it, because
-keeping its group would require a recompute elsewhere, which rarely takes less time."""
+"""A copy to the host counts as nearly done if its remaining time is at most this fraction of the forward time. A plan waits for
+it, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
 
 # Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
@@ -33,33 +33,33 @@ _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk: the engine's lane with all groups open."""
+    """One microbatch in one model chunk: a lane of the schedule, with all its groups from the start."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
     def __init__(self, chunk: CompiledChunk, traffic: Sequence[TagTraffic]) -> None:
         super().__init__([ScheduledGroup(position, place.end_position) for position, place in enumerate(chunk.groups)])
-        count = len(chunk.parcels)
+        count = len(chunk.bundles)
         self.chunk = chunk
         self.traffic = traffic
-        self.states = [_RESIDENT] * count  # by parcel
-        self.is_copied = [False] * count  # by parcel: whether a copy to the host still reads its device memory
-        self.is_read = [parcel.is_read_later for parcel in chunk.parcels]  # by parcel: whether forward still reads it
-        self.reloads: list[Copy | None] = [None] * count  # by parcel: its copy to the device
+        self.states = [_RESIDENT] * count  # by bundle
+        self.is_copied = [False] * count  # by bundle: whether a copy to the host still reads its device memory
+        self.is_read = [bundle.is_read_later for bundle in chunk.bundles]  # by bundle: whether forward still reads it
+        self.reloads: list[Copy | None] = [None] * count  # by bundle: its copy to the device
 
     def list_remaining(self, group: int) -> list[int]:
-        """Return the parcels of a group that are offloaded or in flight."""
+        """Return the bundles of a group that are on the host or in flight to it."""
         states = self.states
         return [one for one in self.chunk.groups[group].members if (state := states[one]) is _OFFLOADING or state is _OFFLOADED]
 
     def is_offloaded(self, saved: int) -> bool:
-        """Return whether a parcel is on the host only."""
+        """Return whether a bundle is on the host only."""
         return self.states[saved] is _OFFLOADED
 
     def count_bytes(self, remaining: Iterable[int]) -> int:
-        """Return the bytes of parcels."""
-        known = self.chunk.parcels
-        return sum([known[parcel].size_bytes for parcel in remaining])
+        """Return the total size of the bundles in `remaining`."""
+        known = self.chunk.bundles
+        return sum([known[bundle].size_bytes for bundle in remaining])
 
 
 class InFlight(NamedTuple):
@@ -67,19 +67,19 @@ class InFlight(NamedTuple):
 
     copy: Copy
     lane: SimulatedLane
-    parcels: Sequence[int]
+    bundles: Sequence[int]
     size_bytes: int
 
 
 class RankRun(RankClock):
-    """The running simulation of a rank, which offloads by the transfer schedule. Takes the arguments of `RankClock`."""
+    """Runs the passes of a rank, and copies as the transfer schedule decides. Takes the arguments of `RankClock`."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         super().__init__(rank, chunks, timeline=timeline)
         self._schedule = TransferSchedule(rank.policy)
         self._lanes: dict[tuple[int, int], SimulatedLane] = {}
-        self._traffic = [[self._get_traffic(parcel.mover) for parcel in chunk.parcels] for chunk in chunks]
-        # Lanes without offload never change.
+        self._traffic = [[self._get_traffic(bundle.traffic_key) for bundle in chunk.bundles] for chunk in chunks]
+        # Lanes without offload have no state, so all microbatches share one.
         self._unchanging = {number: SimulatedLane(chunk, ()) for number, chunk in enumerate(chunks) if not chunk.groups}
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._in_flight_bytes = 0
@@ -87,20 +87,20 @@ class RankRun(RankClock):
         self._pass_start_s = 0.0
         self._following: tuple[int, int] | None = None
         self._loss_window_bytes = 0  # maximum bytes in flight at the start of a loss
-        self._abandoned = 0  # number of parcels that backward no longer needs but a copy to the host still reads
-        # Unbound functions: bound ones would make a reference cycle of a rank and its events.
-        acts: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
-        acts = {kind: getattr(RankRun, kind.value) for kind in EventKind}
+        self._abandoned = 0  # number of bundles that backward has freed while a copy to the host still reads them
+        # Unbound functions, because bound methods would form a reference cycle with the rank.
+        methods: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
+        methods = {kind: getattr(RankRun, kind.value) for kind in EventKind}
         if timeline is not None:
-            acts[EventKind.COMPUTE] = RankRun.compute_and_note
-        # A pass runs hundreds of times, so look up the function of each event once.
-        self._forwards = [[(acts[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
-        self._backwards = [[(acts[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
+            methods[EventKind.COMPUTE] = RankRun.compute_and_note
+        # Events run hundreds of times, so look up their methods once.
+        self._forwards = [[(methods[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
+        self._backwards = [[(methods[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
     def run_pass(self, one: Pass, microbatch: int, ready_s: float, following: tuple[int, int] | None) -> None:
-        """Run pass `one` no earlier than `ready_s`. `microbatch` is the index among the simulated microbatches.
+        """Run pass `one` no earlier than `ready_s`. `microbatch` is its index among the simulated microbatches.
 
-        `following` is the chunk and microbatch of the next backward, or None if several forwards come first.
+        `following` is the chunk and microbatch of the next backward, or None if the engine does not predict it.
         """
         if ready_s > self.clock_s:
             self._wait_until(ready_s, Cause.NEIGHBOURS)
@@ -112,12 +112,12 @@ class RankRun(RankClock):
             self._schedule.announce(None if following is None else self._lanes.get(following), during=None)
             self._lanes[number, microbatch] = lane
             self._add_bytes(chunk.base_bytes, "start of the pass")
-            for act, argument in self._forwards[number]:
-                act(self, argument, lane)
+            for method, argument in self._forwards[number]:
+                method(self, argument, lane)
         else:
             lane = self._lanes.pop((number, microbatch))
-            for act, argument in self._backwards[number]:
-                act(self, argument, lane)
+            for method, argument in self._backwards[number]:
+                method(self, argument, lane)
             self._add_bytes(-chunk.base_bytes, "end of the pass")
             self._recompute_s += chunk.recompute_s
 
@@ -125,13 +125,13 @@ class RankRun(RankClock):
         """Return whether the plan offloads any tensor of a chunk."""
         return bool(self._chunks[chunk].groups)
 
-    def finish(self, left_out: Sequence[float] | None) -> RankResult:
+    def finish(self, skipped: Sequence[float] | None) -> RankResult:
         """Wait for copies in flight, and return the result of the step."""
         self._link.advance(math.inf)
         while self._in_flight:
             self._release_oldest()
         self._note_memory(self._device_bytes)
-        return self._make_result(left_out, loss_window_bytes=self._loss_window_bytes)
+        return self._make_result(skipped, loss_window_bytes=self._loss_window_bytes)
 
     def _wait_for_oldest(self, cause: Cause) -> None:
         self._wait_for_copy(self._link.d2h, self._in_flight[0].copy, cause)
@@ -143,35 +143,35 @@ class RankRun(RankClock):
         """Offload a group, and wait while the bytes in flight exceed the window."""
         if self._in_flight:
             self.poll()
-        chunk, size_bytes, leaving = lane.chunk, 0, []
+        chunk, size_bytes, submitted = lane.chunk, 0, []
         lane.groups[number].submit()
-        for parcel in chunk.groups[number].parcels:
-            parcel_bytes = chunk.parcels[parcel].size_bytes
-            if self._host_bytes + parcel_bytes > self._host_budget_bytes:
-                lane.traffic[parcel].kept_bytes += parcel_bytes
+        for bundle in chunk.groups[number].bundles:
+            bundle_bytes = chunk.bundles[bundle].size_bytes
+            if self._host_bytes + bundle_bytes > self._host_budget_bytes:
+                lane.traffic[bundle].kept_bytes += bundle_bytes
                 continue
-            leaving.append(parcel)
-            size_bytes += parcel_bytes
-            self._host_bytes += parcel_bytes
-            lane.states[parcel] = _OFFLOADING
-            lane.is_copied[parcel] = True
-        if leaving:
+            submitted.append(bundle)
+            size_bytes += bundle_bytes
+            self._host_bytes += bundle_bytes
+            lane.states[bundle] = _OFFLOADING
+            lane.is_copied[bundle] = True
+        if submitted:
             self._host_peak_bytes = max(self._host_peak_bytes, self._host_bytes)
-            traffic = lane.traffic[leaving[0]]
+            traffic = lane.traffic[submitted[0]]
             traffic.d2h_bytes += size_bytes
             copy = Copy(size_bytes, traffic, self._pass, chunk.groups[number].label)
             self._link.submit(self._link.d2h, copy, self.clock_s)
-            self._in_flight.append(InFlight(copy, lane, leaving, size_bytes))
+            self._in_flight.append(InFlight(copy, lane, submitted, size_bytes))
             self._in_flight_bytes += size_bytes
             if self._rank.late_group_s:
-                # Before the window, because only the device waits for the window.
+                # Before the wait for the window, because only the device waits for that.
                 self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
         self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
-        """Block the host until compute has caught up, and until queued copies are done if its bytes use the copy engine."""
+        """Block the host until compute catches up and, if the wait uses the copy engine, until queued copies are done."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
             if self._link.d2h.copies:
@@ -179,17 +179,17 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """Poll if parcels are abandoned: the engine checks for referenced storages, and the source of a copy looks like one."""
+        """Poll if any bundle is abandoned. The engine polls too, because it takes a copy's source for a referenced storage."""
         if self._abandoned:
             self.poll()
 
     def poll(self, *_: object) -> None:
-        """Release what finished copies no longer need. See [Note: Where the engine looks]."""
+        """Free the device memory of finished copies. See [Note: Polling]."""
         if not self._in_flight or self._rank.host_pace is HostPace.STEP_AHEAD:
             return
         self._link.advance(self.clock_s)
         if self._is_a_layer_ahead:
-            # After a wait for a copy the host sees it as done, despite rounding.
+            # Rounding must not hide a copy for which the host has waited.
             seen_s = self._host_s + _ROUNDING_S
         else:
             seen_s = self._pass_start_s if self._rank.host_pace is HostPace.PASS_AHEAD else self.clock_s
@@ -197,44 +197,44 @@ class RankRun(RankClock):
             self._release_oldest()
 
     def _release_oldest(self) -> None:
-        _, lane, parcels, size_bytes = self._in_flight.popleft()
+        _, lane, bundles, size_bytes = self._in_flight.popleft()
         self._in_flight_bytes -= size_bytes
-        for parcel in parcels:
-            lane.is_copied[parcel] = False
-            state = lane.states[parcel]
+        for bundle in bundles:
+            lane.is_copied[bundle] = False
+            state = lane.states[bundle]
             if state is _OFFLOADING:
-                lane.states[parcel] = _OFFLOADED
+                lane.states[bundle] = _OFFLOADED
             elif state is _FREED:
                 self._abandoned -= 1
-            # Backward still needs a cancelled parcel; one that forward still reads is freed later.
-            if state is not _RESIDENT and not lane.is_read[parcel]:
-                self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
+            # Backward still needs a cancelled bundle. `read` frees a bundle that forward still reads.
+            if state is not _RESIDENT and not lane.is_read[bundle]:
+                self._device_bytes -= lane.chunk.bundles[bundle].device_bytes
 
-    def read(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Note that forward no longer reads `parcels`; free the offloaded ones."""
-        for parcel in parcels:
-            lane.is_read[parcel] = False
-            if lane.states[parcel] is _OFFLOADED:
-                self._device_bytes -= lane.chunk.parcels[parcel].device_bytes
+    def read(self, bundles: Iterable[int], lane: SimulatedLane) -> None:
+        """Record the last read of `bundles` in forward, and free the offloaded ones."""
+        for bundle in bundles:
+            lane.is_read[bundle] = False
+            if lane.states[bundle] is _OFFLOADED:
+                self._device_bytes -= lane.chunk.bundles[bundle].device_bytes
 
     # Copies to the device.
 
     def take(self, take: Take, lane: SimulatedLane) -> None:
-        """Wait until the parcels that backward needs are reloaded. Mirrors `OffloadEngine.take`."""
-        number, parcels = take
+        """Wait until the bundles that backward needs are reloaded. Mirrors `OffloadEngine.take`."""
+        number, bundles = take
         group = None if number is None else lane.groups[number]
-        if group is not None and not parcels and lane.is_news(group, is_offloaded=False):
+        if group is not None and not bundles and lane.is_news(group, is_offloaded=False):
             self._reach(lane, group)
-        for parcel in parcels:
+        for bundle in bundles:
             if group is None:
-                # The engine counts the bytes of a parcel whose offload was cancelled. Backward reaches its group next, so
-                # nothing reads the sum before the prefetch there, which has no such limit.
+                # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect, because backward
+                # reaches the bundle's group next, and the prefetch there ignores released bytes.
                 self._execute(self._schedule.release(lane, 0))
-            elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
+            elif lane.is_news(group, is_offloaded=lane.states[bundle] is _OFFLOADED):
                 self._reach(lane, group)
-            if lane.states[parcel] is _OFFLOADED:
-                self._reload(lane, (parcel,))
-            reload = lane.reloads[parcel]
+            if lane.states[bundle] is _OFFLOADED:
+                self._reload(lane, (bundle,))
+            reload = lane.reloads[bundle]
             if reload is not None:
                 self._wait_for_copy(self._link.h2d, reload, Cause.RELOAD)
 
@@ -245,7 +245,7 @@ class RankRun(RankClock):
                 self._execute(self._schedule.release(lane, size_bytes))
 
     def _reach(self, lane: SimulatedLane, group: ScheduledGroup) -> None:
-        """Note that backward has reached `group`. Mirrors `OffloadEngine.approach_backward`."""
+        """Tell the schedule that backward has reached `group`. Mirrors `OffloadEngine.approach_backward`."""
         if lane is not self._schedule.current:
             self._schedule.enter(lane)
             self._schedule.announce(None if self._following is None else self._lanes.get(self._following), during=lane)
@@ -259,7 +259,7 @@ class RankRun(RankClock):
         self._execute(self._schedule.prefetch(lane))
 
     def turn(self, planned_bytes: int | None, lane: SimulatedLane) -> None:
-        """Cancel or finish offloads before backward, which comes next. Mirrors `OffloadEngine.expect_backward`."""
+        """Finish or cancel offloads at the loss, before backward begins. Mirrors `OffloadEngine.expect_backward`."""
         self.poll()
         window_bytes = self._find_loss_window() if planned_bytes is None else planned_bytes
         while self._in_flight_bytes > window_bytes:
@@ -268,7 +268,7 @@ class RankRun(RankClock):
         self._execute(self._schedule.expect_backward(lane))
 
     def _find_loss_window(self) -> float:
-        """Return the bytes that may be in flight when the loss begins, if the plan does not set them."""
+        """Return how many bytes may be in flight at the start of the loss if the plan does not set a limit."""
         if self._rank.turn is Turn.CANCEL:
             return math.inf
         self._link.advance(self.clock_s)
@@ -284,19 +284,19 @@ class RankRun(RankClock):
         return window_bytes
 
     def _execute(self, decisions: Iterable[ReloadDecision[ScheduledGroup, int]]) -> None:
-        """Cancel the offload of resident parcels, and reload the others."""
+        """Cancel the offload of bundles that are still on the GPU, and reload the others."""
         for decision in decisions:
             lane = cast("SimulatedLane", decision.lane)
             for number in decision.cancelled:
                 lane.states[number] = _RESIDENT
-                size_bytes = lane.chunk.parcels[number].size_bytes
+                size_bytes = lane.chunk.bundles[number].size_bytes
                 self._host_bytes -= size_bytes
                 lane.traffic[number].recalled_bytes += size_bytes
             self._reload(lane, decision.reloaded)
 
-    def _reload(self, lane: SimulatedLane, parcels: Iterable[int]) -> None:
-        for number in parcels:
-            size_bytes, device_bytes, label, _, _ = lane.chunk.parcels[number]
+    def _reload(self, lane: SimulatedLane, bundles: Iterable[int]) -> None:
+        for number in bundles:
+            size_bytes, device_bytes, label, _, _ = lane.chunk.bundles[number]
             traffic = lane.traffic[number]
             traffic.h2d_bytes += size_bytes
             self._add_bytes(device_bytes, label)
@@ -304,10 +304,10 @@ class RankRun(RankClock):
             lane.reloads[number] = copy = Copy(size_bytes, traffic, self._pass, label)
             self._link.submit(self._link.h2d, copy, self.clock_s)
 
-    def free(self, parcels: Iterable[int], lane: SimulatedLane) -> None:
-        """Free the device memory of parcels after backward, unless a copy to the host still reads it."""
-        for number in parcels:
-            size_bytes, device_bytes, _, _, _ = lane.chunk.parcels[number]
+    def free(self, bundles: Iterable[int], lane: SimulatedLane) -> None:
+        """Free the device memory of bundles after backward, unless a copy to the host still reads it."""
+        for number in bundles:
+            size_bytes, device_bytes, _, _, _ = lane.chunk.bundles[number]
             state = lane.states[number]
             lane.states[number] = _FREED
             if state is _OFFLOADING:

@@ -1,4 +1,4 @@
-"""Results of a simulated step: each rank's numbers, and its streams over time if asked for."""
+"""Results of a simulated step: totals of each rank and, with `Detail.TIMELINE`, its streams and memory over time."""
 
 import dataclasses
 import enum
@@ -18,16 +18,16 @@ class Detail(enum.Enum):
 class Waits:
     """Idle seconds of compute, by cause."""
 
-    window_s: float = 0.0  # more than the window was in flight to the host
-    turn_s: float = 0.0  # copies to the host had to end before the loss
+    window_s: float = 0.0  # more bytes than the window were in flight to the host
+    turn_s: float = 0.0  # copies to the host had to finish before the loss
     reload_s: float = 0.0  # backward needed tensors that were not reloaded yet
-    host_s: float = 0.0  # the host waited for a few bytes behind copies
-    late_s: float = 0.0  # a launch-bound host was busy with offloaded groups
+    host_s: float = 0.0  # the host waited for a small copy that was queued behind offloads
+    late_s: float = 0.0  # the step was launch-bound, and the host was busy with offloaded groups
     neighbours_s: float = 0.0  # input from another rank was missing, pipeline fill and drain included
 
     @property
     def copies_s(self) -> float:
-        """Seconds of waits for copies: all causes except other ranks and a launch-bound host."""
+        """Seconds of waits for copies: all waits except `late_s` and `neighbours_s`."""
         return self.window_s + self.turn_s + self.reload_s + self.host_s
 
 
@@ -36,19 +36,19 @@ class TagTraffic:
     """Traffic of one tag in a step on one rank, for layers of one kind with the same action."""
 
     kind: str  # kind of the layers
-    tag: str  # a tensor that several tags save counts for the tag that offloads it
-    action: Action  # treatment of the tag
+    tag: str  # if several tags save a tensor, it counts for the tag that offloads it
+    action: Action  # action of the tag
     d2h_bytes: int = 0  # bytes to the host
     h2d_bytes: int = 0  # bytes to the device
     recalled_bytes: int = 0  # part of `d2h_bytes` that was still on the device when backward needed it
     kept_bytes: int = 0  # bytes that stayed on the GPU because the host budget was full
     d2h_s: float = 0.0  # seconds of copies to the host
     h2d_s: float = 0.0  # seconds of copies to the device
-    exposed_s: float = 0.0  # part of both in which compute waited for that direction
+    exposed_s: float = 0.0  # part of these seconds in which compute waited for the copies
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of copies in which compute ran, or waited for something else."""
+        """Seconds of copies that compute did not wait for."""
         return self.d2h_s + self.h2d_s - self.exposed_s
 
 
@@ -71,7 +71,7 @@ class Span(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes from `at_s` to the next sample."""
+    """Device and host bytes from `at_s` to the next sample."""
 
     at_s: float
     device_bytes: int
@@ -80,13 +80,13 @@ class MemorySample(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class RankTimeline:
-    """A rank over time."""
+    """Streams and memory of a rank over time."""
 
     spans: list[Span] = dataclasses.field(default_factory=list)  # in no particular order
     memory: list[MemorySample] = dataclasses.field(default_factory=list)  # by time
 
     def note_span(self, stream: StreamName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
-        """Note a span of `stream`, unless it is empty."""
+        """Record a span of `stream`, unless it is empty."""
         if end_s > start_s:
             self.spans.append(Span(stream, label, start_s, end_s, size_bytes))
 
@@ -99,14 +99,14 @@ class RankResult:
     step_s: float  # from the start of the step to the end of this rank's work, optimizer included
     peak_bytes: int  # peak device bytes
     peak_at: str  # pass and segment of the first peak: `B3 layers.12.expert_fc1`
-    static_bytes: int  # device bytes outside of activations
-    end_bytes: int  # device bytes after the step and its copies: the static ones, if every microbatch had its backward
+    static_bytes: int  # device bytes without activations
+    end_bytes: int  # device bytes after the step and its copies
     loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without one
     host_peak_bytes: int  # peak host bytes
     d2h_bytes: int  # bytes to the host
-    h2d_bytes: int  # bytes back
-    recalled_bytes: int  # as in `TagTraffic`
-    kept_bytes: int  # as in `TagTraffic`
+    h2d_bytes: int  # bytes to the device
+    recalled_bytes: int  # see `TagTraffic`
+    kept_bytes: int  # see `TagTraffic`
     waits: Waits
     compute_s: float  # busy seconds of compute
     slowed_s: float  # part of `compute_s` that copies added
@@ -125,7 +125,7 @@ class StepResult:
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank ends."""
+        """Seconds until the last rank finishes."""
         return max(rank.step_s for rank in self.ranks)
 
     @property

@@ -4,8 +4,8 @@
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
 
 Each rank has three streams: compute, copies to the host and copies to the device. `fgoffload.transfer_schedule` schedules
-copies, as in the engine. Ranks wait for each other as in the pipeline's schedule. docs/concepts/planner.md lists what
-the simulator models and ignores.
+copies, as in the engine. Ranks wait for each other as the pipeline schedule requires. docs/concepts/planner.md lists
+the effects that the simulator models and those that it ignores.
 """
 
 import collections
@@ -35,7 +35,7 @@ def simulate(
 
     Raises:
         ConfigError: The ranks do not form a pipeline, or their passes deadlock.
-        PlanError: The plan does not suit a layer, or names a layer that no rank has.
+        PlanError: The plan has actions that a layer does not support, or names a layer that no rank has.
     """
     _check_ranks(ranks)
     actions = group_by_layer(plan)
@@ -45,7 +45,7 @@ def simulate(
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
-    """Simulate a step under `plan` on one rank that never waits for its neighbours.
+    """Simulate a step under `plan` on one rank, without waits for its neighbours.
 
     Args:
         rank: The rank.
@@ -69,7 +69,7 @@ def _simulate(
 
 
 def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Action]]:
-    """Return the actions of a plan by chunk and layer, then by tag or unit."""
+    """Return the actions of a plan, keyed by chunk and layer number, then by tag or unit."""
     actions: dict[tuple[int, int], dict[str, Action]] = collections.defaultdict(dict)
     for site, action in plan.actions.items():
         actions[site.chunk, site.layer][site.tag] = action
@@ -79,7 +79,7 @@ def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Acti
 def _check_ranks(ranks: Sequence[RankModel]) -> None:
     numbers = [rank.rank for rank in ranks]
     if not ranks or numbers != list(range(len(ranks))):
-        raise ConfigError(f"ranks {numbers} must be all ranks of a pipeline in order: 0, 1, and so on.")
+        raise ConfigError(f"ranks {numbers} are not a whole pipeline. Pass all its ranks in order: 0, 1, and so on.")
     counts = [len(rank.chunks) for rank in ranks]
     if len(set(counts)) > 1:
         raise ConfigError(f"ranks have {counts} chunks. All ranks of a pipeline must have the same number of chunks.")

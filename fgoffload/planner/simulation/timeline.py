@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace, for Perfetto or chrome://tracing: the streams of one rank, and its memory over time.
+"""Writes the streams and the memory of a simulated rank as a Chrome trace, for Perfetto or chrome://tracing.
 
     write_chrome_trace(simulate(ranks, plan, detail=Detail.TIMELINE), Path("trace.json"), rank=0)
 
@@ -22,18 +22,18 @@ _THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}  # trac
 
 
 MOST_MICROBATCHES = 2
-"""Microbatches whose backward a trace shows. Later ones look alike, and a whole step would be hundreds of megabytes."""
+"""Number of microbatches in a trace. Later ones look the same, and a whole step would take hundreds of megabytes."""
 
 _BACKWARD = re.compile(r"B(\d+)")
 
 
 def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
-    """Write the streams and the memory of a rank to `path`, until the first microbatches end.
+    """Write a trace of a rank to `path`: its streams and its memory, for the first microbatches.
 
     Args:
         result: A step that was simulated with `Detail.TIMELINE`.
-        path: A JSON file; an existing file is overwritten.
-        rank: The pipeline rank.
+        path: The JSON file to write. An existing file is overwritten.
+        rank: Index of the pipeline rank.
 
     Raises:
         ConfigError: The rank has no timeline, or the file cannot be written.
@@ -43,7 +43,7 @@ def write_chrome_trace(result: StepResult, path: Path, *, rank: int) -> None:
     try:
         write_file(path, text)
     except OSError as error:
-        raise ConfigError(f"trace file {path}: {error.strerror}. Use a path that can be written.") from error
+        raise ConfigError(f"trace file {path}: {error.strerror}. Use a writable path.") from error
 
 
 def _find_end(spans: Sequence[Span]) -> float:
@@ -52,7 +52,7 @@ def _find_end(spans: Sequence[Span]) -> float:
 
 
 def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one rank, which the trace shows as a process."""
+    """Yield the trace events of one rank, which viewers show as a process."""
     if rank.timeline is None:
         raise ConfigError(f"rank {rank.rank} was simulated without a timeline. Pass detail=Detail.TIMELINE.")
     own = {"pid": rank.rank}
@@ -68,7 +68,7 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
         times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
         more = {"args": {"bytes": size_bytes}} if size_bytes else {}
         yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
-    # One counter event per change of memory. Of several values at the same time, viewers show the last.
+    # One counter event per change of memory. If several have the same time, viewers show the last one.
     shown: dict[str, int] = {}
     for at_s, device_bytes, host_bytes in rank.timeline.memory:
         if at_s > until_s:

@@ -1,1 +1,1 @@
-"""Finds the fastest plan within a memory budget: treatments of layers, their costs, and Megatron's nearest flags."""
+"""Finds the fastest plan within a memory budget, and the fastest of Megatron's own flags to compare it with."""

@@ -1,7 +1,7 @@
 """Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are per microbatch and layer. The cost of a decision needs a second simulation, without the decision:
-a recompute may hide behind a wait, and copies slow compute even if nothing waits for them.
+Bytes and recompute times are per microbatch and layer. To find the cost of a decision we simulate the step without it, because
+a wait may hide a recompute, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses
@@ -23,35 +23,35 @@ from fgoffload.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Decision about one tag or unit in layers of one kind."""
+    """The action for one tag or unit, in layers of one kind."""
 
     rank: int  # pipeline rank
     chunk: int  # model chunk on the rank
     kind: str  # kind of the layers
     tag: str  # tag or unit
-    action: Action  # the action
-    layers: tuple[int, ...]  # layers of the decision, by number in the whole model
-    moved_bytes: int  # bytes that it offloads, per microbatch and layer
+    action: Action  # action of the tag or unit
+    layers: tuple[int, ...]  # numbers of the layers in the whole model
+    moved_bytes: int  # offloaded bytes, per microbatch and layer
     freed_bytes: int  # device bytes that this action alone frees between forward and backward, per microbatch and layer
-    recompute_s: float  # seconds of the recompute, per microbatch and layer
+    recompute_s: float  # seconds of recompute, per microbatch and layer
     reason: str  # why the tag stays on the GPU; empty for other actions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Effect of some decisions of a plan, compared with a step without them."""
+    """Effect of a group of decisions, from a comparison with the step without them."""
 
     cost_s: float  # seconds that the decisions add to the step; negative if they save time
     rank: int  # pipeline rank with the highest peak without the decisions
-    lacking_bytes: int  # device bytes above the budget on that rank without the decisions; 0 if it fits
-    dependent_tags: tuple[str, ...] = ()  # tags that depend on the omitted ones, and were omitted with them
+    lacking_bytes: int  # bytes by which that rank exceeds the budget without the decisions; 0 if it fits
+    dependent_tags: tuple[str, ...] = ()  # tags that were omitted too, because they depend on the decisions
 
     def describe(self) -> str:
-        """Return the reason for the decisions that the two steps show."""
-        along = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
+        """Explain why the plan needs the decisions, or that it would fit without them."""
+        also = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
         if self.lacking_bytes:
-            return f"without it{along} rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
-        return f"the budget holds without it{along} too"
+            return f"without it{also}, rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
+        return f"the plan fits without it{also} too"
 
 
 def price_decisions(
@@ -62,9 +62,9 @@ def price_decisions(
     *,
     budget_bytes: int,
 ) -> Iterator[Price | None]:
-    """Yield the cost of each group of decisions, or None if the rest of the plan requires them.
+    """Yield the effect of each group of decisions, or None if the rest of the plan requires them.
 
-    It is the cost on the rank that needs them most, simulated alone: neighbours wait for the slowest rank.
+    Only the rank that needs them most is simulated, without its neighbours, because neighbours wait for the slowest rank.
     """
     planned: dict[int, RankResult] = {}
     for decisions in groups:
@@ -74,8 +74,8 @@ def price_decisions(
             more_bytes[one.rank] += one.freed_bytes * len(one.layers) * in_flight
         _, number = max((result.ranks[rank].peak_bytes + size_bytes, rank) for rank, size_bytes in more_bytes.items())
         left_out = {Site(chunk=one.chunk, layer=layer, tag=one.tag) for one in decisions for layer in one.layers}
-        along = {site for site in plan.actions if _needs_one(site, left_out)}
-        rest = {site: action for site, action in plan.actions.items() if site not in left_out | along}
+        dependent = {site for site in plan.actions if _depends_on_any(site, left_out)}
+        rest = {site: action for site, action in plan.actions.items() if site not in left_out | dependent}
         try:
             without = simulate_rank(ranks[number], dataclasses.replace(plan, actions=rest))
         except PlanError:
@@ -88,7 +88,7 @@ def price_decisions(
             cost_s=planned[number].step_s - without.step_s,
             rank=number,
             lacking_bytes=max(0, peak_bytes - budget_bytes),
-            dependent_tags=tuple(sorted({site.tag for site in along})),
+            dependent_tags=tuple(sorted({site.tag for site in dependent})),
         )
 
 
@@ -120,9 +120,9 @@ def _explain_kind(
             action, alone = actions.get(tag, Action.KEEP), _measure_alone(rank, layer, actions, tag)
             reason = ""
             if action is Action.KEEP:
-                reason = "everything fits" if keeps_within_budget else _say_why_kept(rank, layer, actions, tag)
-                reason = reason or "the budget holds without it"
-            # Equal differences differ in their last digits.
+                reason = "everything fits" if keeps_within_budget else _explain_kept(rank, layer, actions, tag)
+                reason = reason or "the plan fits without it"
+            # Rounded, because equal differences may differ in their last digits.
             key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), reason)
             groups.setdefault(key, (action, alone, reason, []))[-1].extend(alike)
         for action, alone, reason, slots in groups.values():
@@ -148,31 +148,31 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
-    """Return the effect of the action of `tag` in a layer with the rest of `actions`, and the bytes in its group."""
+    """Return the cost that the action of `tag` adds to the other `actions` of a layer, with the bytes of its own group."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # The difference would be wrong: a recompute may save another tag as many bytes as this one offloads.
+    # Not the difference of both: if the action also recomputes, other groups may offload fewer bytes.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)
 
 
-def _say_why_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str:
+def _explain_kept(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> str:
     for name, action in actions.items():
         unit = layer.find_unit(name)
         if action.recomputes and unit is not None and tag in unit.covered:
             return f"{name} is recomputed, so it saves nothing"
     tensors = [tensor for tensor in layer.tensors if tag in tensor.tags]
     if layer.find_unit(tag) is None and tag not in layer.offloadable_tags:
-        return "CUDA graphs keep it where it is" if tag in default_tags() else "no tag covers it"
+        return "CUDA graphs keep it on the GPU" if tag in default_tags() else "no tag covers it"
     if layer.find_unit(tag) is None and all(tensor.is_below(rank.min_offloaded_numel) for tensor in tensors):
         most_bytes = max(tensor.size_bytes for tensor in tensors)
         return f"{format_bytes(most_bytes)}, below --min-offloaded-tensor-size {rank.min_offloaded_numel}"
     return ""
 
 
-def _needs_one(site: Site, left_out: Collection[Site]) -> bool:
+def _depends_on_any(site: Site, left_out: Collection[Site]) -> bool:
     others = (dataclasses.replace(site, tag=name) for name in list_needs(site.tag))
     return site not in left_out and any(other in left_out for other in others)

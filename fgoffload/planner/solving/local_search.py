@@ -1,10 +1,10 @@
-"""Local search: draws random changes to a rank's treatments, simulates the most promising ones, and accepts better ones.
+"""Local search: changes the treatments of a rank at random, and accepts changes that improve the plan.
 
-A walk starts at one of the best known states. Each step draws some changes: another treatment for one layer, for all layers
-with the same treatment, or for a range of layers; or two layers swap. Their results are estimated from bytes and recompute, and
-the most promising change is simulated. A better state is accepted, and occasionally a slightly worse one (simulated annealing).
-Bytes above the budget have a price that differs by walk. They are not forbidden, because near the smallest budget the best
-plans are only reachable through plans that do not fit.
+A walk starts at one of the best known states. Each step draws several changes: a new treatment for one layer, for all layers
+with the same treatment or for a range of layers, or a swap of two layers. It estimates their costs from bytes and recompute,
+and simulates the most promising change. It accepts better states and, occasionally, slightly worse ones (simulated annealing).
+Each walk charges its own price for bytes above the budget. States that do not fit are allowed, because near the smallest budget
+the best plans can only be reached through them.
 """
 
 import collections
@@ -14,23 +14,23 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.solving.rank_search import RankSearch, Verdict
+from fgoffload.planner.solving.rank_search import RankCost, RankSearch
 from fgoffload.planner.solving.states import State, make_key
 from fgoffload.planner.solving.treatments import list_neighbours
 
 _STEPS = 100  # steps of one walk
-_DRAWN = 8  # drawn changes for each simulated one
-_BLIND = 0.3  # probability that a change is simulated regardless of its estimate, which ignores queued copies
-_TWICE = 0.3  # probability that two changes are combined
-_NEAR = 0.3  # probability that a changed layer differs in only one tag
-_STARTS = 6  # number of best states that walks start from: walks from the single best state mostly return to it
+_DRAWN = 8  # number of drawn changes for each simulated one
+_BLIND = 0.3  # probability of a random change instead of the most promising: estimates ignore queued copies
+_TWICE = 0.3  # probability that a step combines two changes
+_NEAR = 0.3  # probability that a new treatment differs in only one tag
+_STARTS = 6  # number of best states from which walks start; walks from the single best state mostly return to it
 _TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step; it falls to 0
-_IDLE_WALKS = 3  # consecutive walks without a new state after which the search ends
+_IDLE_WALKS = 3  # the search ends after this many consecutive walks with hardly any new state
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
-"""Range of prices of a byte above the budget, relative to the cost per byte of recomputing whole layers."""
+"""Range of the price of a byte above the budget, relative to the cost per byte of recomputing whole layers."""
 
-_Thing = TypeVar("_Thing")
+_Item = TypeVar("_Item")
 
 
 class LocalSearch:
@@ -49,38 +49,38 @@ class LocalSearch:
             self._alike[slot.layer].append(place)
 
     def run(self, simulations: int) -> None:
-        """Walk until `simulations` more states are known, or walks find hardly any new state."""
+        """Walk until `simulations` more states are simulated, or until walks find hardly any new states."""
         known, idle = self._search.known, 0
         most = len(known) + simulations
         while len(known) < most and idle < _IDLE_WALKS:
             before = len(known)
             price = self._full_s_per_byte * _LEAST_PRICE * (_MOST_PRICE / _LEAST_PRICE) ** self._random.random()
             self._walk(price, most)
-            # With few possible plans, walks soon know all of them.
+            # If a rank has few possible plans, walks soon find all of them.
             idle = 0 if len(known) >= before + _STEPS // 10 else idle + 1
 
     def _walk(self, price: float, most: int) -> None:
-        def cost(verdict: Verdict) -> float:
-            return verdict.step_s + price * max(verdict.peak_bytes - self._budget_bytes, 0)
+        def penalized_s(cost: RankCost) -> float:
+            return cost.step_s + price * max(cost.peak_bytes - self._budget_bytes, 0)
 
-        best = sorted(self._search.known.values(), key=lambda pair: cost(pair[1]))[:_STARTS]
+        best = sorted(self._search.known.values(), key=lambda pair: penalized_s(pair[1]))[:_STARTS]
         # Squared, so that better states are drawn more often.
-        state, verdict = best[int(self._random.random() ** 2 * len(best))]
+        state, cost = best[int(self._random.random() ** 2 * len(best))]
         for number in range(_STEPS):
             if len(self._search.known) >= most:
                 return
-            following = self._draw(state, verdict, price)
+            following = self._draw(state, cost, price)
             if following is None:
                 continue
-            other = self._search.judge(following)
-            temperature = _TEMPERATURE * verdict.step_s * (1 - number / _STEPS)
-            worse_s = cost(other) - cost(verdict)
+            other = self._search.evaluate(following)
+            temperature = _TEMPERATURE * cost.step_s * (1 - number / _STEPS)
+            worse_s = penalized_s(other) - penalized_s(cost)
             if worse_s <= 0 or self._random.random() < math.exp(-worse_s / temperature):
-                state, verdict = following, other
+                state, cost = following, other
 
-    def _draw(self, state: State, verdict: Verdict, price: float) -> State | None:
-        """Draw neighbouring states and return the most promising unknown one; None if all are known."""
-        s_per_byte = self._find_copy_price(state, verdict)
+    def _draw(self, state: State, cost: RankCost, price: float) -> State | None:
+        """Draw neighbouring states, and return the most promising one that is not simulated yet, or None."""
+        s_per_byte = self._find_copy_price(state, cost)
         is_blind = self._random.random() < _BLIND
         promised = []
         for number in range(1 if is_blind else _DRAWN):
@@ -88,19 +88,19 @@ class LocalSearch:
             if self._random.random() < _TWICE:
                 following = self._change(following)
             longer_s, more_bytes = self._estimate(state, following, s_per_byte)
-            above_s = price * max(verdict.peak_bytes + more_bytes - self._budget_bytes, 0)
+            above_s = price * max(cost.peak_bytes + more_bytes - self._budget_bytes, 0)
             promised.append((longer_s + above_s, number, following))
         for _, _, following in sorted(promised, key=lambda one: one[:2]):
             if make_key(following) not in self._search.known:
                 return following
         return None
 
-    def _find_copy_price(self, state: State, verdict: Verdict) -> float:
-        """Return the seconds that `state` adds to the baseline's step per offloaded byte."""
+    def _find_copy_price(self, state: State, cost: RankCost) -> float:
+        """Return the seconds per offloaded byte that `state` adds to the baseline's step, recompute excluded."""
         pairs = list(zip(self._slots, state, strict=True))
         moved_bytes = sum(one.moved_bytes * slot.microbatches for slot, one in pairs)
         recompute_s = sum(one.recompute_s * slot.microbatches for slot, one in pairs)
-        longer_s = verdict.step_s - self._search.kept.step_s - recompute_s
+        longer_s = cost.step_s - self._search.kept.step_s - recompute_s
         return max(longer_s, 0.0) / moved_bytes if moved_bytes else 0.0
 
     def _estimate(self, state: State, following: State, s_per_byte: float) -> tuple[float, float]:
@@ -119,7 +119,7 @@ class LocalSearch:
             same = [other for other in alike if state[other].actions == state[place].actions]
             return self._treat(state, same if self._random.random() < 0.3 else [place])
         layers, other = list(state), self._pick(alike)
-        if kind < 0.8:  # the layers between get this one's treatment
+        if kind < 0.8:  # copy this layer's treatment to a range of layers
             for between in alike:
                 if min(place, other) <= between <= max(place, other):
                     layers[between] = state[place]
@@ -135,5 +135,5 @@ class LocalSearch:
             chosen = self._pick(list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=numel) or [chosen])
         return tuple(chosen if place in places else one for place, one in enumerate(state))
 
-    def _pick(self, things: Sequence[_Thing]) -> _Thing:
-        return things[int(self._random.random() * len(things))]
+    def _pick(self, items: Sequence[_Item]) -> _Item:
+        return items[int(self._random.random() * len(items))]

@@ -1,7 +1,7 @@
 """Megatron's own flags for recompute and offload, and the equivalent plans.
 
-Flags apply to all layers, and the offload fraction to all sites of a chunk, so they express few plans. `list_baselines` returns
-common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
+Flags apply to all layers, and the offload fraction to all sites of a chunk, so flags can express only a few plans.
+`list_baselines` returns common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
     >>> " ".join(flags.list_arguments())[:71]
@@ -24,7 +24,7 @@ LAYER_INPUT = "layer_input"
 
 
 class FullMethod(enum.Enum):
-    """Which layers full recompute covers: `--recompute-method`."""
+    """Values of `--recompute-method`, which selects the layers of full recompute."""
 
     UNIFORM = "uniform"  # all layers, each on its own: --recompute-num-layers 1
     BLOCK = "block"  # the first --recompute-num-layers layers of each model chunk
@@ -40,24 +40,26 @@ class SelectiveRecompute:
         for module in self.modules:
             if module not in RECOMPUTE_MODULES:
                 known = " ".join(sorted(RECOMPUTE_MODULES))
-                raise ConfigError(f"--recompute-modules {module!r} is not supported. Use some of: {known}.")
+                raise ConfigError(f"--recompute-modules {module!r} is not supported. Choose from: {known}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FullRecompute:
     """`--recompute-granularity full`: whole layers are recomputed."""
 
-    method: FullMethod  # which layers are recomputed
+    method: FullMethod  # `--recompute-method`
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
     def __post_init__(self) -> None:
         if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
-            raise ConfigError(f"--recompute-num-layers {self.layers} with {self.method.value}. Use 1, or more with block.")
+            raise ConfigError(
+                f"--recompute-num-layers {self.layers} is invalid for {self.method.value}. Use 1; block allows more."
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """Megatron's flags for recompute and offload."""
+    """One setting of Megatron's flags for recompute and offload."""
 
     offload_modules: tuple[str, ...] = ()  # `--offload-modules`
     activation_offload_fraction: float = 1.0
@@ -80,7 +82,7 @@ class MegatronFlags:
         return tuple(words)
 
     def make_plan(self, ranks: Sequence[RankModel]) -> OffloadPlan:
-        """Return the plan of these flags on `ranks`, site by site.
+        """Return the plan that is equivalent to these flags on `ranks`.
 
         Tags and modules that a layer lacks have no effect there. Tags that a recomputed module covers save nothing.
         """
@@ -91,7 +93,7 @@ class MegatronFlags:
         return OffloadPlan(actions=actions)
 
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-        """Return `ranks` as they run with these flags. They use this package only if the flags offload."""
+        """Return `ranks` as simulated for a run with these flags. Without offload, the run does not use this package."""
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
@@ -130,9 +132,9 @@ class MegatronFlags:
 
 FULL_RECOMPUTE = MegatronFlags(recompute=FullRecompute(method=FullMethod.UNIFORM))
 
-MEGATRONS_OWN = ("full recompute", "selective recompute")  # baselines that run without this package
+MEGATRON_BASELINES = ("full recompute", "selective recompute")  # baselines that run without this package
 
-_EVERYTHING = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
+_ALL_TAGS = tuple(tag for tag in default_tags().names if tag != LAYER_INPUT)
 _ATTENTION = ("core_attn",)
 
 
@@ -141,26 +143,26 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
     - `baseline`: everything is kept.
     - `full recompute`: every layer is recomputed.
-    - `selective recompute`: `choose_usual_modules`.
+    - `selective recompute`: the modules of `choose_usual_modules` are recomputed.
     - `offload everything`: all tags are offloaded, without recompute.
     """
     return {
         "baseline": MegatronFlags(),
         "full recompute": FULL_RECOMPUTE,
         "selective recompute": MegatronFlags(recompute=SelectiveRecompute(modules=choose_usual_modules(ranks))),
-        "offload everything": MegatronFlags(offload_modules=_EVERYTHING),
+        "offload everything": MegatronFlags(offload_modules=_ALL_TAGS),
     }
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return flags that recompute all usual modules, or only one of them, and offload everything else.
+    """Return flags that offload everything and recompute either all usual modules or one of them.
 
-    Empty if the usual module is attention, which is not cheap to recompute.
+    The list is empty if the usual module is attention, which is not cheap to recompute.
     """
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()
     sets = dict.fromkeys((cheap, *((name,) for name in cheap)))
-    return [MegatronFlags(offload_modules=_EVERYTHING, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
+    return [MegatronFlags(offload_modules=_ALL_TAGS, recompute=SelectiveRecompute(modules=one)) for one in sets if one]
 
 
 def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:

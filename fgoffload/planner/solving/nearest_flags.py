@@ -1,7 +1,7 @@
-"""Searches for the fastest of Megatron's own flags within a memory budget, to compare a plan with.
+"""Searches for the fastest of Megatron's own flags within a memory budget, as a comparison for plans.
 
-Each recompute setting is simulated on the fullest rank, fastest first, until none can beat the best that fits. If one exceeds
-the budget, offloaded tags are added until it fits, cheapest per freed byte first. The result is checked on all ranks.
+We try recompute settings on the rank with the highest peak, fastest first, until none can beat the best one that fits. If a
+setting exceeds the budget, we add offloaded tags until it fits, cheapest per freed byte first. Then we simulate all ranks.
 """
 
 import bisect
@@ -25,21 +25,21 @@ from fgoffload.planner.solving.states import shorten
 from fgoffload.planner.solving.treatments import list_names
 from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
-_MOST_BLOCKS = 4  # tried numbers of layers for `--recompute-method block`
+_MOST_BLOCKS = 4  # number of values of `--recompute-num-layers` to try with `--recompute-method block`
 
 _MOST_CHECKS = 4
-"""Maximum number of settings simulated on all ranks. Each that exceeds the budget lowers the budget of the fullest rank."""
+"""Maximum number of settings simulated on all ranks. If one exceeds the budget, the fullest rank gets a smaller budget."""
 
 
 class NearestFlags(NamedTuple):
-    """Flags within a budget, and their prediction."""
+    """The fastest flags within a budget, and their prediction."""
 
     flags: MegatronFlags  # the flags
     result: StepResult  # their simulated step
 
 
 class FlagSearch:
-    """Searches flags of a pipeline, and caches simulations across budgets."""
+    """Searches for the best flags of a pipeline, and caches simulations across budgets."""
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks
@@ -47,7 +47,7 @@ class FlagSearch:
         self._known: dict[MegatronFlags, tuple[int, float]] = {}
 
     def find(self, budget_bytes: int) -> NearestFlags | None:
-        """Return the fastest flags found within the budget, with their prediction, or None."""
+        """Return the fastest flags found within the budget, with their prediction, or None if no flags fit."""
         alone_bytes = budget_bytes
         for _ in range(_MOST_CHECKS):
             flags = self._find_alone(alone_bytes)
@@ -73,7 +73,7 @@ class FlagSearch:
         return best
 
     def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
-        """Return `start` with as few tags as the budget needs, cheapest first, or None if even all tags exceed it."""
+        """Add as few tags to `start` as the budget requires, cheapest first. Return None if it does not fit with all tags."""
         if self._simulate(start)[0] <= budget_bytes:
             return start
 
@@ -92,7 +92,7 @@ class FlagSearch:
         return max(step_s - kept_s, 0.0) / max(kept_bytes - peak_bytes, 1)
 
     def _simulate(self, flags: MegatronFlags) -> tuple[int, float]:
-        """Return peak and step of the fullest rank alone."""
+        """Return the peak and the step time of the fullest rank, simulated without the others."""
         if flags not in self._known:
             result = simulate_rank(flags.adapt([self._fullest])[0], flags.make_plan([self._fullest]))
             self._known[flags] = (result.peak_bytes, result.step_s)
@@ -127,7 +127,7 @@ def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
 
 
 def _add_tags(flags: MegatronFlags, tags: Sequence[str]) -> MegatronFlags:
-    """Add `tags` and the tags that require them, since both must release the storage that they share."""
+    """Add `tags` and the tags that require them. A storage is freed only if all tags that share it are offloaded."""
     names = set(tags)
     names |= {tag.name for tag in default_tags() if tag.is_in_megatron and set(tag.requires) & names}
     return dataclasses.replace(flags, offload_modules=tuple(name for name in default_tags().names if name in names))

@@ -1,8 +1,8 @@
 """Searches for the best plan of all pipeline ranks: each rank alone first, then all together.
 
-Ranks with the same layers differ in microbatches in flight. The first and the last of them are searched; the others use the
-best result. Neighbours shift a rank's copies and so its peak: the best states of single ranks are simulated together, and a
-rank that exceeds the budget there gets a smaller one.
+Ranks with the same layers differ only in their microbatches in flight. We search the first and the last of them, and reuse the
+results for the others. Then we simulate the best states of all ranks together, because waits for neighbours shift copies and so
+change peaks. We repeat this with smaller budgets for ranks that exceed the budget.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import StepResult
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.local_search import LocalSearch
-from fgoffload.planner.solving.megatron_flags import MEGATRONS_OWN, list_baselines, list_offloading_flags
+from fgoffload.planner.solving.megatron_flags import MEGATRON_BASELINES, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
 from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
@@ -23,21 +23,21 @@ from fgoffload.planner.solving.states import State, list_slots, make_plan, read_
 _MOST_CORRECTIONS = 4
 """Maximum number of retries with a smaller budget for ranks that peak higher in the pipeline than alone."""
 
-_WALKED = 1.01  # minimum step relative to the baseline's for walks to be worthwhile
+_WALKED = 1.01  # minimum ratio of a rank's step to its baseline's for which walks are worthwhile
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
-"""Minimum and maximum number of simulations of walks on one rank."""
+"""Minimum and maximum number of simulations in the walks of one rank."""
 
 _ROUTED_MORE = 1.1
-"""Margin of the bytes in flight at the loss, as a factor, for more tokens routed to a rank's experts."""
+"""Factor that adds a margin to the bytes in flight at the loss: more tokens may be routed to a rank's experts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A plan and its prediction."""
 
-    plan: OffloadPlan  # plan for all ranks, with the bytes in flight at the loss
-    result: StepResult  # prediction of exactly that plan
+    plan: OffloadPlan  # plan for all ranks, with its limit on the bytes in flight at the loss
+    result: StepResult  # prediction for this plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
         """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
@@ -47,7 +47,7 @@ class Candidate:
 class PipelineSearch:
     """Searches for the best plan of all ranks, and caches results across budgets.
 
-    Walks simulate at most `layer_passes` forwards and backwards of single layers per budget, over all ranks.
+    For each budget, the walks of all ranks together simulate at most `layer_passes` forwards and backwards of single layers.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
@@ -58,19 +58,19 @@ class PipelineSearch:
         for place, rank in enumerate(self.ranks):
             layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
             alike.setdefault((layers, rank.turning_chunk), []).append(place)
-        self._searched: dict[int, list[int]] = {}  # searched ranks with the same layers, by rank; both by place
+        self._searched: dict[int, list[int]] = {}  # for each rank, the searched ranks with the same layers, all as indices
         for places in alike.values():
             chosen = sorted({places[0], places[-1]})
             self._searched.update({place: chosen for place in places})
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
-        """Return the predictions of the baselines, by name, except settings that recompute nothing beside CUDA graphs."""
+        """Predictions of the baselines, by name. Recompute settings without effect, as under CUDA graphs, are omitted."""
         plans = {name: (flags, flags.make_plan(self.ranks)) for name, flags in list_baselines(self.ranks).items()}
         return {
             name: simulate(flags.adapt(self.ranks), plan)
             for name, (flags, plan) in plans.items()
-            if plan.actions or name not in MEGATRONS_OWN
+            if plan.actions or name not in MEGATRON_BASELINES
         }
 
     @functools.cached_property
@@ -81,8 +81,8 @@ class PipelineSearch:
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
         """Return the best plan found: within the budget or, if none fits, closest to it.
 
-        With a budget of 0 it has the lowest peak. The search also starts from `nearest`, Megatron's nearest flags. The plan is
-        never slower than `known`, a plan for a smaller budget.
+        With a budget of 0, that is the plan with the lowest peak. The search also starts from `nearest`, the best of
+        Megatron's own flags. The plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
@@ -90,7 +90,7 @@ class PipelineSearch:
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
         found += self._find_together(budget_bytes, usual)
-        # A plan found rank by rank may wait for neighbours; ranks with equal treatments do not.
+        # In a plan found rank by rank, ranks may wait for each other. A baseline treats them alike and may be faster.
         compared = [(flags[name], result) for name, result in self.baselines.items()]
         compared += [] if nearest is None else [(nearest.flags, nearest.result)]
         for one, result in compared:
@@ -102,7 +102,7 @@ class PipelineSearch:
         return min(found, key=lambda one: one.score(budget_bytes))
 
     def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
-        """Return plans of the best states of all ranks, each a correction of the previous one."""
+        """Return plans that combine the best state of each rank. Each plan corrects the previous one."""
         searches = [
             (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
         ]
@@ -130,32 +130,32 @@ class PipelineSearch:
         return Candidate(plan=plan, result=simulate(self.ranks, plan))
 
     def _pick(self, place: int, budget_bytes: int) -> tuple[State, int | None, int]:
-        """Return the best state of a rank alone, its limit of bytes in flight at the loss, and its peak."""
+        """Return the best state of a rank alone, its limit on the bytes in flight at the loss, and its peak."""
         search = self._get_search(place)
         if place not in self._searched[place]:
             borrowed = search.borrow([self._get_search(other) for other in self._searched[place]], budget_bytes)
             if borrowed is not None:
-                return borrowed, None, search.judge(borrowed).peak_bytes
+                return borrowed, None, search.evaluate(borrowed).peak_bytes
         state = search.find(budget_bytes, starts=())
         if self.ranks[place].turning_chunk is not None:
-            # Try no limit on the bytes in flight at the loss, and a limit of 0.
-            most_bytes = search.judge(state).loss_window_bytes
+            # Compare three limits on the bytes in flight at the loss: with a margin, without one, and 0.
+            most_bytes = search.evaluate(state).loss_window_bytes
             searches = [self._get_search(place, window) for window in (round(most_bytes * _ROUTED_MORE), most_bytes, 0)]
             search = min(searches, key=lambda one: one.score(state, budget_bytes))
         window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
-        return state, window, search.judge(state).peak_bytes
+        return state, window, search.evaluate(state).peak_bytes
 
     def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
-        """Distribute the passes of walks, first to the ranks with the longest steps."""
+        """Run walks with at most `layer_passes` in total, first on the ranks with the longest steps."""
         left = self._layer_passes
-        steps = [(search.judge(search.pick(budget_bytes)).step_s, search) for search in searches]
+        steps = [(search.evaluate(search.pick(budget_bytes)).step_s, search) for search in searches]
         walked = [(step_s, search) for step_s, search in steps if step_s > _WALKED * search.kept.step_s]
         for place, (_, search) in enumerate(sorted(walked, key=lambda pair: -pair[0]), start=1):
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
-            # Each rank except the last gets half of the rest.
+            # The last rank gets all remaining simulations, each other rank half of them.
             own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
             if search.kept.peak_bytes > budget_bytes:
                 LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))

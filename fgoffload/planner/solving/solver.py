@@ -3,7 +3,7 @@
     ranks -> treatments of each kind of layer with costs -> price sweeps for each rank -> local search
           -> simulated together -> Solution
 
-Every prediction in a `Solution` is the simulator's.
+All predictions in a `Solution` come from the simulator.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ DEFAULT_LAYER_PASSES = 30_000
 """Maximum number of simulated layer passes (forward or backward of one layer) in the local search. One takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
-"""The same for `--thorough`."""
+"""The same maximum for `--thorough`."""
 
 PLANNED_SHARE = 0.998
 """Fraction of a device memory budget that a plan may use if the run must not exceed the budget. The rest is headroom for
@@ -32,7 +32,7 @@ temporaries, which are not predicted exactly."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan within a budget, and its prediction."""
+    """A plan within a budget, with its prediction and its explanation."""
 
     plan: OffloadPlan  # plan for all ranks
     result: StepResult  # predicted step
@@ -40,7 +40,7 @@ class Solution:
     decisions: tuple[Decision, ...]  # the decision for each tag, with its reason, by rank
     baselines: Mapping[str, StepResult]
     """Baselines by name: `megatron_flags.list_baselines`. The plan is at least as fast as every baseline that fits the
-    budget. Baselines without offload run Megatron without this package."""
+    budget. Baselines without offload do not use this package."""
     nearest: NearestFlags | None  # the fastest of Megatron's own settings within the budget; None if none fits
 
 
@@ -70,7 +70,7 @@ def solve(
 def solve_leaving_free(
     ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, layer_passes: int = DEFAULT_LAYER_PASSES
 ) -> Solution:
-    """Return the fastest plan that leaves headroom, so that the run does not exceed the budget.
+    """Return the fastest plan with headroom in the budget, for runs that must not exceed it.
 
     `free_bytes` is the headroom: the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
     the message includes the headroom.
@@ -79,16 +79,16 @@ def solve_leaving_free(
     try:
         return solve(ranks, budget_bytes=planned_bytes, layer_passes=layer_passes)
     except BudgetError as error:
-        why = f"Of a budget of {format_bytes(budget_bytes)} a plan may use {format_bytes(planned_bytes)}. {error.why}"
+        why = f"A plan may use {format_bytes(planned_bytes)} of a budget of {format_bytes(budget_bytes)}. {error.why}"
         raise BudgetError(why, count_budget_bytes(error.least_bytes, free_bytes=free_bytes)) from error
 
 
 def sweep(
     ranks: Sequence[RankModel], budgets_bytes: Sequence[int], *, host_budget_bytes: int | None = None
 ) -> Iterator[Solution]:
-    """Yield a solution for each budget from `find_least_budget` on, smallest first. A larger budget is never slower.
+    """Yield a solution for each budget, smallest first. The plan for a larger budget is never slower.
 
-    Raises as `solve`, for the smallest budget without a plan.
+    Raises like `solve` if the smallest budget has no plan. `find_least_budget` returns the smallest budget that has one.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -101,7 +101,7 @@ def sweep(
 
 
 def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | None = None) -> int:
-    """Return the smallest budget with a plan, in bytes, however slow that plan is."""
+    """Return the smallest budget with a plan, in bytes, even if that plan is slow."""
     return _find_least(_prepare(ranks, 0, host_budget_bytes)).result.peak_bytes
 
 
@@ -111,20 +111,20 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:
         return None
+    lack = f" Even without activations, that rank lacks {format_bytes(missing_bytes)}." if missing_bytes else ""
     return (
-        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}, "
-        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve, which no plan moves. That rank "
-        f"lacks {format_bytes(missing_bytes)} between steps, with no activation there."
+        f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}: "
+        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve.{lack}"
     )
 
 
 def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
-    """Return the device bytes that a plan may use of a budget."""
+    """Return how many bytes of a device memory budget a plan may use."""
     return min(round(budget_bytes * PLANNED_SHARE), budget_bytes - free_bytes)
 
 
 def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
-    """Return the smallest budget that lets a plan use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    """Return the smallest budget in which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
     return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 
@@ -132,9 +132,7 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
     lacking = describe_static_lack(search.ranks, budget_bytes)
     if lacking is not None:
         least_bytes = _find_least(search.ranks).result.peak_bytes
-        raise BudgetError(
-            f"{lacking} The nearest budget that a plan was found for is {format_bytes(least_bytes)}.", least_bytes
-        )
+        raise BudgetError(f"{lacking} The smallest budget with a plan is {format_bytes(least_bytes)}.", least_bytes)
     nearest = search.flags.find(budget_bytes)
     best = search.find(budget_bytes, nearest, known)
     if best.result.peak_bytes > budget_bytes:
@@ -153,8 +151,8 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
 
 
 def _find_least(ranks: Sequence[RankModel]) -> Candidate:
-    """Return the plan with the lowest peak that was found, however slow."""
-    # A new search, because an error names this budget, and a search for that budget must find the same plan.
+    """Return the plan with the lowest peak, even if it is slow."""
+    # A new search: errors suggest this budget, and a search with that budget must find the same plan.
     return PipelineSearch(ranks, layer_passes=DEFAULT_LAYER_PASSES).find(0, None)
 
 
@@ -175,13 +173,13 @@ def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int
     rank = next(one for one in ranks if one.rank == worst.rank)
     host, fix = "", ""
     if rank.host_budget_bytes is not None:
-        host = f" and a host budget of {format_bytes(rank.host_budget_bytes)} a rank"
+        host = f" and a host budget of {format_bytes(rank.host_budget_bytes)} per rank"
         layer_bytes = max((layer.model.saved_bytes for chunk in rank.chunks for layer in chunk.layers), default=0)
         if rank.host_budget_bytes - worst.host_peak_bytes < layer_bytes:
-            fix = " The host budget has no room for another layer: a larger host budget may help too."
+            fix = " The host budget has no room for another layer, so a larger host budget may help too."
     return BudgetError(
-        f"No plan was found that keeps to a memory budget of {format_bytes(budget_bytes)}{host}: with everything recomputed or "
-        f"offloaded that helps, pipeline rank {worst.rank} lacks {format_bytes(worst.peak_bytes - budget_bytes)} at "
-        f"{worst.peak_at}. A memory budget of {format_bytes(worst.peak_bytes)} fits.{fix}",
+        f"No plan fits a memory budget of {format_bytes(budget_bytes)}{host}. Even with the plan that uses the least memory, "
+        f"pipeline rank {worst.rank} lacks {format_bytes(worst.peak_bytes - budget_bytes)} at {worst.peak_at}. The smallest "
+        f"budget with a plan is {format_bytes(worst.peak_bytes)}.{fix}",
         worst.peak_bytes,
     )

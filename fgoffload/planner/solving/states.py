@@ -1,4 +1,4 @@
-"""Treatments of a rank's layers, the plan they form, and the shortest step that shows its peak."""
+"""Converts treatments of a rank's layers to plans and back, and shortens the steps that the search simulates."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from fgoffload.planner.solving.treatments import Treatment, measure_treatment
 
 @functools.lru_cache(maxsize=64)
 def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches in flight between two passes, by chunk."""
+    """Return the distinct numbers of microbatches in flight between passes, by chunk."""
     return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
 class LayerSlot(NamedTuple):
-    """A layer of a rank, to which the solver assigns a treatment."""
+    """A layer of a rank, with the numbers that the solver needs to choose its treatment."""
 
     chunk: int  # model chunk on the rank
     number: int  # number of the layer in the whole model
@@ -52,7 +52,7 @@ def make_key(state: State) -> object:
 
 
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_window_bytes: int | None = None) -> OffloadPlan:
-    """Return the plan of several ranks from their layers and treatments, with a row for each site that is not kept."""
+    """Combine the treatments of several ranks into a plan, with a row for each site that is not kept."""
     actions: dict[Site, Action] = {}
     for slots, state in placed:
         for slot, treatment in zip(slots, state, strict=True):
@@ -62,7 +62,7 @@ def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_windo
 
 
 def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
-    """Return the treatments that `plan` gives the layers of a rank."""
+    """Return the treatments of a rank's layers under `plan`."""
     chosen, numel = group_by_layer(plan), rank.min_offloaded_numel
     return tuple(
         measure_treatment(slot.layer, chosen.get((slot.chunk, slot.number), {}), min_offloaded_numel=numel)
@@ -71,9 +71,9 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all kinds of pass gaps.
+    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all pass transitions.
 
-    The other microbatches repeat the same passes, so a plan has the same effect on the shorter step.
+    The removed microbatches only repeat these transitions, so a plan has the same effect on the shorter step.
     """
     chunks = len(rank.chunks)
     places = _list_places(rank.passes, chunks)

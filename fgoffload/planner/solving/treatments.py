@@ -1,7 +1,7 @@
-"""Lists the Pareto-optimal treatments of a layer in memory, copies and recompute.
+"""Lists the treatments of a layer that are Pareto-optimal in memory, copies and recompute.
 
-We start from keeping everything, change one tag or unit at a time, and drop dominated treatments after each round, so that a
-layer has a few dozen treatments instead of thousands.
+We start by keeping everything, change one tag or unit at a time, and drop dominated treatments after each round. This reduces
+thousands of treatments to a few dozen.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ class Treatment:
     """Treatment of one layer, and its cost relative to the baseline. Bytes and seconds are per microbatch."""
 
     actions: Actions  # actions other than `keep`
-    kept_bytes: int = 0  # change of the device bytes from forward to backward; negative with offload or recompute
+    kept_bytes: int = 0  # change in device bytes held from forward to backward; negative with offload or recompute
     moved_bytes: int = 0  # bytes offloaded and reloaded
     groups: int = 0  # number of copies in each direction
     recompute_s: float = 0.0  # seconds of recompute in backward
 
     def subtract(self, base: "Treatment") -> "Treatment":
-        """Return the difference to `base`, whose actions are a subset."""
+        """Return the difference from `base`, whose actions are a subset."""
         return Treatment(
             actions=tuple(row for row in self.actions if row not in base.actions),
             kept_bytes=self.kept_bytes - base.kept_bytes,
@@ -61,7 +61,7 @@ def list_treatments(
 ) -> tuple[Treatment, ...]:
     """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
 
-    Costs that differ by less than one of `parts` of the layer's bytes or forward count as equal.
+    Costs are rounded to multiples of 1 / `parts` of the layer's bytes and forward time.
     """
     found, added = [KEEP], [KEEP]
     while added:
@@ -100,14 +100,14 @@ def list_names(layer: LayerModel) -> list[str]:
 
 
 def list_needs(name: str) -> tuple[str, ...]:
-    """Return the names that a plan with `name` must have too."""
+    """Return the tags and units that a plan with `name` must contain too."""
     if name == "layer_input":
         return ("layer",)
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
 def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
-    """Return the treatments that no other one dominates in recompute, memory and copies; of equal ones the shortest."""
+    """Drop treatments that others dominate in recompute, memory and copies. Among equals, keep the one with fewest actions."""
     import numpy as np
 
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
@@ -119,7 +119,7 @@ def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: f
             round(one.moved_bytes / resolution_bytes),
         )
         costs.setdefault(cost, one)
-    # In this order, rows come before all rows that they dominate.
+    # In sorted order, each row comes before all rows that it dominates.
     rows = np.array(sorted(costs))
     efficient, count = np.empty_like(rows), 0
     for row in rows:

@@ -1,1 +1,1 @@
-"""Times and other properties of a device: from the peak rates of its kind, or from a measured profile."""
+"""Device properties and layer times, computed from peak rates or read from a measured profile."""

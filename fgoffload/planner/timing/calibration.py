@@ -1,22 +1,22 @@
 """Calibrates profiled layers against the plain step, which runs without measurement hooks.
 
 [Note: Launch delays]
-A profile times forward with hooks running, and takes the minimum of each segment over similar layers. The simulated step is too
-short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward:
-the host waits for the routing of each MoE layer and continues from there, while backward waits for nothing and is launched
-ahead of the device. We subtract excess time from the forward segments that hooks can have delayed.
+A profile measures forward with hooks, and uses the minimum of each segment over similar layers. The simulated step is too
+short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward,
+where the host waits for the routing of each MoE layer. In backward the host does not wait, and runs ahead of the device. If the
+simulated step is too long, we shorten the forward segments that hooks may have delayed.
 
-We add missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many steps occurs when
-forward runs at the device's pace and copies are furthest behind. With the missing time in forward, predicted peaks of W2 on an
-H200 are up to 3.6% too low; without it they are within 0.8%.
+If it is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many
+steps occurs when forward runs at the device's pace and copies are furthest behind. With the missing time in forward, predicted
+peaks of W2 on an H200 are up to 3.6% too low; without it they are within 0.8%.
 
 [Note: Power limit]
-If no layer waits for the host, the host runs far ahead, and the device causes the missing time. A profile stalls the device
+If no layer makes the host wait, the host runs far ahead, so the missing time is device time. A profile stalls the device
 before each forward segment, and a device at its power limit runs faster after a pause: 5% faster for Llama 3 8B on an H100. So
-we scale all compute of a microbatch, recompute included, by one factor. Devices whose layers wait for the host reach that limit
-too, but a profile cannot separate the two effects and attributes both to the host.
+we scale all compute of a microbatch, recompute included, by one factor. A device may also reach its power limit if layers make
+the host wait, but a profile cannot separate the two effects and attributes both to the host.
 
-A recompute keeps the measured forward time, because backward launches it alongside autograd.
+A recompute keeps the measured forward time, because the host launches it together with backward.
 """
 
 import dataclasses

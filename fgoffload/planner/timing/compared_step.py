@@ -12,7 +12,7 @@ class SiteAction:
     """One row of a plan: a site and its action."""
 
     site: Site  # layer and tag
-    action: Action  # what the plan does with its tensors
+    action: Action  # action of the site
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class ComparedStep:
     sites: tuple[SiteAction, ...]  # rows of the plan; other sites stay on the GPU
     loss_window_bytes: int | None = None  # as in `OffloadPlan`
     step_s: float  # seconds per step under the plan: median of the slowest process
-    keeping_step_s: float  # seconds per baseline step without offload, measured in between in the same way
+    keeping_step_s: float  # seconds per step of the baseline, measured in the same way
 
     def __post_init__(self) -> None:
         for name in ("step_s", "keeping_step_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use seconds above 0.")
+                raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use a number of seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError("sites offloads nothing, so the step cannot show the cost of copies. Remove it.")
+            raise ConfigError("sites contains no offload, so its step cannot show the cost of copies. Remove that step.")
 
     @property
     def plan(self) -> OffloadPlan:

@@ -45,9 +45,9 @@ def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
     ring = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size)
     # Each rank looks up its own rows. With sequence parallelism they are reduce-scattered, and the gradient is gathered;
-    # without it they are all-reduced, and all ranks have the gradient.
+    # without it they are all-reduced, and every rank has the whole gradient.
     summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
-    # Forward reads and writes rows. Backward clears a gradient of all weights, adds rows, and adds it to the fp32 sum.
+    # Forward reads and writes rows. Backward zeroes a gradient of all weights, adds rows to it, and adds it to the fp32 sum.
     forward = PassWork((make_moves(2 * rows, kernels=3),), traffic=summed)
     added = make_moves(weights * (2 * BF16 + 2 * FP32) + 3 * rows, kernels=5)
     work = SegmentWork("embedding", forward, PassWork((added,), traffic=gather))
@@ -57,7 +57,7 @@ def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
 def make_last_segments(
     edge: EdgeShape, clock: Clock, *, execution: Execution = DEFAULT_EXECUTION, extra: ExtraBytes = _NO_BYTES
 ) -> tuple[Segment, ...]:
-    """Return the segments after the last layer: final norm, output layer and loss. The latter two have `extra` temporaries."""
+    """Return the segments after the last layer: final norm, then output layer and loss, which need `extra` temporaries."""
     hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
     linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
     ring, logits = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size), edge.tokens * share
@@ -69,6 +69,6 @@ def make_last_segments(
         PassWork((*linear.list_forward(), loss), traffic=ring if edge.has_sequence_parallel else ()),
         PassWork((gradient, *linear.list_backward(execution)), beside=2 * ring),
     )
-    # Input and output of the norm, and a gradient of each in backward.
+    # Input and output of the norm in forward, and their gradients in backward.
     extras = {"final_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden), "output_layer": extra}
     return clock.time_segments((norm, output), extras)

@@ -11,16 +11,16 @@ from fgoffload.planner.checks import check_part, check_rate
 
 ASSUMED_MEMORY = 0.80
 """Assumed fraction of the device's memory bandwidth that kernels reach, slightly below the 0.90 of copies within an H100. With
-it, steps of W2 on H200s are predicted correctly."""
+it, predicted steps of W2 match measured ones on H200s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Fractions of the peak rates that are reached, above 0 and at most 1, and costs of launches and recompute."""
+    """Fractions of peak rates that a step reaches (above 0, at most 1), and costs of launches and recompute."""
 
     matmul: float = 0.66
-    """Fraction of the bf16 peak that large matrix products reach. Source: fitted to a step of Llama 3 8B on an H200, 72% of
-    which is matrix products (docs/results/predictions.md). The best shapes reach 794.5 TFLOP/s, 0.80, on H100 and H200 (Stas
+    """Fraction of the bf16 peak that large matrix products reach. Source: fitted to a step of Llama 3 8B on an H200, which
+    is 72% matrix products (docs/results/predictions.md). The best shapes reach 794.5 TFLOP/s, 0.80, on H100 and H200 (Stas
     Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS)."""
     grouped_matmul: float = 0.68
     """Fraction of the bf16 peak that grouped matrix products of experts reach with many rows. With n rows per expert they reach
@@ -44,14 +44,14 @@ class Efficiency:
     """Fraction of the device's memory bandwidth that kernels reach. Defaults to `Hardware.memory_efficiency` if measured, and
     otherwise to `ASSUMED_MEMORY`."""
     strided_bytes_per_s: float | None = 1.55e12
-    """Maximum bytes per second of element-wise kernels on strided tensors, whatever the bandwidth. None for no limit. Source:
-    the kernels of W2's activation, on halves of a tensor, move 1.53 TB/s on an H100 and 1.06 times that on an H200
+    """Maximum bytes per second of element-wise kernels on strided tensors, at any memory bandwidth. None for no limit. Source:
+    the activation kernels of W2, which read halves of a tensor, move 1.53 TB/s on an H100 and 1.06 times that on an H200
     (`w2_h100_kernels.csv` and `w2_h200_kernels.csv` in docs/results/runs). A guess for other devices."""
     narrow_attention: float = 0.7
     """Attention efficiency at head dimension 64 relative to 128, interpolated in between. Source: the same figures;
     FlashAttention-3 reaches 400 and 410 TFLOP/s at head dimension 64."""
     nvlink: float = 0.80
-    """Fraction of the rate between devices of an NVLink domain that collectives reach. Source: nccl-tests on 8 H200 reach 361
+    """Fraction of the NVLink rate that collectives reach within a domain. Source: nccl-tests on 8 H200 reach 361
     GB/s of 450 in all-gather. Ring all-reduce reaches 235 of 300 on A100, 682 of 900 on B200 and 313 of 448 on MI300X (Stas
     Bekman, Machine Learning Engineering, network)."""
     network: float = 0.90
@@ -62,12 +62,12 @@ class Efficiency:
     H100 (tests/unit/planner/timing/published_steps.json); not measured on its own."""
     rerun_extra: float = 0.10
     """Extra time of a recompute, as a fraction of its forward time. Source: full recompute against profiled forward on H200s:
-    0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. W2, whose forward waits for the host, took 0.04 less.
-    The reason is unknown."""
+    0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. For W2, in whose forward the host waits,
+    it was -0.04. The reason is unknown."""
     kernel_start_s: float = 3e-6
     """Gap between consecutive kernels on the device, in seconds. Assumed."""
     host_s_per_launch: float = 25e-6
-    """Host seconds per kernel launch. A layer takes at least the time of its launches. Source: traces show 9 ms of host time
+    """Host seconds per kernel launch. A layer takes at least the sum of its launch times. Source: traces show 9 ms of host time
     for forward and backward of a W2 layer on an H200, and 13 ms for a layer of GPT-OSS 120B on H100. Small models may need
     twice as much (docs/results/host_overhead.md)."""
     collective_start_s: float = 20e-6

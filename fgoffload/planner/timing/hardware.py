@@ -30,8 +30,8 @@ class Link:
     h2d_bytes_per_s: float | None = None  # bytes per second to the device, with no copies to the host
     duplex_bytes_per_s: float | None = None  # bytes per second in each direction while both are busy
     is_measured: bool = False
-    """Whether these rates were measured. Otherwise they are the vendor's, which copies do not reach: on an H100 copies reached
-    47 to 55 of the nominal 64 GB/s."""
+    """Whether these rates were measured. Otherwise they are nominal rates, which copies do not reach: on an H100 they
+    reached 47 to 55 of 64 GB/s."""
 
     def __post_init__(self) -> None:
         for name in _LINK_RATES:
@@ -39,8 +39,8 @@ class Link:
         alone = [rate for rate in (self.d2h_bytes_per_s, self.h2d_bytes_per_s) if rate is not None]
         if self.duplex_bytes_per_s is not None and alone and self.duplex_bytes_per_s > min(alone):
             raise ConfigError(
-                f"duplex_bytes_per_s {self.duplex_bytes_per_s:g} is above {min(alone):g}, the slower direction alone. "
-                "It is the rate of each direction while both are busy. Use that rate or a lower one."
+                f"duplex_bytes_per_s {self.duplex_bytes_per_s:g} is above {min(alone):g}, the rate of the slower "
+                "direction alone. Use the rate per direction while both are busy, or that lower one."
             )
         if not isinstance(self.is_measured, bool):
             raise ConfigError(f"is_measured {self.is_measured!r} must be true or false.")
@@ -53,7 +53,7 @@ class Hardware:
     name: str  # name in tables
     device_memory_bytes: int
     """Device memory as the vendor labels it, read in binary units: "80 GB" is 80 GiB. It includes the memory that the driver
-    reserves: torch sees 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64 GiB."""
+    reserves: torch reports 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64 GiB."""
     device_memory_bytes_per_s: float | None = None  # device memory bandwidth, in bytes per second
     memory_efficiency: float | None = None
     """Measured fraction of that bandwidth that the kernels of a step reach, above 0 and at most 1. Defaults to
@@ -68,15 +68,15 @@ class Hardware:
     """Total bytes per second from a device to the rest of its domain, one way, over NVLink or AMD's Infinity Fabric. If None
     (no such link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
-    """Bytes per second to one other device, if devices are wired in pairs without a switch: a group of n reaches n - 1 times
-    this. Defaults to all of `nvlink_bytes_per_s`."""
+    """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
+    reaches n - 1 times this. Defaults to all of `nvlink_bytes_per_s`."""
     nvlink_gpus: int | None = None  # devices in an NVLink domain; defaults to `gpus_per_node`
     network_bytes_per_s: float | None = None
     """Bytes per second of a device's share of its node's network cards, one way, in the vendor's own system. None if servers
     differ; the planner then assumes 50 GB/s, one 400 Gbit/s card per device."""
     host_memory_bytes_per_node: int | None = None  # host memory of a node in the vendor's own system; None if servers differ
     gpus_per_node: int  # devices that share the host's memory
-    source: str  # where the figures come from
+    source: str  # sources of the figures
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -96,18 +96,18 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Hardware":
-        """Parse hardware.
+        """Parse the description of a device.
 
         Args:
             text: A JSON object with the fields of this class. Memory is in bytes or a size like "80GiB"; `link` is an object
-                with the fields of `Link`. A field that may be None can be null or missing. `"base": "gb200"` fills in missing
+                with the fields of `Link`. Optional fields may be null or missing. `"base": "gb200"` fills in missing
                 fields from that device of the table, also within `link`, except for its duplex rate.
             source: Where `text` comes from, for error messages.
 
         Raises:
             ConfigError: `text` is not JSON, or a field is unknown, missing or invalid.
         """
-        document = parse_json(text, name=source, fix="Give an object with the fields of Hardware.")
+        document = parse_json(text, name=source, fix="Use an object with the fields of Hardware.")
         try:
             return _make_hardware(document, source=source)
         except ConfigError as error:
@@ -115,9 +115,9 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> "Hardware":
-        """Return the hardware in the file at `path`."""
+        """Load the description of a device from the file at `path`."""
         source = f"hardware file {path}"
-        return cls.from_json(read_text_file(path, name=source, fix="Give the path of a JSON file."), source=source)
+        return cls.from_json(read_text_file(path, name=source, fix="Pass the path of a JSON file."), source=source)
 
 
 def get_hardware(name: str) -> Hardware:
@@ -152,17 +152,17 @@ def check_for_times(hardware: Hardware) -> None:
         example.append(f'"link": {{{rates}}}')
     raise ConfigError(
         f"hardware {hardware.name!r} has no {', '.join([*missing, *(f'link.{name}' for name in of_link)])}, and no public "
-        f"source gives it. Pass --hardware a file with your device's figures, for example {{{', '.join(example)}}}, "
+        f"source lists it. Pass a file with your device's figures to --hardware, for example {{{', '.join(example)}}}, "
         "or use --profile."
     )
 
 
 def get_rate(rates: Hardware | Link, field: str, name: str) -> float:
-    """Return a rate that times need, of the device `name` or of its link. Raises ConfigError if it is unknown."""
+    """Return a rate of the device `name` or of its link. Raise a ConfigError if it is unknown."""
     rate: float | None = getattr(rates, field)
     if rate is None:
         raise ConfigError(
-            f"hardware {name!r} has no {field}, which times need. Pass --hardware a file that has it, or use --profile."
+            f"hardware {name!r} has no {field}, which predictions need. Pass a file with it to --hardware, or use --profile."
         )
     return rate
 
@@ -199,18 +199,18 @@ def _make_hardware(document: Any, *, source: str) -> Hardware:
 
 
 def _fill_from_base(document: Any, source: str) -> Any:
-    """Fill in the missing fields of `document` from the device that its `base` names, if any."""
+    """Fill in the missing fields of `document` from the device in its field `base`, if it has one."""
     if not isinstance(document, dict) or "base" not in document:
         return document
     base = get_hardware(str(document["base"]))
     own = {key: value for key, value in document.items() if key != "base"}
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
     if "device_memory_bytes_per_s" in own:
-        fields["memory_efficiency"] = None  # was measured relative to the base's bandwidth
+        fields["memory_efficiency"] = None  # measured relative to the base's bandwidth
     if isinstance(own.get("link"), dict):
-        # The duplex rate was measured with the base's other rates. With new ones it is unknown.
+        # The duplex rate was measured with the base's other rates. With new rates it is unknown.
         own["link"] = {**dataclasses.asdict(base.link), "duplex_bytes_per_s": None, **own["link"]}
-    return {**fields, "source": f"{base.source} {', '.join(own) or 'nothing'}: {source}.", **own}
+    return {**fields, "source": f"{base.source} {', '.join(own)}: {source}." if own else base.source, **own}
 
 
 def _strip(name: str) -> str:
@@ -218,7 +218,7 @@ def _strip(name: str) -> str:
 
 
 def _load_table() -> None:
-    """Load the packaged devices. In the file, a device follows its `base`."""
+    """Load the packaged devices. The file lists a device after its `base`."""
     table = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     for key, fields in json.loads(table).items():
         driver_name = fields.pop("driver", key)

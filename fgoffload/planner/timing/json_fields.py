@@ -43,7 +43,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Build a `kind` from `value`."""
+    """Convert `value`, parsed from JSON, to a `kind`. Raise a ConfigError that names the invalid field, if any."""
     try:
         return _read_object(kind, value, "")
     except ConfigError as error:
@@ -53,12 +53,12 @@ def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
 def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
     """Return the fields of the JSON object `value`. Reject unknown and missing fields of `kind`, but do not check types."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{place} is {_shorten(value)}. Give an object with the fields of {kind.__name__}.")
+        raise ConfigError(f"{place} is {_shorten(value)}. Use an object with the fields of {kind.__name__}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in value:
         if key not in fields:
             nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Give some of: {', '.join(fields)}."
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"Its fields are: {', '.join(fields)}."
             raise ConfigError(f"{place} has no field {key!r}. {hint}")
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
@@ -68,7 +68,7 @@ def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
 
 
 def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Build the `kind` at `where`: `ranks[0].chunks[1]`, or empty for the whole document."""
+    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. It is empty for the document."""
     place = where or "the document"
     fields = check_fields(kind, value, place)
     hints = typing.get_type_hints(kind)
@@ -87,11 +87,11 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return _read(next(one for one in inner if one is not type(None)), value, where)
     if origin is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{where} is {_shorten(value)}. Give a list.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Use a list.")
         return tuple(_read(inner[0], one, f"{where}[{index}]") for index, one in enumerate(value))
     if origin is not None:
         if not isinstance(value, dict):
-            raise ConfigError(f"{where} is {_shorten(value)}. Give an object.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Use an object.")
         return {key: _read(inner[1], one, f"{where}[{key!r}]") for key, one in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_object(kind, value, where)  # type: ignore[arg-type]
@@ -102,21 +102,21 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         values = [member.value for member in kind]
         if value not in values:
-            raise ConfigError(f"{where} is {_shorten(value)}. Give one of: {', '.join(map(str, values))}.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Use one of: {', '.join(map(str, values))}.")
         return kind(value)
     if kind is float:
         # JSON's true is an int in Python. Compare before converting: a float cannot hold an int of hundreds of digits.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ConfigError(f"{where} is {_shorten(value)}. Give a finite number of at least 0.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Use a finite number of at least 0.")
         _check_most(value, where)
         return float(value)
     if kind is int:
         if type(value) is not int or value < 0:
-            raise ConfigError(f"{where} is {_shorten(value)}. Give a whole number of at least 0.")
+            raise ConfigError(f"{where} is {_shorten(value)}. Use a whole number of at least 0.")
         _check_most(value, where)
         return value
     if type(value) is not kind:
-        raise ConfigError(f"{where} is {_shorten(value)}. Give {'text' if kind is str else 'true or false'}.")
+        raise ConfigError(f"{where} is {_shorten(value)}. Use {'text' if kind is str else 'true or false'}.")
     return value
 
 

@@ -28,7 +28,7 @@ class LinkProfile:
     """Measured link between a device and its host."""
 
     copies: tuple[CopyRate, ...]  # copy rates, from the smallest size to the largest
-    compute_slowdown: float  # fraction by which copies in both directions slow a matrix product: 0.06 for 6%
+    compute_slowdown: float  # fraction by which copies in both directions slow down a matrix product: 0.06 for 6%
 
     def __post_init__(self) -> None:
         if not self.copies:
@@ -50,6 +50,6 @@ class LinkProfile:
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
             copy_latency_s=max(0.0, (d2h_s + h2d_s) / 2),
-            # The measured matrix product fills the device for longer than the kernels of a step do.
+            # The measured matrix product occupies the whole device for longer than the kernels of a step do.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )

@@ -1,36 +1,36 @@
 """Builds the simulator's link model from hardware specifications.
 
-An unmeasured link is assumed to reach the same fraction of its nominal rate as a measured H100, with PCIe 5 at 64 GB/s.
+We assume that an unmeasured link reaches the same fraction of its nominal rate as a measured H100, on PCIe 5 at 64 GB/s.
 """
 
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.timing.hardware import Hardware, get_rate
 
-_NAMED_BYTES_PER_S = 64e9
+_NOMINAL_BYTES_PER_S = 64e9
 
-D2H_SHARE = 47e9 / _NAMED_BYTES_PER_S
-"""Fraction of the nominal rate that copies to the host reach. Source: the slowest of copies at 47 to 55 GB/s on one H100."""
+D2H_SHARE = 47e9 / _NOMINAL_BYTES_PER_S
+"""Fraction of the nominal rate that copies to the host reach. Source: the slowest copies on one H100, at 47 to 55 GB/s."""
 
-H2D_SHARE = 53e9 / _NAMED_BYTES_PER_S
+H2D_SHARE = 53e9 / _NOMINAL_BYTES_PER_S
 """Fraction of the nominal rate that copies to the device reach. Source: 53 GB/s, on the same H100."""
 
 DUPLEX_SHARE = 33.5e9 / 47e9
 """Rate per direction while both are busy, relative to the slower one alone. Source: 33.5 GB/s each way, on the same H100."""
 
 COPY_LATENCY_S = 5e-6
-"""Seconds before the first byte of a copy moves. Source: copies of 64 KiB ran at 9.7 GB/s on the same H100, 6.8 us each. Their
-bytes take 1.3 us of that at the rate of large copies."""
+"""Seconds before the first byte of a copy moves. Source: copies of 64 KiB ran at 9.7 GB/s on the same H100, 6.8 us each. At the
+rate of large copies they would take 1.3 us."""
 
 COMPUTE_SLOWDOWN = 0.01
-"""Fraction by which copies slow the compute of a step; a conservative estimate. Source: traces of W2 on an H200, whose kernels
-copies do not lengthen. A long matrix product that fills the device takes 3 to 7% longer on an H100 and H200s."""
+"""Fraction by which copies slow down the compute of a step; a conservative estimate. Source: traces of W2 on an H200, in which
+copies do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product on the whole device by 3 to 7%."""
 
 
 def make_link_model(hardware: Hardware) -> LinkModel:
     """Return the simulator's model of the link of `hardware`.
 
-    Measured rates are used as they are, nominal rates are derated. If the duplex rate was not measured, it is estimated as a
-    fraction of the slower direction's rate.
+    Nominal rates are multiplied by the fractions above, measured rates are not. If the duplex rate was not measured, it is
+    estimated as a fraction of the slower direction's rate.
     """
     link = hardware.link
     d2h = get_rate(link, "d2h_bytes_per_s", hardware.name) * (1.0 if link.is_measured else D2H_SHARE)

@@ -1,4 +1,4 @@
-"""Transfer rates between ranks: the fraction of nominal rates that collectives reach.
+"""Transfer rates between ranks, as fractions of nominal rates.
 
 If the hardware lacks a rate, we assume a common one; `describe_assumed_rates` reports the assumptions.
 """
@@ -9,27 +9,27 @@ from fgoffload.planner.timing.efficiency import Efficiency
 from fgoffload.planner.timing.hardware import Hardware
 
 ASSUMED_NETWORK_BYTES_PER_S = 50e9
-"""Network rate of each device if the hardware has none: one 400 Gbit/s card each, as in vendors' systems since the H100."""
+"""Network rate of each device if the hardware lists none: one 400 Gbit/s card each, as in vendors' systems since the H100."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkRates:
     """Bytes per second that a rank reaches, in each direction."""
 
-    domain_ranks: int  # ranks of a domain, which reach each other without the network
+    domain_ranks: int  # number of ranks in a domain, which communicate without the network
     nvlink_bytes_per_s: float  # rate to all other ranks of the domain together
     peer_bytes_per_s: float | None  # rate to one other rank of the domain. None allows all of `nvlink_bytes_per_s`.
     network_bytes_per_s: float  # rate to ranks of other domains
 
     def get_nvlink_rate(self, ranks: int) -> float:
-        """Return the rate of a rank in a group of `ranks` within the domain. Without a switch, only the links to them count."""
+        """Return the rate of a rank in a group of `ranks` within the domain. Without a switch, it uses only links to them."""
         if self.peer_bytes_per_s is None:
             return self.nvlink_bytes_per_s
         return min(self.nvlink_bytes_per_s, self.peer_bytes_per_s * max(1, ranks - 1))
 
 
 def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRates:
-    """Return the rates between ranks."""
+    """Return the rates that collectives reach between ranks."""
     far = (hardware.network_bytes_per_s or ASSUMED_NETWORK_BYTES_PER_S) * efficiency.network
     near, peer = hardware.nvlink_bytes_per_s or _find_pcie_rate(hardware), hardware.nvlink_peer_bytes_per_s
     return NetworkRates(
@@ -41,7 +41,7 @@ def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRat
 
 
 def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
-    """Return one line with the rates that `hardware` lacks and the assumed values, or None if it lacks none.
+    """Return one line with the missing rates of `hardware` and the values assumed for them, or None if none is missing.
 
     Args:
         hardware: The hardware of each rank.

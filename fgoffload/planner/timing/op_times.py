@@ -40,10 +40,10 @@ GRAPH_LAUNCHES = 3
 `Efficiency.host_s_per_launch`. Assumed."""
 
 HIDING_PART = 0.9
-"""Part of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
+"""Fraction of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Segments without a tag, and the tag that is captured together with them."""
+"""Segments without a tag, and the tag with which CUDA graphs capture them."""
 
 
 def make_layer_model(
@@ -55,7 +55,7 @@ def make_layer_model(
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
-    """Return the layer of a shape on a device: times, bytes and units."""
+    """Build the model of a layer: times of its segments, saved bytes, and units."""
     clock = Clock(hardware=hardware, efficiency=efficiency)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)
@@ -65,7 +65,7 @@ def make_layer_model(
     launches = tuple(_count_launches(works, side, graphs, captured) for side in ("forward", "backward"))
     segments = clock.time_segments(works, extras, launches=launches)
     if experts is not None:
-        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # for the token counts of the experts
+        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # the host waits for the experts' token counts
         if experts.has_shared_overlap:
             segments = _hide_shared_experts(segments, works, clock)
         if execution.has_expert_overlap:
@@ -78,7 +78,7 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return the launches of each segment, `forward` or `backward`: a graph counts for its first segment."""
+    """Return the launches of each segment in its `forward` or `backward`. A graph counts for its first segment."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
@@ -109,14 +109,14 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """Times of work on a device."""
+    """Predicts how long work takes on a device."""
 
     hardware: Hardware  # the device
     efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Return the bytes a second that memory-bound kernels read and write."""
+        """Return the bytes per second that memory-bound kernels read and write."""
         part = self.efficiency.memory or self.hardware.memory_efficiency or ASSUMED_MEMORY
         return get_rate(self.hardware, "device_memory_bytes_per_s", self.hardware.name) * part
 
@@ -141,7 +141,7 @@ class Clock:
         )
 
     def time_work(self, work: Work) -> float:
-        """Return the seconds of kernels: the longer of operations and bytes, plus their starts."""
+        """Return the seconds of kernels: the time of operations or of bytes, whichever is longer, plus the gaps."""
         rate = self.memory_bytes_per_s
         strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
         seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
@@ -155,7 +155,7 @@ class Clock:
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency
         if work.expert_rows is not None:
             part *= work.expert_rows / (work.expert_rows + self.efficiency.grouped_rows)
-        missing = max(0.0, 1 - work.head_channels / FULL_HEAD_CHANNELS) * 2  # 1 with heads of 64 channels
+        missing = max(0.0, 1 - work.head_channels / FULL_HEAD_CHANNELS) * 2  # 1 for heads of 64 channels
         return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:
@@ -168,7 +168,7 @@ class Clock:
         elif traffic.pattern is Pattern.RING:
             seconds = traffic.sent_bytes / network
         else:
-            # Ranks of a group that are in this rank's domain, and in others.
+            # Number of ranks of the group that are in this rank's domain, this rank included.
             near = max(1, domain * traffic.ranks // traffic.span)
             each = traffic.sent_bytes / (traffic.ranks - 1)
             far_bytes = each * (traffic.ranks - near)
@@ -187,8 +187,8 @@ class Clock:
 
     def _time_passes(self, passes: Sequence[PassWork], kernels: Sequence[int]) -> list[float]:
         times = [self.time_pass(one) for one in passes]
-        # The host runs ahead between segments, so a layer is launch-bound as a whole or not at all. The delay is distributed by
-        # launches.
+        # The host runs ahead between segments, so a layer is launch-bound as a whole or not at all. Each segment gets a share
+        # of the delay in proportion to its launches.
         late_s = max(0.0, sum(kernels) * self.efficiency.host_s_per_launch - sum(times))
         return [time_s + late_s * count / sum(kernels) for time_s, count in zip(times, kernels, strict=True)]
 
@@ -202,7 +202,7 @@ def _time_exchange(works: Sequence[SegmentWork], clock: Clock) -> dict[str, tupl
 
 
 def _hide_exchange(segments: Sequence[Segment], works: Sequence[SegmentWork], clock: Clock) -> tuple[Segment, ...]:
-    """Subtract the part of the token exchange that another microbatch's compute hides."""
+    """Subtract the part of the token exchange that the compute of another microbatch hides."""
     exchanges = _time_exchange(works, clock)
     exchange_s = sum(map(sum, exchanges.values()))
     compute_s = sum(one.forward_s + one.backward_s for one in segments) - exchange_s
@@ -232,7 +232,7 @@ def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWor
     sizes = LayerSizes(shape)
     linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
     norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)
-    # The projection's output, sharded by channels, is gathered and scattered by tokens.
+    # The projection's output is sharded by channels. It is gathered, then scattered by tokens.
     gather = (*list_input_traffic(shape, 2 * shape.hidden_size)[0], *list_output_traffic(shape, shape.hidden_size)[0])
     first = SegmentWork(
         "mtp_projection",

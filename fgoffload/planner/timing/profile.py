@@ -1,7 +1,7 @@
 """Profile of a training run: the link, and times and bytes per layer of each pipeline rank.
 
-`fgoffload profile` writes a profile, and `--offload-modules auto` takes one in the first step. A profile uses the types of the
-simulator and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges similar layers:
+`fgoffload profile` writes a profile, and `--offload-modules auto` measures one in the first step. A profile uses the types of
+the simulator and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges similar layers:
 
     profile = Profile.load(Path("profile.json"))
     ranks = [make_rank_model(profile, rank=rank.rank) for rank in profile.ranks]
@@ -36,7 +36,7 @@ CPU = "CPU"
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches, and bytes by more only if routing is far out of balance."""
+few percent between microbatches. Bytes vary by more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RankProfile:
     chunks: tuple[ChunkModel, ...]
     """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes are maxima."""
     static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
-    peak_bytes: int | None = None  # peak device bytes of the step; None if the device does not count them, as a CPU
+    peak_bytes: int | None = None  # peak device bytes of the step; None if the device, such as a CPU, does not report them
     step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
     step_end_s: float = 0.0  # seconds of the step after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
@@ -56,13 +56,13 @@ class RankProfile:
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:
-        """The layers of all chunks, in order."""
+        """Layers of all chunks, in order."""
         return tuple(layer for chunk in self.chunks for layer in chunk.layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTraining:
-    """The run that was profiled. The planner uses it to refuse a profile of another run."""
+    """Identifies the profiled run. The planner rejects a profile of another run."""
 
     source: str  # argument file, as the user named it
     flags: tuple[str, ...]  # Megatron's flags: from the file, then from the command line, which take precedence
@@ -83,16 +83,16 @@ class Profile:
     training: MeasuredTraining | None = None
     """The profiled run; None if only the link was measured, or if the run makes its own plan."""
     plain_step_s: float | None = None
-    """Seconds of a step without measurement hooks: median of a few, of the slowest process. None if unknown."""
+    """Median seconds of a step without measurement hooks, on the slowest process. None if unknown."""
     compared_steps: tuple[ComparedStep, ...] = ()
     """Steps under plans, which show how much copies slow compute; empty if none were run, as on a CPU."""
 
     def __post_init__(self) -> None:
         if self.plain_step_s is not None and not 0 < self.plain_step_s < math.inf:
-            raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Use seconds above 0, or null.")
+            raise ConfigError(f"plain_step_s {self.plain_step_s} is not a step time. Use a number of seconds above 0, or null.")
 
     def get_rank(self, rank: int) -> RankProfile:
-        """Return pipeline rank `rank`."""
+        """Return the measurements of pipeline rank `rank`."""
         for one in self.ranks:
             if one.rank == rank:
                 return one
@@ -113,7 +113,7 @@ class Profile:
         Raises:
             ConfigError: `text` is not a profile of this format. The message names the faulty field.
         """
-        document = parse_json(text, name=source, fix="Give a file that `fgoffload profile --json` wrote.")
+        document = parse_json(text, name=source, fix="Use a file that `fgoffload profile --json` wrote.")
         found = document.pop("format", None) if isinstance(document, dict) else None
         if type(found) is not int or found != FORMAT:
             raise ConfigError(f"{source} is a profile of format {found!r}; this version reads format {FORMAT}. Measure again.")
@@ -121,18 +121,18 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
-        """Return the profile in the file at `path`."""
+        """Load the profile in the file at `path`."""
         source = f"profile {path}"
         return cls.from_json(
-            read_text_file(path, name=source, fix="Give a file that `fgoffload profile --json` wrote."), source=source
+            read_text_file(path, name=source, fix="Use a file that `fgoffload profile --json` wrote."), source=source
         )
 
     def save(self, path: Path) -> None:
-        """Write the profile to a file at `path`."""
+        """Write the profile to the file at `path`."""
         try:
             write_file(path, self.to_json())
         except OSError as error:
-            raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Use another file.") from error
+            raise ConfigError(f"profile {path} cannot be written: {error.strerror}. Use another path.") from error
 
 
 def make_rank_model(
@@ -146,8 +146,8 @@ def make_rank_model(
     """Return pipeline rank `rank` of a profile for the simulator and the solver.
 
     With one stage, times are calibrated so that the simulated baseline matches the plain step, if the profile has one. With
-    several stages the plain step includes waits of unknown length between stages. Compared steps are ignored here;
-    `make_rank_models` uses them. None means the default policy, the measured microbatches and unlimited host memory.
+    several stages they are not, because the plain step includes waits of unknown length between stages. Only
+    `make_rank_models` uses compared steps. None means the default policy, the measured microbatches and unlimited host memory.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
@@ -175,12 +175,12 @@ def make_rank_model(
 
 
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
-    """Merge similar layers; return the merged model for the kind of each of `layers`.
+    """Merge similar layers. Return the merged model of each layer, by the kind of the layer.
 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,
     because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward
-    on an H200. Tensors come from the layer with the most bytes, since a plan must fit it.
+    on an H200. Tensors are those of the layer with the most bytes, because a plan must fit it.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
@@ -195,8 +195,8 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
 def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
     """Merge the profiles of all data, tensor and expert parallel processes into one per pipeline rank.
 
-    Times are averaged, since processes wait for each other; bytes are maxima. If the tensors of a layer differ between
-    processes, the layer with the most bytes is used.
+    Times of segments are averaged, because processes wait for each other; bytes are maxima. If the tensors of a layer differ
+    between processes, the layer with the most bytes is used.
 
     Args:
         profiles: Pipeline ranks in any order. For bitwise identical results, keep the order within a rank.
@@ -239,7 +239,7 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
 
 
 def _keep_untagged(layer: LayerModel) -> LayerModel:
-    """Keep tensors outside of all tagged modules on the GPU, since no plan can select them."""
+    """Keep tensors outside all tagged modules on the GPU, because no plan can select them."""
     names = frozenset(default_tags().names)
     tensors = [dataclasses.replace(one, stays=one.stays or names.isdisjoint(one.tags)) for one in layer.tensors]
     return dataclasses.replace(layer, tensors=tuple(tensors))

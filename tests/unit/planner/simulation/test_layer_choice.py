@@ -17,11 +17,11 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
     [
         ({"moe": R, "router": O}, "recomputes 'moe' and offloads 'router'.*saves nothing to offload"),
         ({"core_attn": B}, "recomputes 'core_attn' and offloads 'core_attn'"),
-        ({"layer": R, "moe": R}, "recomputes 'layer' and 'moe'.*'moe' is a part of 'layer'"),
-        ({"layer": B}, "offloads 'layer' in a layer of kind 'moe', where that tag saves nothing"),
+        ({"layer": R, "moe": R}, "recomputes 'layer' and 'moe'.*'moe' is part of 'layer'"),
+        ({"layer": B}, "offloads 'layer' in a layer of kind 'moe', which saves no offloadable tensor under that tag"),
         ({"layer_input": O}, "offloads 'layer_input'.*does not recompute 'layer'"),
         ({"attn_proj": O}, "offloads 'attn_proj' and keeps 'core_attn'.*Offload 'core_attn' too"),
-        ({"mlp": R}, "recomputes 'mlp'.*where only layer, attn_norm"),
+        ({"mlp": R}, "recomputes 'mlp'.*Units it can recompute: layer, attn_norm"),
     ],
     ids=str,
 )
@@ -49,12 +49,13 @@ def choices(draw):
 @given(choices(), st.sampled_from((0, 31, 145)))
 def test_every_byte_is_kept_or_moved_or_made_again(actions, min_offloaded_numel):
     resolved = resolve_layer(HOLDING, actions, min_offloaded_numel=min_offloaded_numel)
-    names = [one.tensor.name for one in (*resolved.kept, *resolved.leaving)]
-    made = [one.tensor.name for rerun in resolved.reruns for one in rerun.made if not one.tensor.name.startswith("extra")]
+    names = [one.tensor.name for one in (*resolved.kept, *resolved.offloaded)]
+    recomputed = [one.tensor.name for recompute in resolved.recomputes for one in recompute.tensors]
+    made = [name for name in recomputed if not name.startswith("extra")]
     assert sorted((*names, *made, "rotary")) == sorted(tensor.name for tensor in TENSORS)
     assert sum(group.size_bytes for group in resolved.groups) == resolved.moved_bytes
-    assert all(one.tensor.size_bytes >= min_offloaded_numel for one in resolved.leaving)
-    for one in resolved.leaving:
+    assert all(one.tensor.size_bytes >= min_offloaded_numel for one in resolved.offloaded)
+    for one in resolved.offloaded:
         assert one.takes
         assert min(take.before for take in one.takes) >= one.freed_after
-        assert resolved.groups[one.leaves_with].ends_after >= one.saved_after
+        assert resolved.groups[one.offloaded_by].ends_after >= one.saved_after

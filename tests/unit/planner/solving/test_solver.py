@@ -60,7 +60,7 @@ def test_if_no_plan_fits_the_error_names_rank_missing_bytes_time_and_a_fix():
 
 def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
     ranks, free_bytes = [make_toy_rank(static_bytes=10_000)], 70
-    with pytest.raises(BudgetError, match=r"Of a budget of 9.80 KiB a plan may use 9.7\d KiB\. ") as caught:
+    with pytest.raises(BudgetError, match=r"A plan may use 9.7\d KiB of a budget of 9.80 KiB\. ") as caught:
         solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
     least_bytes = pickle.loads(pickle.dumps(caught.value)).least_bytes
     assert f"Use a budget of {least_bytes}B or more" in str(caught.value)
@@ -72,7 +72,7 @@ def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
 
 def test_a_budget_that_static_memory_exceeds_is_refused_with_both():
     rank = make_toy_rank(layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100)
-    with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0, 100 B"):
+    with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0: 100 B"):
         solve([rank], budget_bytes=100)
 
 
@@ -87,7 +87,7 @@ def test_a_host_budget_is_kept():
     assert solution.result.ranks[0].kept_bytes == 0
     with pytest.raises(
         PlanError,
-        match=r"a memory budget of .* and a host budget of 1 B a rank: .* rank 0 lacks 8 B .* a larger host budget may",
+        match=r"a memory budget of .* and a host budget of 1 B per rank\. .* rank 0 lacks 8 B .* a larger host budget may",
     ):
         solve([rank], budget_bytes=kept_bytes - 8, host_budget_bytes=1)
 

@@ -102,12 +102,12 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         ("{", "p.json is not JSON: "),
         (change("format", to=1), "p.json is a profile of format 1; this version reads format 3. Measure again."),
         (change("divice", to="x"), "p.json: the document has no field 'divice'. Did you mean 'device'?"),
-        (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Give a whole number of at least 0."),
-        (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Give a finite number of at least 0."),
+        (change("ranks", 0, "rank", to=True), "p.json: ranks[0].rank is True. Use a whole number of at least 0."),
+        (change("ranks", 0, "step_s", to=float("inf")), "p.json: ranks[0].step_s is inf. Use a finite number of at least 0."),
         (change("ranks", 0, "pipeline", "stages", to=0), "p.json: ranks[0].pipeline: stages 0 is below 1. Use 1 or more."),
         (
             change(*LAYER, "segments", 1, "host_wait", to="never"),
-            "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Give one of: kernel, hold, copy.",
+            "p.json: ranks[0].chunks[0].layers[0].model.segments[1].host_wait is 'never'. Use one of: kernel, hold, copy.",
         ),
         (
             change("link", "copies", 0, "size_bytes", to=2**28),
