@@ -1,8 +1,9 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
-[Note: Trials] The second run gets detached inputs and the random state of the first run. A module may be recomputed if the
-second run returns the same bits and leaves the same random states, buffers, inputs and plain attributes as the first run. The
-trial uses `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+[Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or random state of Python,
+and if a second run returns the same bits and ends with the same random state of torch. The second run has detached inputs and
+begins with the random state of the real run. A trial uses `autograd.grad`, so it changes no `.grad` and runs no gradient
+accumulator hook.
 """
 
 import dataclasses
@@ -19,19 +20,19 @@ from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 
 REST = "rest"
-"""Tag for all ops of a layer outside of its submodules."""
+"""Tag for all ops of a layer outside its submodules."""
 
 _CHANGES_BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
-"""Seconds that the device idles, so that the CPU queues a module's kernels before the first one runs."""
+"""Seconds for which the device is stalled, so that the CPU can queue a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(slots=True)
 class Measured:
-    """Measurements of one module run alone, in bytes and seconds of one microbatch."""
+    """Measurements of one module that ran alone, for one microbatch."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -54,7 +55,7 @@ class MeasuredBlock:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the layer could be rerun and measured. If not, it is offloaded whole."""
+        """Whether the layer could be rerun and measured. If not, all of it is offloaded."""
         return self.whole.forward_s > 0
 
 
@@ -74,10 +75,10 @@ class State:
         ]
 
     def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
-        """Return which state has changed since construction, or None. Torch's random states are not compared."""
+        """Return a message about a change since construction, or None. Torch's random states are not compared."""
         now = State(module, given)
         if now.python != self.python:
-            return "it draws from Python's random numbers"
+            return "it uses Python's random numbers"
         if not _are_equal(self.buffers, now.buffers):
             return _CHANGES_BUFFER
         if now.versions != self.versions:
@@ -111,8 +112,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Trial:
     """Measures one layer right after its real forward.
 
-    `parameters` are keys of storages that never count as saved. `count_peak` returns allocated bytes, and peak bytes since its
-    last call.
+    `parameters` are keys of storages that never count as saved. `count_peak` returns the allocated bytes, and their peak since
+    its last call.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Trial:
 
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the layer inside the trial, and record its calls."""
+        """Run a part of the layer during the trial, and record the call."""
         if tag in self._open or not self._records_parts:
             return forward(*args, **kwargs)
         state = State(module, (args, kwargs))
@@ -215,7 +216,7 @@ class Trial:
         tags.extend(tag for tag in new if tag not in tags)
 
     def _find_input(self, given: Any, *tags: str) -> int | None:
-        """Return the index of the storage of the first input with a gradient."""
+        """Return the index of the storage of the first input that requires a gradient."""
         tensor = find_tensor(given)
         if tensor is None:
             return None
@@ -249,5 +250,5 @@ def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:
         elif isinstance(value, dict) and type(value) is dict:
             waiting.extend(value.values())
         elif not isinstance(value, _PLAIN):
-            return f"it takes a {type(value).__name__}, which a second run might change"
+            return f"it has a {type(value).__name__} argument, which a second run might change"
     return None

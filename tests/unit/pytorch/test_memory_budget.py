@@ -62,7 +62,7 @@ def test_a_budget_that_cannot_be_reached_names_the_nearest_that_a_plan_is_predic
     model = make_net()
     fgoffload.offload(model, memory="600KiB", config=ALL)
     model(make_inputs(rows=512) * 1.0).backward()
-    with pytest.raises(fgoffload.BudgetError, match=r"predicted to take \d\.\d+ MiB\. Use a budget of \d+KiB or more"):
+    with pytest.raises(fgoffload.BudgetError, match=r"predicted to need \d\.\d+ MiB\. Use a budget of \d+KiB or more"):
         model(make_inputs(rows=512) * 1.0)
 
 
