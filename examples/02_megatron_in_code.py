@@ -2,8 +2,8 @@
 
     python examples/02_megatron_in_code.py
 
-What you should see: the losses of three steps, then a line per tag with the bytes of the last step. The model is the one in
-`arguments/tiny_moe.sh`, on Megatron-Core's own schedule. Without a GPU, the example runs on the CPU.
+Expected output: the losses of three steps, then a line per tag with the bytes of the last step. The script trains the model of
+`arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def main() -> None:
     arguments = parse_arguments(read_argument_file(ARGUMENTS), source=str(ARGUMENTS))
     initialize_parallel(arguments)
     # The trainer calls `megatron.apply(arguments.offload)` before it builds the model, and `remove` when it is closed. Add
-    # these two calls to your own training.
+    # these two calls to your own training script.
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=arguments.offload)) as trainer:
         for _ in range(3):
             result = trainer.run_step()

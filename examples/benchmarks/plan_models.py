@@ -1,11 +1,11 @@
-"""Plans every model of `arguments/` on three devices: its memory, and the cost of a budget halfway to full recompute.
+"""Plans the models of `arguments/` for three GPUs, with a budget halfway between the baseline and full recompute.
 
     python examples/benchmarks/plan_models.py [--models llama3_8b ...] [--gpus h100 h200 gb200]
 
-For each model and device it predicts the memory of the fullest rank and the step time for the baseline, for full recompute, and
-for the plan whose budget is halfway between the two. It needs no GPU. Large models take several seconds.
+For each model and GPU, the script predicts the memory of the fullest rank and the step time for the baseline, full recompute
+and the plan. It needs no GPU itself. Large models take several seconds.
 
-What you should see: the table of arguments/README.md as Markdown, with a row for each model and device.
+Expected output: the table of arguments/README.md as Markdown, with a row for each model and GPU.
 """
 
 import argparse

@@ -23,7 +23,7 @@ _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Machine and versions of a process."""
+    """Machine, versions and environment variables of a process."""
 
     device: str
     """Name of the device in torch, or `CPU`."""

@@ -77,7 +77,7 @@ def test_parts_below_the_smallest_size_are_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, and the device is cpu"),
+        ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, but the device is cpu"),
         ({"memory": "1GiB", "memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory '1GiB'"),
         ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory None"),
     ],
