@@ -31,7 +31,7 @@ def main() -> None:
             result = trainer.run_step()
             print(f"step {result.step + 1}: loss {statistics.fmean(result.losses):.4f}")
         for tag, moved in trainer.integration.last_step.tags.items():
-            print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {format_bytes(moved.h2d_bytes)} back")
+            print(f"{tag}: {format_bytes(moved.d2h_bytes)} offloaded, {format_bytes(moved.h2d_bytes)} reloaded")
     destroy_parallel()
 
 

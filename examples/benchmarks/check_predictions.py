@@ -4,8 +4,8 @@
 
 Predictions are made from the hardware table and from a profile. The script runs `fgoffload bench ... --profile` on one model
 after another: by default the reference workload, a model with latent attention and a dense model. Each model gets an equal
-share of the remaining minutes. If its time runs out, the results so far count. Needs one GPU of 80 GB and Transformer Engine.
-With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
+share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB and
+Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
 
 Expected output: a line for each model, then a table with the worst prediction first, and a line per source with its worst
 errors and limits. The folder `--out` receives the table as `predictions.md` and all other files as `predictions.tar.gz`.
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Errors by name: prediction above measurement, in percent of the measurement."""
+        """Errors by name, in percent of the measurement. Positive if the prediction is too high."""
         errors = {"step": 100 * (self.predicted_step_s / self.measured_step_s - 1)}
         if self.measured_peak_bytes:
             errors["peak"] = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)

@@ -44,7 +44,7 @@ class EnergyMeter:
     """Reads the first GPU in `CUDA_VISIBLE_DEVICES`. Leaving its context closes the library.
 
     Raises:
-        ConfigError: The library is not installed, there is no such GPU, or the GPU does not count its energy.
+        ConfigError: The library is not installed, the GPU does not exist, or it does not count its energy.
     """
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activ
 
 Expected output: a row for each setting with the median step, its ratio to the first setting, the allocator's peak, the bytes
 offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first setting's.
-`over link` is the step time relative to its lower bound, which is the sum for forward and backward of the first setting's time
-or, if longer, the time of the copies at the link rate of the same run. `--budgets` adds settings with a memory budget, shows
-the prediction of each plan, and prints the plans. A plan needs 33 steps to settle. If a setting fails, its row shows the error.
-The script prints all rows a second time at the end. It writes them to `--out`, or else to a file in the folder `$OUT` if that
-is set.
+`over link` is the step time relative to its lower bound, the sum over forward and backward of the larger of two times: that of
+the first setting, and that of the copies at the link rate of the same run. `--budgets` adds settings with a memory budget,
+shows the prediction of each plan, and prints the plans. A plan needs 33 steps to settle. If a setting fails, its row shows the
+error. The script prints all rows a second time at the end. It writes them to `--out`, or else to a file in the folder `$OUT` if
+that is set.
 """
 
 import argparse
@@ -278,7 +278,7 @@ def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Name
 
 
 def draw(source: Path, picture: Path) -> None:
-    """Plot peak memory against step time of the settings in `source`. The legend has the step times above 1.5."""
+    """Plot peak memory against step time of the settings in `source`. The legend lists step times above 1.5."""
     from matplotlib.figure import Figure
 
     with source.open(encoding="utf-8") as stream:

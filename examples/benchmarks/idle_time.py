@@ -1,4 +1,4 @@
-"""Finds the idle time of a device in a traced step, and the part of it at host waits.
+"""Finds the idle time of a device in a traced step, and how much of it occurs at host waits.
 
 [Note: Idle time]
 The device is idle while no kernel runs on any stream, between the first and last kernel of a step. Experts run on separate
@@ -138,7 +138,7 @@ def list_waits(events: Iterable[Event]) -> list[Span]:
     """Return the calls in which the host waited within `WAIT_RANGE` ranges, in order."""
     events = list(events)
     ranges = _merge(_get_span(event) for event in events if _is_range(event))
-    # A copy to pageable memory returns when it is done; a copy to pinned memory returns at once.
+    # A copy to pageable memory returns when it is done; a copy to pinned memory returns immediately.
     slow = {_get_correlation(event) for event in events if is_copy(event, way="DtoH") and "Pageable" in event["name"]}
     calls = (
         _get_span(event)

@@ -8,8 +8,8 @@ copies, and without offload but with the plan's recompute. Every other round is 
 groups, events, waits and memory. Their reloaded tensors and gradients are garbage, but no optimizer runs, and forward does not
 use them.
 
-Expected output: a row for each kind of step of each setting, with its median and its overhead over the step without offload in
-the same round, with a 95% interval over the rounds. "no copies" shows the host time of groups. The rest is the cost of copies:
+Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
+offload in the same round with its 95% interval. "no copies" shows the host time of groups. The rest is the cost of copies:
 compute waits for them, and they share memory bandwidth with the host. With `--out`, the script writes every step as JSON.
 """
 

@@ -6,8 +6,8 @@
 The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
 process trains three settings in order, with a new model each time, and repeats the whole list: "no offload", "before" (offload
 without remedies) and "after" (offload as shipped). The remedies are in `host_waits/waits.py` of the integration. Without them,
-copies are not held until a wait is over, and the bytes that the host waits for use the copy engine. Megatron's flags, such as
-`--moe-permute-fusion`, follow the file and override it.
+other copies are not delayed until a wait is over, and the copy engine transfers the bytes that the host waits for. Megatron's
+flags, such as `--moe-permute-fusion`, follow the file and override it.
 
 Expected output: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle time
 in one step of the first repeat under torch's profiler, and the part of it at waits of the token dispatchers ([Note: Idle time]

@@ -8,7 +8,7 @@ over minutes. `fgoffload bench` runs all steps of one setting before the next se
 each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round is reversed.
 Each setting runs next to a `baseline` in the same kind of process, since Megatron-Core's engine needs an environment variable
 at start. Ratios compare steps of the same round. All processes restart in each repeat, since their placement on the machine
-also matters. All models must fit on the device at once.
+also matters. All models must fit on the device at the same time.
 
 A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
 it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.

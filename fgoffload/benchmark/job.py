@@ -36,7 +36,7 @@ class Job:
     baseline_every: int | None = None
     """Number of settings between runs of `baseline`, which then also ends each repeat. None runs it once per repeat."""
     steps_until_replay: int = 0
-    """Number of eager and capturing steps before the first step that only replays CUDA graphs. 0 without graphs."""
+    """Number of eager and capture steps before the first step that only replays CUDA graphs. 0 without graphs."""
     compares_bits: bool = False
     """Compare losses and gradients with deterministic kernels instead of measuring times."""
     has_optimizer: bool = False

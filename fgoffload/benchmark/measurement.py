@@ -109,7 +109,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    It is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so machine drift affects both alike.
+    It is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so machine drift mostly cancels out.
     """
     if len(ratios) < MIN_REPEATS:
         return None

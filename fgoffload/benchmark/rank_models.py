@@ -1,7 +1,7 @@
 """Builds the planner's model of a training run, and plans for a memory budget.
 
-Predictions of temporary memory are inexact. If a plan exceeds the budget, it is replaced by one that leaves this excess free,
-as with `--offload-modules auto`.
+Predictions of temporary memory are inexact. If a plan exceeds the budget, the next plan leaves this excess free, as with
+`--offload-modules auto`.
 """
 
 import dataclasses

@@ -122,7 +122,7 @@ def _make_row(
 def format_json(
     outcomes: Sequence[Outcome], workload: Workload, surroundings: Surroundings | None, about: Mapping[str, Any]
 ) -> str:
-    """Return all data of a benchmark as JSON, including the time of each step. `about` has the date and the command."""
+    """Return all data of a benchmark as JSON, including the time of each step. `about` contains the date and the command."""
     document = {
         **about,
         "surroundings": None if surroundings is None else dataclasses.asdict(surroundings),

@@ -171,7 +171,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def disable_collector() -> Iterator[None]:
-    """Disable the garbage collector in the body. A collection takes as long as a layer."""
+    """Disable the garbage collector in the body. One collection takes as long as a layer."""
     gc.collect()
     gc.freeze()
     gc.disable()

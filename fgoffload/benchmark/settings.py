@@ -233,18 +233,18 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
     return list(dict.fromkeys(one for one in sets if one))
 
 
-def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
+def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Sequence[Setting] = ()) -> tuple[Setting, ...]:
     """Return the settings to measure, without duplicates and with `baseline` first.
 
     Each of `words` is a setting, or a system, which selects all its `defaults`. Without words, all defaults are selected. Plans
-    and budgets in `given` are always measured.
+    and budgets in `extra` are always measured.
     """
     systems = {one.value: one for one in System}
     chosen = [BASELINE]
     for word in words:
-        own = [setting for setting in (*defaults, *given) if setting.system is systems.get(word)]
+        own = [setting for setting in (*defaults, *extra) if setting.system is systems.get(word)]
         chosen += own or [parse_setting(word)]
-    return tuple(dict.fromkeys((*(chosen if words else defaults), *given)))
+    return tuple(dict.fromkeys((*(chosen if words else defaults), *extra)))
 
 
 def check_names(settings: Iterable[Setting]) -> None:

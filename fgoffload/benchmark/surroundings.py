@@ -57,7 +57,7 @@ def find_surroundings(*, device: str) -> Surroundings:
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Return the entry of the hardware table for a device name such as `NVIDIA H100 80GB HBM3`, or None without one."""
+    """Return the hardware table's entry for a device name such as `NVIDIA H100 80GB HBM3`, or None if it has none."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     for key, hardware in HARDWARE.items():
         if key in words and not (key in ("h100", "h200") and _OTHER_FORMS.search(device)):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 _MAX_REASON_LENGTH = 300
-"""Maximum number of characters of an error in a table. The log has the full error."""
+"""Maximum number of characters of an error in a table. The log contains the full error."""
 
 
 def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Path, kind: ProcessKind, **place: Any) -> None:
@@ -100,5 +100,5 @@ def redirect_output(path: Path) -> None:
 def _end(*, exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit at once: torch's shutdown may wait forever for another rank.
+    # Exit immediately: torch's shutdown may wait forever for another rank.
     os._exit(exit_code)

@@ -78,8 +78,8 @@ class BudgetOffload(ModelOffload):
 
     def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
         """Return whether `offload` with these arguments would create an equal handle."""
-        given = (memory, reserve, config or TransferConfig(), device)
-        return given == (self._memory, self._reserve, self.config, self._device)
+        arguments = (memory, reserve, config or TransferConfig(), device)
+        return arguments == (self._memory, self._reserve, self.config, self._device)
 
     def explain(self) -> str:
         """Return the plan as text, with its predictions and measurements."""
@@ -87,26 +87,26 @@ class BudgetOffload(ModelOffload):
             return f"{self.name}: no plan yet. The first step measures the model, and the second step follows the plan."
         return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
-    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
         """Return `forward` itself, or a function that also recomputes, measures or watches it."""
         if self._trial is not None and tag is not None and tag != LAYER:
             return functools.partial(self._trial.run_part, module, tag, forward)
         if self._trial is not None or is_inert():
             return forward
         if tag is None:
-            self._begin_step(module, given)
+            self._begin_step(module, inputs)
             return functools.partial(self._watch, forward)
         if tag == LAYER and self._measures:
             return functools.partial(self._try_layer, module, forward, layer)
         return functools.partial(_recompute, forward) if self._find_action(layer, tag) in _RECOMPUTES else forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any:
+    def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> Any:
         """Begin a region if the plan offloads this module. Otherwise keep its saved tensors out of the enclosing region."""
         if self._trial is not None:
             return None
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
-            return super().begin_run(module, given, tag, layer)
+            return super().begin_run(module, inputs, tag, layer)
         forward = find_running(self)
         return None if forward is None else KeptRun(forward)
 
@@ -123,8 +123,8 @@ class BudgetOffload(ModelOffload):
         inner = LAYER_INPUT if self._find_action(layer, LAYER) in _RECOMPUTES else REST
         return self._find_action(layer, inner) in _OFFLOADS
 
-    def _begin_step(self, model: torch.nn.Module, given: Any) -> None:
-        engine = self.get_engine(given)
+    def _begin_step(self, model: torch.nn.Module, inputs: Any) -> None:
+        engine = self.get_engine(inputs)
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
@@ -136,7 +136,7 @@ class BudgetOffload(ModelOffload):
         self._step += 1
         if self._is_compared(self._step - 1) or self._measures:
             self._compare(self._meter)
-        self._numel = sum(tensor.numel() for tensor in list_tensors(given))
+        self._numel = sum(tensor.numel() for tensor in list_tensors(inputs))
         needs_trial = self.planned is None or self._numel > self._tried_numel
         if self._step == 1 or (needs_trial and is_alone()):
             self._measures = True
@@ -285,7 +285,7 @@ def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any
     moved = [kwargs.pop(name) for name in names]
     count = len(args)
 
-    def run(*given: Any) -> Any:
-        return forward(*given[:count], **dict(zip(names, given[count:], strict=True)), **kwargs)
+    def run(*tensors: Any) -> Any:
+        return forward(*tensors[:count], **dict(zip(names, tensors[count:], strict=True)), **kwargs)
 
     return checkpoint(run, *args, *moved, use_reentrant=False)

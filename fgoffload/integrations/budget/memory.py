@@ -24,7 +24,7 @@ class PeakMeter:
         self._peak_bytes = 0
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager to run a forward of the model in."""
+        """Return a context manager for running a forward of the model."""
         return contextlib.nullcontext()
 
     def read(self) -> tuple[int, int]:

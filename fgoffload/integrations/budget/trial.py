@@ -62,11 +62,11 @@ class MeasuredBlock:
 class State:
     """State that a run may change: random states, buffers, inputs and plain attributes."""
 
-    def __init__(self, module: torch.nn.Module, given: Any) -> None:
+    def __init__(self, module: torch.nn.Module, inputs: Any) -> None:
         self.random = _get_random_states()
         self.python = random.getstate()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
-        self.versions = [get_version(tensor) for tensor in list_tensors(given)]
+        self.versions = [get_version(tensor) for tensor in list_tensors(inputs)]
         self.attributes = [
             (name, id(value) if isinstance(value, torch.Tensor) else value)
             for one in module.modules()
@@ -74,9 +74,9 @@ class State:
             if isinstance(value, (torch.Tensor, bool, int, float, str))
         ]
 
-    def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
+    def find_change(self, module: torch.nn.Module, inputs: Any) -> str | None:
         """Return a message about a change since construction, or None. Torch's random states are not compared."""
-        now = State(module, given)
+        now = State(module, inputs)
         if now.python != self.python:
             return "it uses Python's random numbers"
         if not _are_equal(self.buffers, now.buffers):
@@ -143,7 +143,7 @@ class Trial:
                     parts[tag].refusal = "it runs more than once in a layer"
             whole.input = self._find_input((args, kwargs), LAYER_INPUT)
             for tag, part in parts.items():
-                part.input = self._find_input(self._runs[tag][0].given)
+                part.input = self._find_input(self._runs[tag][0].inputs)
         finally:
             _set_random_states(after)
             for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
@@ -176,7 +176,7 @@ class Trial:
 
     def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
         self._records_parts, keep = saves, self._save if saves else torch.Tensor.detach
-        args, kwargs = _detach(run.given)
+        args, kwargs = _detach(run.inputs)
         _set_random_states(run.before)
         device, stream = self._device, self._device.current_stream()
         device.stall(_HEAD_START_S)
@@ -215,9 +215,9 @@ class Trial:
         _, tags = self._saved.setdefault(key, (tensor, []))
         tags.extend(tag for tag in new if tag not in tags)
 
-    def _find_input(self, given: Any, *tags: str) -> int | None:
+    def _find_input(self, inputs: Any, *tags: str) -> int | None:
         """Return the index of the storage of the first input that requires a gradient."""
-        tensor = find_tensor(given)
+        tensor = find_tensor(inputs)
         if tensor is None:
             return None
         key = get_key(tensor)
@@ -229,15 +229,15 @@ class Trial:
 class _Run:
     module: torch.nn.Module
     forward: Callable[..., Any]
-    given: tuple[Any, Any]
+    inputs: tuple[Any, Any]
     before: list[torch.Tensor]
     output: Any
     after: list[torch.Tensor]
     refusal: str | None = None
 
 
-def _detach(given: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), given)
+def _detach(inputs: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), inputs)
 
 
 def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:

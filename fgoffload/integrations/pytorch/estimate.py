@@ -1,4 +1,4 @@
-"""Estimates how much memory offload would save, from one forward that copies nothing to the host."""
+"""Estimates the memory savings of offload from one forward, without copies to the host."""
 
 import copy
 import dataclasses
@@ -153,11 +153,11 @@ class _SavedStorage:
     """Storage that autograd saves, with the reason why it stays on the device, or None if it is offloaded."""
 
     storage: StorageRef
-    """Weak reference that reserves the key, so that no other storage can have it."""
+    """Weak reference that reserves the key, so that no other storage can reuse it."""
     nbytes: int
     reason: str | None = OUTSIDE
     is_kept: bool = False
-    """Whether one of its tensors must stay on the device, and therefore the whole storage."""
+    """Whether the storage must stay on the device because one of its tensors must."""
 
 
 class _CountingEngine(OffloadEngine):

@@ -1,13 +1,13 @@
 """Tracks forwards with gradients: their lanes, and which of them run in each thread.
 
 [Note: The running forward]
-Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost forward, and each forward
-references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost forward of any
-handle. No state is process-wide, so threads, models and nested models are independent.
+Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
+and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost
+forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
-Ctrl-C, an alarm or a lack of memory may raise an exception between any two lines, and a leftover saved-tensor hook would affect
-later code. Code that installs hooks therefore creates a `ThreadState` first, and restores it in a `finally`.
+Ctrl-C, an alarm or exhausted memory may raise an exception between any two lines, and a leftover saved-tensor hook would
+affect later code. Code that installs hooks therefore creates a `ThreadState` first, and restores it in a `finally`.
 """
 
 import contextvars
@@ -61,7 +61,7 @@ def _find_top_hook() -> Any:
 
 
 def find_running(owner: EngineOwner | None = None) -> "Forward | None":
-    """Return this thread's innermost forward, or its innermost forward of `owner` if given. None if there is none."""
+    """Return this thread's innermost forward, or None. With `owner`, search only the forwards of that owner."""
     forward = _running.get()
     while forward is not None and owner is not None and forward.owner is not owner:
         forward = forward.outer
@@ -211,8 +211,8 @@ class Forward:
             self._around.restore()
             raise
 
-    def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
-        """Begin a region with the input `given`. Return None if offload does nothing here.
+    def begin_region(self, tag: str, tensor: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
+        """Begin a region with the input `tensor`. Return None if offload does nothing here.
 
         `layer` defaults to the layer of the enclosing region, or to 0 without one.
         """
@@ -223,7 +223,7 @@ class Forward:
         # Saves after the region belong to a later group, so end the block's group here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
-        region = SavingRegion(self._engine, saving, given)
+        region = SavingRegion(self._engine, saving, tensor)
         _layer.set(layer)
         return region
 
@@ -245,7 +245,7 @@ class Forward:
 
 
 class SavingRegion:
-    """Open region with the input `given`. Its groups receive the tensors that autograd saves until `close`.
+    """Open region with the input `tensor`. Its groups receive the tensors that autograd saves until `close`.
 
     A long region, for example around many checkpoints, has several groups. With a single group, its first tensors would stay on
     the device until its end, and backward would reload the whole region at once.
@@ -253,12 +253,12 @@ class SavingRegion:
 
     __slots__ = ("_around", "_engine", "_saving")
 
-    def __init__(self, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
+    def __init__(self, engine: OffloadEngine, saving: SizedSaving, tensor: torch.Tensor | None) -> None:
         self._engine = engine
         self._saving = saving
         group = saving.open_group()
-        if given is not None:
-            mark_start(engine, saving.lane, group, given)
+        if tensor is not None:
+            mark_start(engine, saving.lane, group, tensor)
         self._around = ThreadState()
         saving.__enter__()
 

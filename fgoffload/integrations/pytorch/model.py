@@ -4,10 +4,10 @@
 module, so weights, handle, engine and host memory are freed with the last reference to the model, without garbage collection.
 
 [Note: Buffers stay]
-Batch norm updates its running statistics without a new version, so the engine would mistake the host copy of an old graph for
-the current values. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory anyway. The
-buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them, and copies of
-a model have their own. A buffer that a forward creates is listed from the next forward on.
+Batch norm updates its running statistics without changing their version, so the engine would mistake the host copy of an old
+graph for the current values. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory
+anyway. The buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them,
+and copies of a model have their own. A buffer that a forward creates is listed from the next forward on.
 """
 
 import collections
@@ -154,28 +154,28 @@ class ModelOffload(EngineOwner):
         if self.config.enabled and not self._replaced:
             raise StateError(f"the offload of {self.name} was removed. Call `fgoffload.offload` again.")
 
-    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
         """Return the function to run instead of `forward`. The default is `forward` itself. Subclasses override this."""
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
-        """Begin a run of `module` with the arguments `given`, or return None if offload does nothing here.
+    def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> "_Run | None":
+        """Begin a run of `module` with the arguments `inputs`, or return None if offload does nothing here.
 
-        `tag` and `layer` describe the module's region. The model itself has the tag None.
+        `tag` and `layer` describe the module's region. For the model itself, `tag` is None.
         """
         if is_inert():
             record_inert(self, tag)
             return None
         if tag is None:
-            return _Run(self._begin(module, given), None)
+            return _Run(self._begin(module, inputs), None)
         forward, begun = find_running(self), None
         if forward is None:
-            forward = begun = self._begin(module, given)
-        return _Run(begun, forward.begin_region(tag, find_tensor(given), layer=layer))
+            forward = begun = self._begin(module, inputs)
+        return _Run(begun, forward.begin_region(tag, find_tensor(inputs), layer=layer))
 
-    def _begin(self, module: torch.nn.Module | None, given: Any) -> Forward:
-        engine = self.engine or self.get_engine(given)
+    def _begin(self, module: torch.nn.Module | None, inputs: Any) -> Forward:
+        engine = self.engine or self.get_engine(inputs)
         if module is not None:
             # See [Note: Buffers stay]. The engine keeps tensor subclasses on the device anyway.
             engine.keep([buffer for buffer in module.buffers() if type(buffer) is torch.Tensor and has_bytes(buffer)])
@@ -183,12 +183,12 @@ class ModelOffload(EngineOwner):
         forward.begin()
         return forward
 
-    def _find_tensors(self, given: Any) -> Iterator[torch.Tensor]:
+    def _find_tensors(self, inputs: Any) -> Iterator[torch.Tensor]:
         model = self._model()
         if model is not None:
             yield from model.parameters()
             yield from model.buffers()
-        yield from list_tensors(given)
+        yield from list_tensors(inputs)
 
 
 @dataclasses.dataclass(slots=True)

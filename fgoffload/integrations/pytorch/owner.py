@@ -70,12 +70,12 @@ class EngineOwner:
         """Group size in bytes. A full group ends and the next one begins."""
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
-    def get_engine(self, given: Any = ()) -> OffloadEngine:
-        """Return the engine, and create it on first use. The forward's input `given` may determine the device."""
+    def get_engine(self, inputs: Any = ()) -> OffloadEngine:
+        """Return the engine, and create it on first use. The forward's input `inputs` may determine the device."""
         with self._lock:
             if self.engine is None:
                 self.engine = make_engine(
-                    self.config, self._device, self._find_tensors(given), policy=self._policy, engine_type=self.engine_type
+                    self.config, self._device, self._find_tensors(inputs), policy=self._policy, engine_type=self.engine_type
                 )
             return self.engine
 
@@ -166,7 +166,7 @@ class EngineOwner:
         if self._totals.forwards:
             logger.info("offload of %s ended after %s", self.name, self._totals)
 
-    def _find_tensors(self, given: Any) -> Iterable[torch.Tensor] | None:
+    def _find_tensors(self, inputs: Any) -> Iterable[torch.Tensor] | None:
         """Return tensors on the device to use, or None. See `make_device`."""
         return None
 

@@ -158,8 +158,8 @@ def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]
     default = words[-1] if words else type(module).__name__
     chosen = {pattern: tag or default for pattern, tag in tags.items()}
     if len(set(chosen.values())) > 1:
-        given = " and ".join(f"{tag!r} from {pattern!r}" for pattern, tag in chosen.items())
-        raise ConfigError(f"module {name!r} has two tags, {given}. Use patterns that do not overlap.")
+        described = " and ".join(f"{tag!r} from {pattern!r}" for pattern, tag in chosen.items())
+        raise ConfigError(f"module {name!r} has two tags, {described}. Use patterns that do not overlap.")
     layer = next((int(part) for part in parts if part.isdecimal()), 0)
     return ModuleSite(module, name, next(iter(chosen.values())), layer)
 

@@ -108,7 +108,7 @@ class ReplacedForward:
             finally:
                 around.restore()
         finally:
-            around.restore()  # again, in case of an interrupt in the lines above
+            around.restore()  # a second time, in case of an interrupt in the lines above
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 

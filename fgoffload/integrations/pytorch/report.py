@@ -1,4 +1,4 @@
-"""Sums up a run in one log line, and explains why a tag offloaded nothing."""
+"""Summarizes a run in one log line, and explains why a tag offloaded nothing."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ class RunTotals:
 
 
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
-    """Return why `tag` offloaded nothing and what to do, or None if it offloaded something.
+    """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
     `inert` is the reason from `explain_inert` why its regions did nothing. It is empty if they did not run.
     """

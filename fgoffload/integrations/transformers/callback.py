@@ -60,7 +60,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
         self.handle: ModelOffload | None = None
-        """Handle of the model. None outside of training."""
+        """Handle of the model. None outside training."""
         self._modules = modules
         self._memory, self._memory_reserve = memory, memory_reserve
         self._config = config or TransferConfig(is_timed=True)
