@@ -6,7 +6,7 @@ and each forward references the enclosing one. A module uses the forward of its 
 forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
-Ctrl-C, an alarm or exhausted memory may raise an exception between any two lines, and a leftover saved-tensor hook would
+Ctrl-C, an alarm or an `OutOfMemoryError` may interrupt a forward between any two lines, and a leftover saved-tensor hook would
 affect later code. Code that installs hooks therefore creates a `ThreadState` first, and restores it in a `finally`.
 """
 
