@@ -58,7 +58,6 @@ class Model:
     """Budgets 80% and 25% of the way from the predicted peak of `baseline` to that of full recompute, on an H200. They run
     after the settings, since each needs a plan first. The smaller budget runs first."""
     flags: tuple[str, ...] = ()
-    """Flags of Megatron."""
 
 
 FOUR_SEQUENCES = ("--moe-permute-fusion", "--micro-batch-size", "4", "--global-batch-size", "16")

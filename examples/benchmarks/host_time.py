@@ -5,8 +5,8 @@
 
 In a forward with experts, the host waits for the device in each layer. Between two waits, the host must launch a layer at least
 as fast as the device runs one, or the device becomes idle. The first wait of each forward is for the previous backward, in
-which the host is ahead. Waits can therefore be long even if the step is not launch-bound. The script uses no profiler, since
-that would double the host time.
+which the host runs ahead of the device. Waits can therefore be long even if the step is not launch-bound. The script uses no
+profiler, since that would double the host time.
 
 Expected output: a table of medians per setting in ms per step: the step, the host time of forward and of backward without
 waits, and the waits in each. With `--out`, the script writes every step as JSON.

@@ -5,8 +5,7 @@
 
 Each setting has one model. Each round runs one step of each kind: with all copies, without copies to the host, without any
 copies, and without offload but with the plan's recompute. Every other round is reversed. The steps without copies have the same
-groups, events, waits and memory. Their reloaded tensors and gradients are garbage, but no optimizer runs, and forward does not
-use them.
+groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
 
 Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
 offload in the same round with its 95% interval. "no copies" shows the host time of groups. The rest is the cost of copies:
@@ -41,7 +40,7 @@ from fgoffload.integrations.megatron.patching.methods import set_attribute
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
 
-HEADINGS = ("setting", "step", "ms", "over no offload")
+HEADINGS = ("setting", "step", "ms", "ratio to no offload")
 OUR_SYSTEMS = (System.OURS, System.PLAN)
 
 

@@ -59,7 +59,7 @@ from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "waits.json"
-TIME_HEADINGS = ("setting", "step ms (p20 p80)", "over no offload, ms, by repeat", "peak allocated", "to host per step")
+TIME_HEADINGS = ("setting", "step ms (p20 p80)", "overhead in ms, by repeat", "peak allocated", "to host per step")
 IDLE_HEADINGS = (
     "one traced step, ms",
     "first to last kernel",

@@ -13,9 +13,9 @@ also matters. All models must fit on the device at the same time.
 A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
 it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.
 
-Expected output: a line for each repeat, then a table. For each setting it shows the median step with p20 and p80, the step time
-over baseline, the median of each repeat's rounds, and peak memory. With three or more repeats, the step time over baseline is
-the geometric mean of these medians with a 95% interval; otherwise it is their median. With `--energy`, a second table shows
+Expected output: a line for each repeat, then a table. For each setting, it shows the median step with p20 and p80, the step
+time over baseline, the median of each repeat's rounds, and peak memory. With three or more repeats, the step time over baseline
+is the geometric mean of these medians with a 95% interval; otherwise it is their median. With `--energy`, a second table shows
 joules per step, the ratio to the baseline, clock, power, and how often the power limit lowered the clock. The folder `--out`
 receives the output of the processes and, after each repeat, `turns.json` with every step and peak.
 """

@@ -42,7 +42,6 @@ class Job:
     has_optimizer: bool = False
     """Update the parameters in each step."""
     folder: Path
-    """Folder for all output files."""
     profile: Path | None = None
     """Profile that plans and predictions use."""
     measures_profile: bool = False
@@ -71,7 +70,6 @@ class Workload:
 
     arguments_file: str
     layers: int
-    """Number of decoder layers."""
     tokens: int
     """Tokens per step over all ranks."""
     world_size: int

@@ -93,7 +93,6 @@ class Summary:
     worst: Measurement | None = None
     """Maximum of each number over all repeats, except `step_seconds`, which are those of the first repeat."""
     failure: str = ""
-    """Reason for the last failure."""
 
     @property
     def ratio(self) -> float | None:

@@ -36,7 +36,6 @@ class Prediction:
     """Simulated step of one setting."""
 
     step_s: float
-    """Step time in seconds."""
     ratio: float
     """Step time relative to the simulated step of `baseline`."""
     peak_bytes: int
@@ -76,7 +75,7 @@ class Forecaster:
                 logger.warning("cannot predict from the %s: %s", source.value, error)
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
-        """Return the predictions for a setting. A source that fails is left out with a warning."""
+        """Return the predictions for a setting. A source that fails is omitted with a warning."""
         found: dict[Source, Prediction] = {}
         planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
         for source, ranks in self._ranks.items() if setting.system not in OWN_HOOKS else ():

@@ -19,7 +19,6 @@ from fgoffload.trainer.steps import find_differences
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
-"""Cell without a value."""
 
 HEADINGS = (
     "setting",
@@ -33,7 +32,6 @@ HEADINGS = (
     "to host per step",
     "tokens/s",
 )
-"""Headings of the table of times."""
 
 _INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% confidence interval."
 

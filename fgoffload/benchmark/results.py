@@ -14,7 +14,6 @@ from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.output_files import write_file
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
-"""Names of the files in a benchmark's folder."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -26,13 +25,11 @@ class Results:
     about: Mapping[str, Any]
     """Date and command for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
-    """Outcomes in the order of their runs."""
     surroundings: Surroundings | None = None
     """Machine and versions; None until a process reports them."""
     forecaster: Forecaster | None = None
     """Predicts the measured settings; None in a bitwise comparison, and until a process reports its device."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
-    """Predictions of the measured settings."""
 
     def add(self, outcome: Outcome) -> None:
         """Record the outcome of a run, predict its setting, and write the result files."""

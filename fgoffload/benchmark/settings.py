@@ -40,12 +40,12 @@ class System(enum.Enum):
     """Systems to compare. Each has a line in the plot."""
 
     BASELINE = "baseline"  # everything stays on the device
-    RECOMPUTE = "recompute"  # Megatron-Core's recompute, full or of modules
+    RECOMPUTE = "recompute"  # Megatron-Core's full or selective recompute
     MEGATRON = "megatron"  # Megatron-Core's offload engine
     LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
     SAVE_ON_CPU = "save_on_cpu"  # PyTorch's offload of all saved tensors
-    OURS = "ours"  # this package, by modules
-    PLAN = "plan"  # this package, by a plan file
+    OURS = "ours"  # this package, with selected modules
+    PLAN = "plan"  # this package, with a plan file
     BUDGET = "budget"  # this package, with a plan for a memory budget
 
 

@@ -72,7 +72,6 @@ class BudgetOffload(ModelOffload):
         """Whether this step reruns each layer."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
-        """Seconds of the plan's timed steps."""
         self._start_s, self._start_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 

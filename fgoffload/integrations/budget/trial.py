@@ -1,9 +1,8 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
 [Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or random state of Python,
-and if a second run returns the same bits and ends with the same random state of torch. The second run has detached inputs and
-begins with the random state of the real run. A trial uses `autograd.grad`, so it changes no `.grad` and runs no gradient
-accumulator hook.
+and if a second run on detached inputs, with torch's random state restored, returns the same bits and leaves the same random
+state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Offloads a PyTorch model with one call: selected modules, or whatever a memory budget requires."""
+"""Offloads a PyTorch model with one call, either selected modules or within a memory budget."""
 
 from typing import Any
 
@@ -64,13 +64,10 @@ def offload(
 
 
 def explain(handle: Any) -> str:
-    """Return the plan for a memory budget as text.
+    """Return the plan for a memory budget as text: each layer's bytes and actions, and the time and peak memory of a step.
 
     Args:
         handle: Handle or `OffloadCallback` that was created with `memory`. A callback keeps its plan after training.
-
-    Returns:
-        The saved bytes and the actions of each layer, and the time and peak memory of a step.
 
     Raises:
         ConfigError: `handle` has no memory budget.

@@ -101,10 +101,9 @@ class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site into consecutive groups of limited size.
 
     [Note: When a full group ends]
-    Some ops write a tensor after autograd has saved it, without a new version. An example is the noise of `rrelu`. A full group
-    therefore ends only when the next op saves a tensor. That op's node has another sequence number, since autograd creates the
-    node of an op before it saves the op's tensors. By then, the op that filled the group has returned, and its kernel is queued
-    on a stream that the copy waits for.
+    Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
+    ends only when the next op saves a tensor, which autograd numbers differently. By then, the op that filled the group has
+    returned, and its kernel is queued on a stream that the copy waits for.
 
     A group is full at `group_bytes`. If `layer` is None, the layer of each group is its position in the lane.
     """
@@ -133,7 +132,7 @@ class SizedSaving(UncompiledSaving):
             self.close_group()
         if self.group is None:
             self.open_group()
-        handle = Saving.__call__(self, tensor)  # not `super()`: hiding one call from the compiler is enough
+        handle = Saving.__call__(self, tensor)  # not `super()`, which would disable the compiler a second time
         if isinstance(handle, (Handle, WrappedHandle)) and (key := get_key(tensor)) not in self._seen:
             self._seen.add(key)
             self._size_bytes += tensor.numel() * tensor.element_size()
@@ -159,9 +158,8 @@ class SizedSaving(UncompiledSaving):
 class BlockSaving(SizedSaving):
     """Saves the tensors of a block of code.
 
-    Tensors saved during a backward inside the block stay on the device, since a double backward or a recompute needs them
-    immediately. Tensors saved after that backward belong to a new microbatch. Otherwise, a training loop inside the block would
-    make the lane longer with every step.
+    Tensors saved during a backward stay on the device, since a double backward or a recompute needs them immediately. Tensors
+    saved after it belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in every step.
     """
 
     __slots__ = ("_owner",)

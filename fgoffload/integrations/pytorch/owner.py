@@ -27,8 +27,7 @@ WATCHED_FORWARDS = 3
 class EngineOwner:
     """Owns one engine, created on first use, and reads its statistics. `copy.deepcopy` returns the object itself.
 
-    If `device` is None, the engine is created on the device of the tensors. A warning reports each of `tags` that offloads
-    nothing.
+    If `device` is None, the engine uses the device of the tensors. A warning reports each of `tags` that offloads nothing.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine

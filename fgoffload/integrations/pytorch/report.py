@@ -55,7 +55,7 @@ class RunTotals:
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
     """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
-    `inert` is the reason from `explain_inert` why its regions did nothing. It is empty if they did not run.
+    `inert` is the result of `explain_inert` if its regions did nothing, or else empty.
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
@@ -86,5 +86,4 @@ def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
     if hook is None:
         return "its regions ran where saved-tensor hooks are not allowed, for example inside `torch.func` or `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
-    where = f"{getattr(hook, '__module__', '')}.{name}"
-    return f"its regions ran inside other saved-tensor hooks, which take precedence: `{where}`."
+    return f"its regions ran under other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."
