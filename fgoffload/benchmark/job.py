@@ -24,7 +24,7 @@ class Job:
     typed_flags: tuple[str, ...] = ()
     """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
-    """Flags of the command itself, to suggest after a typo."""
+    """Flags of the command itself, which an error may suggest after a typo."""
     world_size: int | None = None
     """Number of training processes; None for the minimum that one copy of the model needs."""
     warmup: int

@@ -137,8 +137,8 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
     """Return the step time of `outcome` relative to the baseline, or None if either is missing.
 
-    The baseline time is the median of all `baseline` steps in the same session and repeat. Whenever the `baseline` model is
-    built, all its steps are slightly faster or slower, so the runs next to a setting are no better references than the others.
+    The baseline time is the median of all `baseline` steps in the same session and repeat. Two builds of the `baseline` model
+    differ slightly in speed, so the runs next to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None

@@ -5,7 +5,7 @@ second step follows a plan. If the first three steps of a plan exceed the budget
 timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle compares their peak
 and fastest time with the prediction, and repeats this at later steps that are powers of two. All processes do so in the same
 steps, since they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
-measures the model again in that forward, and several processes do so in the next compared step.
+measures the model again in that forward; several processes do so in the next compared step.
 """
 
 import functools

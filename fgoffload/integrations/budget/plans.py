@@ -21,8 +21,8 @@ _HEADROOM = 0.005
 """Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
 docs/results/huggingface.md, a plan for 26 GiB had a peak of up to 26.05 GiB."""
 _SAFETY = 1.05
-"""Ratio of the budget that an error suggests to the predicted peak of the smallest plan. The first prediction counts the memory
-of the loss as static, and was up to 4% too small."""
+"""Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
+memory of the loss as static, and was up to 4% too small."""
 
 
 class StepReading(NamedTuple):
