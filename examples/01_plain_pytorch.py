@@ -1,8 +1,8 @@
-"""Any PyTorch model: offload the saved tensors of named modules until backward needs them.
+"""Any PyTorch model: offload the saved tensors of selected modules until backward needs them.
 
     python examples/01_plain_pytorch.py
 
-What you should see: an estimate of the savings, bitwise identical gradients, and the bytes offloaded by tag.
+Expected output: an estimate of the savings, bitwise identical gradients, and the bytes offloaded by tag.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/02_megatron_in_code.py
 
-What you should see: the losses of three steps, then a line per tag with the bytes of the last step. The model is the one in
-`arguments/tiny_moe.sh`, on Megatron-Core's own schedule. Without a GPU, the example runs on the CPU.
+Expected output: the losses of three steps, then a line per tag with the bytes of the last step. The script trains the model of
+`arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ def main() -> None:
     arguments = parse_arguments(read_argument_file(ARGUMENTS), source=str(ARGUMENTS))
     initialize_parallel(arguments)
     # The trainer calls `megatron.apply(arguments.offload)` before it builds the model, and `remove` when it is closed. Add
-    # these two calls to your own training.
+    # these two calls to your own training script.
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=arguments.offload)) as trainer:
         for _ in range(3):
             result = trainer.run_step()
             print(f"step {result.step + 1}: loss {statistics.fmean(result.losses):.4f}")
         for tag, moved in trainer.integration.last_step.tags.items():
-            print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {format_bytes(moved.h2d_bytes)} back")
+            print(f"{tag}: {format_bytes(moved.d2h_bytes)} offloaded, {format_bytes(moved.h2d_bytes)} reloaded")
     destroy_parallel()
 
 

@@ -1,9 +1,9 @@
-"""A block of code: offload all tensors that autograd saves in it, without module names. Backward may run inside too.
+"""A block of code: offload all tensors that autograd saves in it. Backward may also run inside the block.
 
     python examples/03_block_of_code.py
 
-What you should see: three losses, equal with and without offload; then the offloaded bytes, and 0 B of host memory in use at
-the end.
+Expected output: three losses that are equal with and without offload, then the offloaded bytes, and finally 0 B of host memory
+in use.
 """
 
 import torch
@@ -17,7 +17,7 @@ def main() -> None:
     """Train two copies of a model, one in a block."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses: dict[bool, list[float]] = {}
-    # Created once: pinning host memory takes longer than a step.
+    # Create the block once, since pinning host memory takes longer than a step.
     block = fgoffload.saved_tensors(group_bytes=4 * fgoffload.MIB, device=device)
     for is_offloaded in (False, True):
         torch.manual_seed(0)

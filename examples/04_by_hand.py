@@ -1,8 +1,8 @@
-"""By hand: a region in a model's own code, and a single tensor that you offload and reload.
+"""Manual offload: a region in a model's own code, and a single tensor.
 
     python examples/04_by_hand.py
 
-What you should see: the bytes of the region, then a tensor that is offloaded, and bitwise identical after its reload.
+Expected output: the offloaded bytes of the region. Then one tensor is on the host, and is bitwise identical after its reload.
 """
 
 import torch
@@ -29,14 +29,14 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train one step, then move one tensor."""
+    """Train one step, then offload and reload one tensor."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model, batch = Model().to(device), torch.randn(1024, 512, device=device)
     with fgoffload.offload(model) as handle:
         model(batch).mean().backward()
         moved = handle.stats().tags["middle"]
-        print(f"the region moved {format_bytes(moved.d2h_bytes)} of {moved.saved_tensors} saved tensors")
+        print(f"the region offloaded {format_bytes(moved.d2h_bytes)} of {moved.saved_tensors} saved tensors")
 
         tensor = batch.sin()
         expected = tensor.clone()
@@ -45,8 +45,8 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         print(f"on the host: {offloaded.is_on_host}")
-        offloaded.prefetch()  # optional: starts the reload
-        print(f"back and bitwise identical: {torch.equal(offloaded.reload(), expected)}")
+        offloaded.prefetch()  # optional: starts the reload early
+        print(f"reloaded and bitwise identical: {torch.equal(offloaded.reload(), expected)}")
         del offloaded  # releases its host memory
 
 

@@ -2,8 +2,8 @@
 
     python examples/05_engine_alone.py
 
-What you should see: three lines. The gradients are bitwise identical. Eight storages of 1 MiB were offloaded, and then either
-reloaded or their offload was cancelled. No host memory is in use at the end.
+Expected output: three lines. The gradients are bitwise identical. The engine offloaded eight storages of 1 MiB, and either
+reloaded each of them or cancelled its offload. No host memory is in use at the end.
 """
 
 import torch
@@ -16,7 +16,7 @@ LAYERS, SIZE = 4, 512  # a matrix of 512 x 512 in fp32 is 1 MiB
 
 
 def run_forward(weights: list[torch.nn.Parameter], inputs: torch.Tensor, engine: OffloadEngine | None) -> torch.Tensor:
-    """Return the sum of the last layer's outputs. With an engine each layer is a site of the tag `layer`."""
+    """Return the sum of the last layer's outputs. With an engine, each layer is a site with the tag `layer`."""
     lane = Lane(chunk=0, microbatch=0)
     hidden = inputs
     for number, weight in enumerate(weights):
@@ -33,7 +33,7 @@ def run_forward(weights: list[torch.nn.Parameter], inputs: torch.Tensor, engine:
 
 
 def main() -> None:
-    """Compare the gradients without and with the engine."""
+    """Compare the gradients with and without the engine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(SIZE, SIZE, device=device) / SIZE**0.5) for _ in range(LAYERS)]
@@ -51,8 +51,8 @@ def main() -> None:
     moved = engine.finish_step().tags["layer"]
     print(f"gradients bitwise identical: {are_equal}")
     print(
-        f"to the host {format_bytes(moved.d2h_bytes)}, back {format_bytes(moved.h2d_bytes)}, "
-        f"offload cancelled {format_bytes(moved.recalled_bytes)}"
+        f"offloaded {format_bytes(moved.d2h_bytes)}, reloaded {format_bytes(moved.h2d_bytes)}, "
+        f"cancelled {format_bytes(moved.recalled_bytes)}"
     )
     print(f"host memory in use: {format_bytes(engine.arena.used_bytes)}")
     engine.close()

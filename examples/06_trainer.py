@@ -2,7 +2,7 @@
 
     python examples/06_trainer.py
 
-What you should see: two runs that log the same losses. The second run also logs the memory that it saved.
+Expected output: two runs that log the same losses. The second run also logs the saved memory.
 """
 
 import tempfile

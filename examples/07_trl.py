@@ -1,8 +1,8 @@
-"""TRL's `SFTTrainer`: its own switch, `activation_offloading=True`, uses the engine of fgoffload.
+"""TRL's `SFTTrainer`: its own option `activation_offloading=True`, with the engine of fgoffload.
 
     python examples/07_trl.py
 
-What you should see: two runs that log the same losses, and the bytes that the second run offloaded in its last step.
+Expected output: two runs that log the same losses, and the bytes that the second run offloaded in its last step.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
-"""QLoRA: offload the activations of a model in bitsandbytes' nf4 with PEFT's LoRA.
+"""QLoRA: offload the activations of a model with nf4 weights (bitsandbytes) and LoRA adapters (PEFT).
 
     python examples/09_qlora.py
 
-What you should see: the training log with the memory saved. Quantized weights are never offloaded.
+Expected output: the training log with the saved memory. Quantized weights are never offloaded.
 """
 
 import tempfile

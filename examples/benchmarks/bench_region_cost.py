@@ -3,14 +3,14 @@
     python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
 
 Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its host time is the
-time until both calls return, minus the time without regions. The device is idle before, and nothing synchronizes inside.
-Systems alternate in each repeat, so that a slow host slows all of them.
+time until both calls return, minus the time without regions. The device is idle at the start, and nothing synchronizes inside a
+repeat. Systems alternate in each repeat, so a slow host affects all of them.
 
 `--megatron` also runs Megatron-Core's own engine, which needs megatron-core, Transformer Engine, a GPU and
 NVTE_CPU_OFFLOAD_V1=1 (set by the script). `--profile` lists the slowest functions after the table.
 
-What you should see: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as host
-time, so only a GPU shows the engine's own cost.
+Expected output: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as host time,
+so only a GPU shows the engine's own cost.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from fgoffload import Site
 from fgoffload.engine import Lane, OffloadEngine, find_device
 
 SAVED_BYTES = 4 * 1024 * 1024
-FEW = 0.2, 0.8
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,7 +49,7 @@ class PlainChain:
         return h
 
     def finish(self) -> None:
-        """Do nothing: there is nothing to finish."""
+        """Do nothing, since nothing was offloaded."""
 
 
 class OurChain(PlainChain):
@@ -69,7 +68,7 @@ class OurChain(PlainChain):
         for site in self.sites:
             region = self.engine.find_region(site, lane)
             if region is None:
-                raise RuntimeError("the region is inert: nothing would be measured")
+                raise RuntimeError("the region is inert, so nothing would be measured")
             region.enter(h)
             with region.saving():
                 h = h.sin()
@@ -80,7 +79,7 @@ class OurChain(PlainChain):
         """Check that all saved tensors were offloaded."""
         moved = self.engine.finish_step()
         if moved.d2h_bytes != self.regions * SAVED_BYTES:
-            raise RuntimeError(f"{moved.d2h_bytes} bytes were offloaded, and {self.regions * SAVED_BYTES} were saved")
+            raise RuntimeError(f"{moved.d2h_bytes} bytes were offloaded, but {self.regions * SAVED_BYTES} were saved")
 
 
 class MegatronChain(PlainChain):
@@ -92,7 +91,7 @@ class MegatronChain(PlainChain):
         super().__init__(regions)
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 
-        if not torch.distributed.is_initialized():  # its summary after the first step reduces over ranks
+        if not torch.distributed.is_initialized():  # its summary after the first step is reduced over ranks
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.interface = module.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()
@@ -183,7 +182,7 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 def report_profile(chain: PlainChain, x: torch.Tensor) -> None:
     """Print the slowest functions."""
-    # Backward of CUDA tensors runs on autograd's own thread: profile that thread too.
+    # Backward of CUDA tensors runs on autograd's own thread, which the profile must include.
     profile = cProfile.Profile()
     for _ in range(20):
         x.grad = None

@@ -1,14 +1,14 @@
-"""Compares the planner's predictions with GPU measurements: three models, six settings each, from the table and a profile.
+"""Compares predicted step times and peaks with GPU measurements, for three models with six settings each.
 
     python examples/benchmarks/check_predictions.py --out predictions [--minutes 8] [--steps 4] [ARGUMENTS.sh ...]
 
-Runs `fgoffload bench ... --profile` on one model after another: by default the reference workload, a model with latent
-attention and a dense model. Each model gets an equal share of the remaining minutes; if its time runs out, the results so far
-count. Needs one GPU of 80 GB and Transformer Engine. With arguments/tiny_moe.sh it runs anywhere, but the results mean
-nothing.
+Predictions are made from the hardware table and from a profile. The script runs `fgoffload bench ... --profile` on one model
+after another: by default the reference workload, a model with latent attention and a dense model. Each model gets an equal
+share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB and
+Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
 
-What you should see: a line for each model, then a table with the worst prediction first, and a line per source with its worst
-errors and limits. `--out` gets the table as `predictions.md` and all other files as `predictions.tar.gz`.
+Expected output: a line for each model, then a table with the worst prediction first, and a line per source with its worst
+errors and limits. The folder `--out` receives the table as `predictions.md` and all other files as `predictions.tar.gz`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ LIMITS = {Source.TABLE: {"step": 8.0, "peak": 5.0}, Source.PROFILE: {"step": 4.0
 """Maximum error of a prediction, in percent of the measurement."""
 
 LOG_LINES = 15
-"""Lines of a benchmark's output to show if it left nothing to compare."""
+"""Number of output lines to show from a benchmark without comparisons."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,16 +53,15 @@ class Model:
     """Settings and flags of one model."""
 
     settings: tuple[str, ...]
-    """Settings beside `baseline`, in order: the most informative first, since a model's time can end early."""
+    """Settings besides `baseline`, the most informative first, since a model's time may run out."""
     budgets: tuple[str, ...] = ()
-    """Budgets at four fifths and a quarter of the way from the predicted peak of `baseline` to full recompute's, on an H200.
-    They run after the settings, since each is planned first; the one that offloads and recomputes more runs first."""
+    """Budgets 80% and 25% of the way from the predicted peak of `baseline` to that of full recompute, on an H200. They run
+    after the settings, since each needs a plan first. The smaller budget runs first."""
     flags: tuple[str, ...] = ()
-    """Flags of Megatron."""
 
 
 FOUR_SEQUENCES = ("--moe-permute-fusion", "--micro-batch-size", "4", "--global-batch-size", "16")
-"""With two sequences, forward of such layers takes a slow host longer than the device, and the step is launch-bound."""
+"""Flags for four sequences per microbatch. With two, the step is launch-bound on a slow host."""
 
 MODELS = {
     "w2_moe": Model(
@@ -92,20 +91,20 @@ class Comparison:
     measured_step_s: float
     predicted_step_s: float
     measured_peak_bytes: int
-    """Measured peak; 0 where nothing counted it."""
+    """Measured peak; 0 if it was not measured."""
     predicted_peak_bytes: int
 
     @property
     def errors(self) -> dict[str, float]:
-        """Errors by name: prediction above measurement, in percent of the measurement."""
+        """Errors by name, in percent of the measurement. Positive if the prediction is too high."""
         errors = {"step": 100 * (self.predicted_step_s / self.measured_step_s - 1)}
         if self.measured_peak_bytes:
             errors["peak"] = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
         return errors
 
     @property
-    def badness(self) -> float:
-        """The larger of both errors relative to its limit: above 1 if one exceeds it."""
+    def relative_error(self) -> float:
+        """The larger of both errors relative to its limit. Above 1 if an error exceeds its limit."""
         return max(abs(error) / LIMITS[self.source][name] for name, error in self.errors.items())
 
 
@@ -118,11 +117,11 @@ def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[s
 
 
 def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
-    """Run `command` for at most `seconds`, with its output in `log`, and return how it ended."""
+    """Run `command` for at most `seconds` with its output in `log`. Return its duration and exit code."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
-        # In its own session, so that a timeout also ends the processes that the benchmark started.
+        # Start a new session, so that a timeout also ends the processes that the benchmark started.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             code = process.wait(timeout=max(1.0, seconds))
@@ -162,7 +161,7 @@ def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
     found: dict[tuple[str, str], dict[Source, Comparison]] = {}
     for one in comparisons:
         found.setdefault((one.model, one.setting), {})[one.source] = one
-    ordered = sorted(found.items(), key=lambda item: max(one.badness for one in item[1].values()), reverse=True)
+    ordered = sorted(found.items(), key=lambda item: max(one.relative_error for one in item[1].values()), reverse=True)
     return [(*names, *_list_cells(by_source)) for names, by_source in ordered]
 
 
@@ -170,7 +169,7 @@ def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
     """Return one line with the largest errors of one source over all models, against its limits."""
     own = [one for one in comparisons if one.source is source]
     if not own:
-        return f"predicted from the {source.value}: nothing"
+        return f"predicted from the {source.value}: no comparisons"
     parts = []
     for name, limit in LIMITS[source].items():
         known = [one for one in own if name in one.errors]
@@ -182,7 +181,7 @@ def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
 
 
 def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], lines: Iterable[str]) -> None:
-    """Write the table as a page, and everything else into one file beside it."""
+    """Write the table as Markdown, and all other files into an archive next to it."""
     table = [f"| {' | '.join(cells)} |" for cells in (HEADINGS, ("---",) * len(HEADINGS), *rows)]
     (folder / "predictions.md").write_text("\n".join((*lines, "", *table, "")), encoding="utf-8")
     with tarfile.open(folder / "predictions.tar.gz", "w:gz") as archive:
@@ -190,7 +189,7 @@ def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], line
 
 
 def main() -> int:
-    """Run all models and show the table. Return 1 if a model left nothing to compare."""
+    """Run all models and show the table. Return 1 if a model has no comparisons."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", metavar="ARGUMENTS.sh", nargs="*", type=Path)
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("predictions"))
@@ -222,7 +221,7 @@ def main() -> int:
                 tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
                 console.print("\n".join(tail), highlight=False, markup=False, soft_wrap=True)
             lines = [*(describe_worst(source, comparisons) for source in Source), *notes]
-            # After each model, so that stopping the script only loses the running model.
+            # Write after each model, so that stopping the script loses only the running model.
             write_report(options.out, work, list_rows(comparisons), lines)
     table = Table(*HEADINGS, title="predicted and measured, worst first", title_justify="left")
     for cells in list_rows(comparisons):

@@ -1,14 +1,14 @@
-"""Measures how much copies between host and device slow the work of the CPU, which uses the same memory.
+"""Measures how much copies between host and device slow down the CPU, which uses the same memory.
 
     python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
 
 The script times two kinds of CPU work without copies, and during continuous copies of 256 MiB: to the host, to the device, and
-in both directions. Look-ups of objects in random order miss the caches, so they notice other memory traffic. A view of a small
-tensor runs from the caches. Launching kernels is between the two. The CPU takes no part in the copies: it queues them before,
-and the device's copy engines run them.
+in both directions. Look-ups of objects in random order miss the caches, so other memory traffic slows them down. A view of a
+small tensor needs only the caches. A kernel launch is between the two. The CPU only queues the copies in advance, and the
+device's copy engines execute them.
 
-What you should see: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per look-up
-and per view, and the GB/s of the copies in each direction.
+Expected output: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per look-up and
+per view, and the GB/s of the copies in each direction.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from fgoffload.units import GIB, MIB
 COPY_BYTES = 256 * MIB
 SLABS = 4
 OBJECTS = 400_000
-"""Number of objects. They take more than forty megabytes, beyond a core's own caches."""
+"""Number of objects. Their total of over 40 MB exceeds the private caches of a core."""
 LOOKUPS, VIEWS = 60_000, 3_000
-"""Look-ups and views per reading of the clock: some ten milliseconds."""
-MOST_SECONDS = 1
-"""Maximum seconds. More copies would fill the driver's queue, and the host would wait while it queues them."""
+"""Look-ups and views per clock reading. They take about ten milliseconds."""
+MAX_SECONDS = 1
+"""Maximum of `--seconds`. The copies of a longer measurement would fill the driver's queue and block the host."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
     ("none", ()),
     ("to the host", (True,)),
@@ -45,7 +45,7 @@ TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
 
 
 class HostWork:
-    """Two kinds of work that the host repeats."""
+    """Two kinds of work for the host."""
 
     def __init__(self) -> None:
         self._objects = [(index, float(index)) for index in range(OBJECTS)]
@@ -96,11 +96,11 @@ class Copies:
             slab.close()
 
 
-def measure_beside(
+def measure_during(
     device: Device, copies: Copies, work: HostWork, directions: Sequence[bool], seconds: float
 ) -> tuple[float, float, list[float]]:
-    """Return the seconds per look-up and per view beside copies, and the bytes per second in each direction."""
-    # At 60 GB/s a copy takes 4.5 ms. Queue half as many again as fit the time of the work, so that copies outlast it.
+    """Return the seconds per look-up and per view during copies, and the bytes per second in each direction."""
+    # At 60 GB/s, a copy takes 4.5 ms. Queue 1.5 times as many as fit into `seconds`, so that copies outlast the work.
     count = max(1, round(1.5 * seconds / 4.5e-3))
     events = [device.record_event(device.current_stream())]
     device.synchronize(events[0])
@@ -123,8 +123,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="duration of each measurement")
     parser.add_argument("--repeats", type=int, default=4, help="repeats of all kinds of traffic")
     options = parser.parse_args()
-    if options.repeats < 1 or not 0 < options.seconds <= MOST_SECONDS:
-        parser.error(f"--repeats must be 1 or more, and --seconds above 0 and at most {MOST_SECONDS}.")
+    if options.repeats < 1 or not 0 < options.seconds <= MAX_SECONDS:
+        parser.error(f"--repeats must be 1 or more, and --seconds above 0 and at most {MAX_SECONDS}.")
     try:
         device = find_device("cuda")
     except StateError as error:
@@ -134,7 +134,7 @@ def main() -> int:
     measured: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name, _ in TRAFFIC}
     for _ in range(options.repeats):  # alternating, since the speed of a host changes
         for name, directions in TRAFFIC:
-            measured[name].append(measure_beside(device, copies, work, directions, options.seconds))
+            measured[name].append(measure_during(device, copies, work, directions, options.seconds))
     copies.close()
     console = Console()
     console.print(f"pinning host memory: {copies.pinning_s_per_gib:.2f} s per GiB", highlight=False)

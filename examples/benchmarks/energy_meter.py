@@ -1,7 +1,7 @@
-"""Measures the energy of a GPU during some work, with samples of clock and power. For scripts in this folder.
+"""Measures the energy, clock and power of a GPU over a period. For scripts in this folder.
 
-Reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`), in a process that need not use the
-GPU itself. A device's energy counter updates every few dozen milliseconds: measure at least a second of work at a time.
+The meter reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`). Its process need not use the
+GPU. The energy counter of a GPU updates only every few dozen milliseconds, so measure at least a second of work at a time.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ class Energy:
 
 
 class EnergyMeter:
-    """Reads one GPU, the first that a process with these variables would use. As a context manager, it closes the library.
+    """Reads the first GPU in `CUDA_VISIBLE_DEVICES`. Leaving its context closes the library.
 
     Raises:
-        ConfigError: The library is not installed, there is no such GPU, or the GPU does not count its energy.
+        ConfigError: The library is not installed, the GPU does not exist, or it does not count its energy.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class EnergyMeter:
             self._read_joules()
         except (pynvml.NVMLError, ValueError) as error:
             raise ConfigError(
-                f"The energy of GPU {name!r} cannot be read: {error}. Run this on the machine with its driver."
+                f"The energy of GPU {name!r} cannot be read: {error}. Use a machine that has this GPU and its driver."
             ) from None
 
     def __enter__(self) -> "EnergyMeter":
@@ -74,7 +74,7 @@ class EnergyMeter:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Reading]:
-        """Measure the body. The result is filled when the body ends."""
+        """Measure the body. The reading is complete when the body ends."""
         reading, is_over = Reading(), threading.Event()
 
         def sample() -> None:

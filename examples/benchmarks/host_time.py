@@ -3,13 +3,13 @@
     python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings baseline plan:FILE ...] [--steps 8] [--warmup 3]
         [--out FILE] [Megatron's flags]
 
-In a forward with experts, the host waits for the device in each layer. Between two waits it must launch a layer in the time
-that the device needs to run one. If the host takes longer, the device waits. The first wait of each forward is for the
-previous backward, in which the host is ahead, so waits can be long even if the step is not launch-bound. The script uses no
-profiler, which would double the host time.
+In a forward with experts, the host waits for the device in each layer. Between two waits, the host must launch a layer at least
+as fast as the device runs one, or the device becomes idle. The first wait of each forward is for the previous backward, in
+which the host runs ahead of the device. Waits can therefore be long even if the step is not launch-bound. The script uses no
+profiler, since that would double the host time.
 
-What you should see: a table of medians per setting in ms per step: the step, the host time of forward and of backward without
-waits, and the waits in each. `--out` gets every step as JSON.
+Expected output: a table of medians per setting in ms per step: the step, the host time of forward and of backward without
+waits, and the waits in each. With `--out`, the script writes every step as JSON.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fgoffload.benchmark.runner import Runner, quiet_collector
+from fgoffload.benchmark.runner import Runner, disable_collector
 from fgoffload.benchmark.settings import Setting, parse_setting
 from fgoffload.errors import OffloadError
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-HEADINGS = ("setting", "step", "forward", "waits in it", "backward", "waits in it")
+HEADINGS = ("setting", "step", "forward", "forward waits", "backward", "backward waits")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class HostStep:
     """Seconds of one step."""
 
     step_s: float
-    """Seconds until the device was done."""
+    """Seconds until the device finished the step."""
     forward_s: float
     """Host seconds in all forwards, without waits."""
     forward_waits_s: float
@@ -81,7 +81,7 @@ class Clock:
         return call
 
     def wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original`, a wait, with its time counted as a wait of the surrounding call."""
+        """Return the waiting function `original`, with its time counted as a wait of the enclosing call."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def clocked() -> Iterator[Clock]:
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
     """Return the host time of each timed step of a setting."""
     found = []
-    with runner.train(setting) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, disable_collector():
         for _ in range(warmup):
             trainer.run_step(with_digests=False)
         for _ in range(steps):
@@ -149,15 +149,15 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
     """Measure all settings and print the table.
 
     Raises:
-        OffloadError: A setting cannot be trained here, in one process.
+        OffloadError: A setting cannot be trained in this process.
     """
     settings = [parse_setting(word) for word in options.settings]
     for setting in settings:
-        setting.list_flags()  # before a model is built, since this script makes no plans for budgets
+        setting.list_flags()  # raises for budgets, since this script makes no plans
     own_flags = ("--settings", "--steps", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}
-        title = f"{options.file} on {name_device()}: ms of a step"
+        title = f"{options.file} on {name_device()}: ms per step"
     console.print(build_table(title, results))
     if options.out is not None:
         document = {name: [dataclasses.asdict(step) for step in steps] for name, steps in results.items()}

@@ -1,4 +1,4 @@
-"""Hugging Face models under FSDP2: compares offload and checkpointing, with each setting in the same process.
+"""Compares offload and checkpointing of Hugging Face models under FSDP2, with all settings in one process.
 
     python examples/benchmarks/hugging_face.py [--workload dense] [--settings baseline offload ...] [--layers 12]
         [--budgets 26GiB 22GiB 18GiB 15.1GiB] [--steps 8] [--out FILE.json]
@@ -8,13 +8,13 @@
 Qwen3-30B (hidden 2048, 64 experts of 768, 8 per token) and one sequence of 8192. Weights are random, in bf16. verl and TRL run
 only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
 
-What you should see: a row for each setting with the median step, its ratio to the first setting, the allocator's peak, the
-bytes offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first
-setting's. `over link` is the step time over the limit that the link sets: for forward and for backward, the larger of the
-first setting's time and the time of the copies at the link rate of the same run. `--budgets` adds settings with a memory
-budget, shows the prediction of each plan, and prints the plans. A plan settles in 33 steps, or 66 if it is corrected. If a
-setting fails, its row shows the error. The script prints all rows again at the end, and writes them to `--out`, or else to a
-file in the folder `$OUT` if that is set.
+Expected output: a row for each setting with the median step, its ratio to the first setting, the allocator's peak, the bytes
+offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first setting's.
+`over link` is the step time relative to its lower bound, the sum over forward and backward of the larger of two times: that of
+the first setting, and that of the copies at the link rate of the same run. `--budgets` adds settings with a memory budget,
+shows the prediction of each plan, and prints the plans. A plan needs 33 steps to settle, or 66 if it is corrected. If a
+setting fails, its row shows the error. The script prints all rows a second time at the end. It writes them to `--out`, or else
+to a file in the folder `$OUT` if that is set.
 """
 
 import argparse
@@ -76,7 +76,7 @@ WORKLOADS = {  # the model's class and configuration, its layers, sequences and 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Row:
-    """Result of one setting. A plan's predictions are from when it was chosen."""
+    """Result of one setting. Predictions are those of the settled plan."""
 
     setting: str
     step_ms: float | None = None
@@ -111,7 +111,7 @@ HEADER = f"{'setting':32s}  step ms  ratio predicted  peak GiB predicted offload
 
 @dataclasses.dataclass(slots=True)
 class Baseline:
-    """The first setting, with which the others are compared."""
+    """Result of the first setting, with which the others are compared."""
 
     step_s: float
     forward_s: float
@@ -120,7 +120,7 @@ class Baseline:
 
 @contextlib.contextmanager
 def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ckpt: bool = False) -> Iterator[object]:
-    """Offload the model's layers, or the modules that `patterns` name, with default sizes."""
+    """Offload the model's layers, or the modules that match `patterns`, with default sizes."""
     handle = fgoffload.offload(model, patterns) if patterns else enable_activation_offloading(model, "fsdp2", enable_ckpt)
     with handle:
         yield handle
@@ -146,9 +146,9 @@ SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManage
     "trl with checkpointing": lambda model: trl(model, enable_ckpt=True),
     "save_on_cpu": save_on_cpu,
 }
-MOST_WARMUP_STEPS = 80
-"""Steps within which a plan settles. A corrected plan takes twice as long as one that is right at once."""
-MOST_DRAWN = 1.5
+MAX_WARMUP_STEPS = 80
+"""Maximum steps until a plan settles. A corrected plan takes twice as long."""
+MAX_RATIO = 1.5
 PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activation_offloading"}
 
 
@@ -183,10 +183,10 @@ def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) ->
 
 
 def find_digest(model: torch.nn.Module, tokens: torch.Tensor) -> str:
-    """Return a digest of loss and gradients of a step of one microbatch with deterministic kernels."""
+    """Return a digest of the loss and gradients of one microbatch with deterministic kernels."""
     torch.use_deterministic_algorithms(mode=True)
     try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's is not deterministic
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # cuDNN's attention is not deterministic
             loss = run_step(model, tokens, 1)
     finally:
         torch.use_deterministic_algorithms(mode=False)
@@ -217,7 +217,7 @@ def measure_rates() -> tuple[float, float]:
 
 
 def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """Return the minimum seconds of a forward that saves for backward."""
+    """Return the minimum seconds of a forward with gradients."""
     seconds = []
     for _ in range(3):
         synchronize()
@@ -232,7 +232,7 @@ def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 def measure(
     name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
 ) -> tuple[Row, Baseline]:
-    """Return the row of a setting, and the baseline: `baseline`, or this setting if there is none yet."""
+    """Return the row of a setting, and the baseline. This setting is the baseline if `baseline` is None."""
     model = make_model(options)
     *_, (sequences, tokens_each) = WORKLOADS[options.workload]
     shape = (2, 32) if options.smoke else (sequences, tokens_each)
@@ -259,7 +259,7 @@ def measure(
         row.digest = find_digest(model, tokens)
         if baseline is None:
             baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), digest=row.digest)
-            # Repeat it: a baseline that does not reproduce itself says nothing about the others.
+            # Repeat it, to check that the baseline itself is reproducible.
             row.digest = find_digest(model, tokens)
     forward_s = baseline.forward_s * options.microbatches
     bound_s = max(forward_s, moved[0] / rates[0]) + max(baseline.step_s - forward_s, moved[1] / rates[1])
@@ -270,8 +270,8 @@ def measure(
 
 
 def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Namespace, handle: object, row: Row) -> None:
-    """Run the steps before the measured ones, and record the settled plan's predictions for the later ones."""
-    for step in range(MOST_WARMUP_STEPS):
+    """Run the steps before the measured ones, and record the predictions of the settled plan."""
+    for step in range(MAX_WARMUP_STEPS):
         planned = getattr(handle, "planned", None)
         is_settled = planned is not None and planned.measured is not None and planned.measured.step_s > 0
         if step >= options.warmup and (is_settled or not row.setting.startswith("budget")):
@@ -282,7 +282,7 @@ def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Name
 
 
 def draw(source: Path, picture: Path) -> None:
-    """Plot peak memory against step time of the settings in `source`. Settings above 1.5 of the baseline are named."""
+    """Plot peak memory against step time of the settings in `source`. The legend lists step times above 1.5."""
     from matplotlib.figure import Figure
 
     with source.open(encoding="utf-8") as stream:
@@ -293,9 +293,9 @@ def draw(source: Path, picture: Path) -> None:
     axes.plot(*zip(*planned, strict=True), marker="o", color="#1f77b4", label="fgoffload, by memory budget")
     for name, ratio, peak in rows:
         if not name.startswith("budget"):
-            shown = name if ratio <= MOST_DRAWN else f"{name}: {ratio:.1f} at {peak:.1f} GiB"
-            axes.plot(peak, min(ratio, MOST_DRAWN), linestyle="none", marker="s" if ratio <= MOST_DRAWN else "^", label=shown)
-    axes.set_ylim(0.98, MOST_DRAWN)
+            shown = name if ratio <= MAX_RATIO else f"{name}: {ratio:.1f} at {peak:.1f} GiB"
+            axes.plot(peak, min(ratio, MAX_RATIO), linestyle="none", marker="s" if ratio <= MAX_RATIO else "^", label=shown)
+    axes.set_ylim(0.98, MAX_RATIO)
     axes.set_xlabel("peak memory, GiB")
     axes.set_ylabel("step time over baseline")
     axes.legend(fontsize=8)
@@ -313,10 +313,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="memory budgets to plan for")
     parser.add_argument("--layers", type=int, help="number of layers, instead of the workload's")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--microbatches", type=int, default=1, help="microbatches per step, whose gradients add up")
+    parser.add_argument("--microbatches", type=int, default=1, help="microbatches per step, with accumulated gradients")
     parser.add_argument("--warmup", type=int, default=10, help="untimed steps; the engine compares bytes in the first 8")
     parser.add_argument("--smoke", action="store_true", help="use a tiny model, to test the script with or without a GPU")
-    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file into --out without measuring")
+    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file to --out, and measure nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     if options.steps < 1:
@@ -338,9 +338,9 @@ def can_run(name: str) -> bool:
 def try_to_measure(
     name: str, options: argparse.Namespace, baseline: Baseline | None, rates: tuple[float, float]
 ) -> tuple[Row, Baseline | None]:
-    """Measure a setting. If it fails, its row has the error, and the other settings go on."""
+    """Measure a setting. If it fails, return a row with the error."""
     if not can_run(name):
-        return Row(setting=name, error=f"left out: needs a GPU and {PACKAGES[name.split()[0]]}"), baseline
+        return Row(setting=name, error=f"skipped: needs a GPU and {PACKAGES[name.split()[0]]}"), baseline
     try:
         return measure(name, options, baseline, rates)
     except Exception as error:  # noqa: BLE001 - any error of an alternative or a budget belongs in its row
@@ -367,16 +367,16 @@ def main() -> int:
             torch.cuda.empty_cache()
         print(row, flush=True)
         rows.append(row)
-        if options.out is not None:  # after each: a stopped run has the earlier rows
+        if options.out is not None:  # after each row, so that a stopped run keeps the earlier ones
             options.out.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1), encoding="utf-8")
         if baseline is None:
-            break  # nothing to compare the others with
+            break  # the others cannot be compared with it
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"\n{options.workload} on {device}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device")
     print(HEADER, *rows, sep="\n")
     dist.destroy_process_group()
-    return 0 if all(row.is_bitwise_identical or row.error.startswith("left out") for row in rows) else 1
+    return 0 if all(row.is_bitwise_identical or row.error.startswith("skipped") for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Finds the idle time of a device in a traced step, and how much of it is at host waits.
+"""Finds the idle time of a device in a traced step, and how much of it occurs at host waits.
 
-[Note: What idle means]
-The device is idle between the first and last kernel of a step while no kernel runs on any stream. Experts run on separate
+[Note: Idle time]
+The device is idle while no kernel runs on any stream, between the first and last kernel of a step. Experts run on separate
 streams, so gaps on a single stream do not count. Copies and fills are not kernels: a device that only copies is idle.
 
-A gap is at a wait if the host returns from that wait within the gap: it could not launch the kernel that ends the gap earlier.
-This holds whether a copy or a kernel transfers the bytes that the host waits for. The script also measures how much of such a
-gap the host spends inside waits: copies ahead of these bytes make that part longer. In the rest, the host launches kernels,
-including work that it had not launched before the wait.
+A gap is at a wait if the host returns from that wait within the gap. In that case, the host could not have launched the kernel
+that ends the gap any earlier, whether a copy or a kernel transfers the bytes that it waits for. The script also measures how
+much of such a gap the host spends inside waits. Copies that precede these bytes make that part longer. In the rest of the gap,
+the host launches kernels, including work that it had not launched before the wait.
 
 A gap is a late launch if the launch call of the kernel that ends it returned only after the gap began: the device was idle
 because of the host. In all other gaps, the kernel was already launched, and the device waited for an event or was slow to
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trace_events import Event, is_copy, is_kernel
 
 WAIT_RANGE = "fgoffload: the host may wait"
-"""Name of the profiler range around waits. Other waits of the host, as at the end of a step, do not count."""
+"""Name of the profiler range around waits. Other waits of the host, such as at the end of a step, do not count."""
 
 _CALLS = ("cuda_runtime", "cuda_driver")
 
@@ -46,17 +46,17 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A time between two kernels in which none runs."""
+    """A time between two kernels in which no kernel runs."""
 
     span: Span
     kernel: str
     """Name of the kernel that ends it, without its types."""
     is_at_wait: bool
-    """Whether the gap is at a wait. See [Note: What idle means]."""
+    """Whether the gap is at a wait. See [Note: Idle time]."""
     waiting_ms: float
     """Milliseconds of the gap that the host spent inside waits."""
     is_late_launch: bool
-    """Whether the launch was late. See [Note: What idle means]. False if the trace does not have the launch."""
+    """Whether the launch was late. See [Note: Idle time]. False if the trace lacks the launch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,8 @@ class IdleTime:
     span_ms: float
     """Milliseconds from the start of the first kernel to the end of the last one."""
     waits: int
-    """Calls in which the host waited, whether or not the device was idle meanwhile."""
+    """Number of calls in which the host waited, even if the device was busy."""
     gaps: tuple[Gap, ...]
-    """Gaps in order."""
 
     @property
     def idle_ms(self) -> float:
@@ -97,11 +96,11 @@ class IdleTime:
 
     @property
     def longest(self) -> Gap | None:
-        """The longest gap, or None if kernels follow each other without gaps."""
+        """The longest gap, or None without gaps."""
         return max(self.gaps, key=lambda gap: gap.span.ms, default=None)
 
     def sum_by_kernel(self) -> dict[str, tuple[int, float, float]]:
-        """Return number of gaps, total ms and longest ms by the kernel that ends them, the largest total first."""
+        """Return the number, total ms and longest ms of gaps by the kernel that ends them, the largest total first."""
         found: dict[str, list[float]] = {}
         for gap in self.gaps:
             found.setdefault(gap.kernel, []).append(gap.span.ms)
@@ -138,14 +137,14 @@ def list_waits(events: Iterable[Event]) -> list[Span]:
     """Return the calls in which the host waited within `WAIT_RANGE` ranges, in order."""
     events = list(events)
     ranges = _merge(_get_span(event) for event in events if _is_range(event))
-    # A copy to pageable memory returns when it is done; a copy to pinned memory returns at once.
+    # A copy to pageable memory returns when it is done; a copy to pinned memory returns immediately.
     slow = {_get_correlation(event) for event in events if is_copy(event, way="DtoH") and "Pageable" in event["name"]}
     calls = (
         _get_span(event)
         for event in events
         if event.get("cat") in _CALLS and ("Synchronize" in event["name"] or _get_correlation(event) in slow)
     )
-    # By time, on any thread: no other thread calls CUDA while the training's own is in such a range.
+    # Match by time on all threads: no other thread calls CUDA while the training thread is in such a range.
     return sorted(call for call in calls if any(one.begin_us <= call.begin_us < one.end_us for one in ranges))
 
 
@@ -174,7 +173,7 @@ def _is_range(event: Event) -> bool:
 
 
 def _merge(spans: Iterable[Span]) -> list[Span]:
-    """Merge overlapping spans: ranges nest where one waiting method calls another."""
+    """Merge overlapping spans. Ranges are nested if one waiting method calls another."""
     merged: list[Span] = []
     for span in sorted(spans):
         if merged and span.begin_us <= merged[-1].end_us:

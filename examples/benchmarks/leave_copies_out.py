@@ -1,16 +1,15 @@
-"""Separates the cost of copies from the rest of offload: runs the same steps with all copies, and without some of them.
+"""Separates the cost of copies from the rest of offload. Runs the same steps with all copies, and without some of them.
 
     python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
         [--warmup 2] [--out FILE] [Megatron's flags]
 
 Each setting has one model. Each round runs one step of each kind: with all copies, without copies to the host, without any
-copies, and without offload but with the plan's recompute. Every other round is reversed. All calls except the copies are
-identical: groups, events, waits and memory. Without copies, the reloaded tensors and thus the gradients are garbage, but no
-optimizer runs, and forward does not use them.
+copies, and without offload but with the plan's recompute. Every other round is reversed. The steps without copies have the same
+groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
 
-What you should see: a row for each kind of step of each setting, with its median and its overhead over the step without
-offload in the same round, with a 95% interval over the rounds. "no copies" shows the host time of groups. The rest is the cost
-of copies: compute waits for them, and they share memory bandwidth with the host. `--out` gets every step as JSON.
+Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
+offload in the same round with its 95% interval. "no copies" shows the host time of groups. The rest is the cost of copies:
+compute waits for them, and they share memory bandwidth with the host. With `--out`, the script writes every step as JSON.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.benchmark.measurement import find_ratio_interval
-from fgoffload.benchmark.runner import Runner, quiet_collector
+from fgoffload.benchmark.runner import Runner, disable_collector
 from fgoffload.benchmark.settings import Setting, System, parse_setting
 from fgoffload.engine import Region
 from fgoffload.errors import ConfigError, OffloadError
@@ -41,21 +40,21 @@ from fgoffload.integrations.megatron.patching.methods import set_attribute
 from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.trainer.parallel import name_device
 
-HEADINGS = ("setting", "step", "ms", "over no offload")
-LEAVING = (System.OURS, System.PLAN)
+HEADINGS = ("setting", "step", "ms", "ratio to no offload")
+OUR_SYSTEMS = (System.OURS, System.PLAN)
 
 
 class Kind(enum.Enum):
     """Kinds of steps, by the copies that they omit."""
 
     ALL = "all copies"
-    NONE_OUT = "no copies to the host"
-    NONE = "no copies"
-    STAYS = "no offload"
+    NO_D2H = "no copies to the host"
+    NO_COPIES = "no copies"
+    NO_OFFLOAD = "no offload"
 
 
 class Omission:
-    """Kind of copies that are omitted now."""
+    """Current kind of step, which determines the omitted copies."""
 
     def __init__(self) -> None:
         self.kind = Kind.ALL
@@ -63,17 +62,17 @@ class Omission:
 
 @contextlib.contextmanager
 def omitting(integration: MegatronOffload) -> Iterator[Omission]:
-    """Omit copies of `integration` in the body, by the yielded kind."""
+    """Omit copies of `integration` in the body, as the yielded object determines."""
     omission, device = Omission(), integration.engine.device
     copy_bytes, find_region = device.copy_bytes, integration.find_region
 
     def copy(*, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        is_left_out = omission.kind is Kind.NONE or (omission.kind is Kind.NONE_OUT and stream is device.d2h_stream)
-        if not is_left_out:
+        is_omitted = omission.kind is Kind.NO_COPIES or (omission.kind is Kind.NO_D2H and stream is device.d2h_stream)
+        if not is_omitted:
             copy_bytes(destination=destination, source=source, stream=stream)
 
     def find(tag: str) -> Region | None:
-        return None if omission.kind is Kind.STAYS else find_region(tag)
+        return None if omission.kind is Kind.NO_OFFLOAD else find_region(tag)
 
     with Patches() as patches:
         set_attribute(patches, device, "copy_bytes", copy)
@@ -86,7 +85,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> di
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     with (
         runner.train(setting) as trainer,
-        quiet_collector(),
+        disable_collector(),
         omitting(trainer.integration) as omission,
     ):
         for number in range(warmup + rounds):
@@ -106,14 +105,14 @@ def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Tabl
         table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
     for name, steps in results.items():
         for kind, seconds in steps.items():
-            ratios = [one / base for one, base in zip(seconds, steps[Kind.STAYS], strict=True)]
-            shown = "" if kind is Kind.STAYS else describe_ratios(ratios)
+            ratios = [one / base for one, base in zip(seconds, steps[Kind.NO_OFFLOAD], strict=True)]
+            shown = "" if kind is Kind.NO_OFFLOAD else describe_ratios(ratios)
             table.add_row(name if kind is Kind.ALL else "", kind.value, f"{1e3 * statistics.median(seconds):.1f}", shown)
     return table
 
 
 def describe_ratios(ratios: Sequence[float]) -> str:
-    """Return the mean of ratios, with its 95% interval if there are enough for one."""
+    """Return the geometric mean of `ratios`, with its 95% interval if there are enough of them."""
     interval = find_ratio_interval(ratios)
     mean = statistics.geometric_mean(ratios)
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"
@@ -123,12 +122,14 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
     """Measure all settings and print the table.
 
     Raises:
-        OffloadError: A setting cannot be trained here, in one process, or offloads nothing.
+        OffloadError: A setting cannot be trained in this process, or offloads nothing.
     """
     settings = [parse_setting(word) for word in options.settings]
     for setting in settings:
-        if setting.system not in LEAVING:
-            raise ConfigError(f"{setting.name} does not use this engine. Use settings such as ours:expert_fc1 or plan:FILE.")
+        if setting.system not in OUR_SYSTEMS:
+            raise ConfigError(
+                f"{setting.name} does not use fgoffload's engine. Use settings such as ours:expert_fc1 or plan:FILE."
+            )
     own_flags = ("--settings", "--rounds", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.rounds) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, rounds=options.rounds) for one in settings}

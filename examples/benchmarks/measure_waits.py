@@ -1,17 +1,18 @@
-"""Measures the cost of host waits in Megatron: without offload, with offload but no remedy, and with offload as shipped.
+"""Measures the cost of host waits in Megatron, with and without the remedies that fgoffload has for them.
 
     python examples/benchmarks/measure_waits.py [ARGUMENTS.sh] [--tags core_attn attn_proj] [--steps 10] [--warmup 2]
         [--repeats 2] [--trace FOLDER] [--out FOLDER] [Megatron's flags]
 
 The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
-process trains the three settings in order, with a new model each time, and repeats the whole list. "before" omits
-`host_waits/waits.py` of the integration: copies are not held until a wait is over, and the bytes that the host waits for use
-the copy engine. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
+process trains three settings in order, with a new model each time, and repeats the whole list: "no offload", "before" (offload
+without remedies) and "after" (offload as shipped). The remedies are in `host_waits/waits.py` of the integration. Without them,
+other copies are not delayed until a wait is over, and the copy engine transfers the bytes that the host waits for. Megatron's
+flags, such as `--moe-permute-fusion`, follow the file and override it.
 
-What you should see: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle
-time in one step of the first repeat under torch's profiler, and how much of it was at waits of the token dispatchers ([Note:
-What idle means] in `idle_time.py`). `--out` gets all numbers in `waits.json`, updated after each run. `--trace` gets the
-traces of these steps.
+Expected output: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle time
+in one step of the first repeat under torch's profiler, and the part of it at waits of the token dispatchers ([Note: Idle time]
+in `idle_time.py`). The script writes all numbers to `waits.json` in `--out` after each run, and the traces of these steps to
+`--trace`.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.loading import describe_workload, load_arguments
 from fgoffload.benchmark.measurement import find_quantiles
 from fgoffload.benchmark.report import ABSENT, name_run, name_versions
-from fgoffload.benchmark.runner import Runner, quiet_collector, reset_peaks
+from fgoffload.benchmark.runner import Runner, disable_collector, reset_peaks
 from fgoffload.benchmark.settings import BASELINE, Setting, System
 from fgoffload.benchmark.surroundings import find_surroundings
 from fgoffload.benchmark.traces import write_trace
@@ -58,14 +59,14 @@ from fgoffload.units import format_bytes
 
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "waits.json"
-TIME_HEADINGS = ("setting", "step ms (p20 p80)", "over no offload, ms, by repeat", "peak allocated", "to host per step")
+TIME_HEADINGS = ("setting", "step ms (p20 p80)", "overhead in ms, by repeat", "peak allocated", "to host per step")
 IDLE_HEADINGS = (
     "one traced step, ms",
     "first to last kernel",
     "kernels",
     "waits",
     "gaps at waits",
-    "together",
+    "total",
     "longest",
     "in waits",
     "idle elsewhere",
@@ -74,7 +75,7 @@ IDLE_HEADINGS = (
 
 
 class Remedies(enum.Enum):
-    """Measured settings. The values are the names of the rows."""
+    """Measured settings. The values are their names in the tables."""
 
     NO_OFFLOAD = "no offload"
     BEFORE = "before"  # offload without any remedy
@@ -91,11 +92,11 @@ class Run:
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None
-    """Peak of the allocator; None where no allocator counts."""
+    """Peak of the allocator; None on a CPU."""
     d2h_bytes: int
     """Bytes offloaded in a step."""
     idle: IdleTime | None = None
-    """Idle time of one more step; None if none was traced, or no kernel ran in it."""
+    """Idle time of an additional traced step; None if no step was traced or no kernel ran."""
 
     @property
     def ms(self) -> float:
@@ -128,8 +129,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def leave_out_remedies() -> Iterator[None]:
-    """Disable the wait remedies of offload that is applied in the body. The library has no such option: no user needs it."""
+def disable_remedies() -> Iterator[None]:
+    """Disable the wait remedies in the body. The library has no such option, since no user needs it."""
     with Patches() as patches:
         patches.replace("fgoffload.integrations.megatron.host_waits.waits", "step_aside", lambda *_: None)
         patches.replace("fgoffload.integrations.megatron.adapter.layers", "has_held_wait", lambda _: False)
@@ -152,14 +153,14 @@ def _mark(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *, repeat: int) -> Run:
-    """Train one setting and return its result, in the first repeat with a traced step.
+    """Train one setting and return its result. The first repeat also traces a step.
 
     Raises:
         OffloadError: The setting cannot be trained, or nothing is offloaded.
     """
     setting = BASELINE if remedies is Remedies.NO_OFFLOAD else Setting(system=System.OURS, modules=tuple(tags))
-    change = leave_out_remedies() if remedies is Remedies.BEFORE else contextlib.nullcontext()
-    with change, runner.train(setting) as trainer, quiet_collector():
+    change = disable_remedies() if remedies is Remedies.BEFORE else contextlib.nullcontext()
+    with change, runner.train(setting) as trainer, disable_collector():
         for _ in range(job.warmup):
             time_step(trainer)
         reset_peaks()
@@ -184,7 +185,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
 
 
 def time_step(trainer: Trainer) -> float:
-    """Run a step and return its seconds: the device's on a GPU, else the clock's."""
+    """Run a step and return its seconds, by device events on a GPU or by the host's clock."""
     gc.collect()
     if not torch.cuda.is_available():
         return trainer.run_step(with_digests=False).seconds
@@ -205,7 +206,7 @@ def trace_step(trainer: Trainer, path: Path) -> IdleTime | None:
 
 
 def warm_profiler() -> None:
-    """Load the profiler's libraries, which would make the first traced step longer than the others."""
+    """Load the profiler's libraries, so that the first traced step is not slower than the others."""
     if torch.cuda.is_available():
         with tempfile.TemporaryDirectory(prefix="fgoffload-") as name:
             write_trace(lambda: torch.ones(1, device="cuda").item(), Path(name) / "trace.json")
@@ -301,11 +302,11 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     """Measure all settings and print the tables.
 
     Raises:
-        OffloadError: The model cannot be trained here, in one process.
+        OffloadError: The model cannot be trained in this process.
     """
     arguments = load_arguments(job)
     if arguments.world_size > 1:
-        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
+        raise ConfigError(f"{job.source}: the model needs {arguments.world_size} processes. Use smaller parallel sizes.")
     initialize_parallel(arguments)
     try:
         workload, surroundings = describe_workload(arguments), find_surroundings(device=name_device())
@@ -334,15 +335,15 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     title = f"{name_run(workload, surroundings)}, {' '.join(options.tags)}"
     console.print(build_table(title, TIME_HEADINGS, list_time_rows(runs), caption=name_versions(surroundings)))
     if idle := list_idle_rows(runs):
-        console.print(build_table("when no kernel ran on any stream", IDLE_HEADINGS, idle))
+        console.print(build_table("idle time: no kernel on any stream", IDLE_HEADINGS, idle))
     else:
-        console.print("The trace has no kernel, so there is no idle time to report.", highlight=False)
+        console.print("The traces have no kernels, so idle time cannot be reported.", highlight=False)
 
 
 def main() -> int:
     """Measure, print and write the results."""
     options, flags = parse_options()
-    # As in Megatron's launch scripts. CUDA reads it when it starts, which has not happened yet.
+    # As in Megatron's launch scripts. CUDA reads this variable when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/memory_of_a_step.py images/memory_huggingface.png
 
-What you should see: one line per setting with its activation peak. The script runs on a CPU.
+Expected output: one line per setting with its activation peak. The script runs on a CPU.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def measure(patterns: list[str] | None) -> list[float]:
 
 
 def main(path: str) -> None:
-    """Measure the settings, print their peaks and draw the picture."""
+    """Measure the settings, print their peaks and plot their memory."""
     axes = (figure := Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")).add_subplot()
     for (name, patterns), color in zip(SETTINGS.items(), ("#8a8f98", "#e08e0b", "#1f77b4"), strict=True):
         found = measure(patterns)

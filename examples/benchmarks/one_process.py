@@ -1,4 +1,4 @@
-"""Set-up for scripts that measure several settings one after another in this process."""
+"""Setup for scripts that measure several settings one after another in one process."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], w
         )
         arguments = load_arguments(job)
         if arguments.world_size > 1:
-            raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
+            raise ConfigError(f"{job.source}: the model needs {arguments.world_size} processes. Use smaller parallel sizes.")
         initialize_parallel(arguments)
         try:
             yield Runner(job, on_step=lambda _: None)

@@ -1,11 +1,11 @@
-"""Plans every model of `arguments/` on three devices: its memory, and the cost of a budget halfway to full recompute.
+"""Plans the models of `arguments/` for three GPUs, with a budget halfway between the baseline and full recompute.
 
     python examples/benchmarks/plan_models.py [--models llama3_8b ...] [--gpus h100 h200 gb200]
 
-For each model and device it predicts the memory of the fullest rank and the step time for the baseline, for full recompute, and
-for the plan whose budget is halfway between the two. It needs no GPU. Large models take several seconds.
+For each model and GPU, the script predicts the memory of the fullest rank and the step time for the baseline, full recompute
+and the plan. It needs no GPU itself. Large models take several seconds.
 
-What you should see: the table of arguments/README.md as Markdown, with a row for each model and device.
+Expected output: the table of arguments/README.md as Markdown, with a row for each model and GPU.
 """
 
 import argparse
@@ -55,19 +55,19 @@ def list_cells(model: str, gpu: str) -> Iterator[str]:
     shape, parallelism = read_model_file(ARGUMENTS / f"{model}.sh")
     ranks = build_ranks(shape, parallelism, hardware)
     results = {name: simulate(one.adapt(ranks), one.make_plan(ranks)) for name, one in list_baselines(ranks).items()}
-    nothing, full = results["baseline"], results["full recompute"]
+    baseline, full = results["baseline"], results["full recompute"]
     yield f"`{model}`"
     yield gpu.upper()
-    fits = "" if nothing.peak_bytes <= hardware.device_memory_bytes else ", does not fit"
-    yield f"{nothing.peak_bytes / GIB:.1f} GiB{fits}, {nothing.step_s:.2f} s"
-    yield f"{full.peak_bytes / GIB:.1f} GiB, {full.step_s / nothing.step_s - 1:+.1%}"
+    fits = "" if baseline.peak_bytes <= hardware.device_memory_bytes else ", does not fit"
+    yield f"{baseline.peak_bytes / GIB:.1f} GiB{fits}, {baseline.step_s:.2f} s"
+    yield f"{full.peak_bytes / GIB:.1f} GiB, {full.step_s / baseline.step_s - 1:+.1%}"
     try:
-        found = plan_ranks(ranks, budget_bytes=(nothing.peak_bytes + full.peak_bytes) // 2).solution.result
+        found = plan_ranks(ranks, budget_bytes=(baseline.peak_bytes + full.peak_bytes) // 2).solution.result
     except PlanError as error:
         yield str(error)
         yield "-"
         return
-    yield f"{found.peak_bytes / GIB:.1f} GiB, {found.step_s / nothing.step_s - 1:+.1%}"
+    yield f"{found.peak_bytes / GIB:.1f} GiB, {found.step_s / baseline.step_s - 1:+.1%}"
     yield f"{max(rank.host_peak_bytes for rank in found.ranks) / GIB:.1f}"
 
 

@@ -6,18 +6,18 @@
 The default is `arguments/launch_bound_moe.sh`. Its launch-bound steps differ by 5 to 10% from one step to the next, and by more
 over minutes. `fgoffload bench` runs all steps of one setting before the next setting. In this script, a round runs one step of
 each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round is reversed.
-Each setting runs next to a `baseline` in the same kind of process (Megatron-Core's engine needs a variable at start), and its
-ratio compares steps of the same round. All processes restart in each repeat, since their placement on the machine also matters.
-The device must have room for all models at once.
+Each setting runs next to a `baseline` in the same kind of process, since Megatron-Core's engine needs an environment variable
+at start. Ratios compare steps of the same round. All processes restart in each repeat, since their placement on the machine
+also matters. All models must fit on the device at the same time.
 
 A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
 it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.
 
-What you should see: a line for each repeat, then a table. For each setting it shows the median step with p20 and p80, the step
+Expected output: a line for each repeat, then a table. For each setting, it shows the median step with p20 and p80, the step
 time over baseline, the median of each repeat's rounds, and peak memory. With three or more repeats, the step time over baseline
 is the geometric mean of these medians with a 95% interval; otherwise it is their median. With `--energy`, a second table shows
-joules per step, the ratio to the baseline, clock, power, and how often the power limit lowered the clock. `--out` gets
-`turns.json` with every step and the peak of each repeat, updated after each repeat, and the output of the processes.
+joules per step, the ratio to the baseline, clock, power, and how often the power limit lowered the clock. The folder `--out`
+receives the output of the processes and, after each repeat, `turns.json` with every step and peak.
 """
 
 import argparse
@@ -67,8 +67,8 @@ SILENCE_SECONDS = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Player:
-    """One process: a setting, in one kind of process."""
+class Worker:
+    """A process that runs one setting."""
 
     setting: Setting
     kind: ProcessKind
@@ -79,54 +79,54 @@ class Player:
         return name_row(self.setting, self.kind)
 
 
-Steps = dict[Player, list[float]]
-"""Seconds of each step of each player, by round."""
+Steps = dict[Worker, list[float]]
+"""Seconds of each step of each worker, by round."""
 
-Readings = dict[Player, list[Reading]]
-"""Energy readings of each player, by round; empty without a meter."""
+Readings = dict[Worker, list[Reading]]
+"""Energy readings of each worker, by round; empty without a meter."""
 
-Peaks = dict[Player, int | None]
-"""Peak bytes of each player in one repeat; None on a device whose allocator does not count."""
+Peaks = dict[Worker, int | None]
+"""Peak bytes of each worker in one repeat; None on a CPU."""
 
 
-def list_players(settings: Sequence[Setting]) -> list[Player]:
-    """Return the players: each setting, after `baseline` of its kind of process."""
-    players: dict[Player, None] = {}
+def list_workers(settings: Sequence[Setting]) -> list[Worker]:
+    """Return a worker for each setting, after one for the `baseline` of its kind of process."""
+    workers: dict[Worker, None] = {}
     for setting in settings:
-        players[Player(BASELINE, setting.process)] = None
-        players[Player(setting, setting.process)] = None
-    return list(players)
+        workers[Worker(BASELINE, setting.process)] = None
+        workers[Worker(setting, setting.process)] = None
+    return list(workers)
 
 
-def play(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
+def run_worker(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
     """Run one process: build the model of a setting, and run steps on request."""
     redirect_output(log)
     try:
-        _play(job, setting, connection)
+        _serve(job, setting, connection)
     except OffloadError as error:
         connection.send(error)
-    except Exception as error:  # noqa: BLE001 - report any error to the waiting process
+    except Exception as error:  # noqa: BLE001 - report any error to the parent process
         traceback.print_exc()
         connection.send(ConfigError(f"{setting.name} ended: {type(error).__name__}: {error}"))
-    # End at once: shutting torch down takes seconds, and nobody waits for it.
+    # Exit immediately, since a shutdown of torch takes seconds.
     connection.close()
     sys.stdout.flush()
     os._exit(0)
 
 
-def _play(job: Job, setting: Setting, connection: Connection) -> None:
-    # Imported here, since it loads torch and Transformer Engine, which reads its switches then.
+def _serve(job: Job, setting: Setting, connection: Connection) -> None:
+    # Imported here, since it loads Transformer Engine, which reads environment variables at import.
     from fgoffload.benchmark.loading import describe_workload, load_arguments
-    from fgoffload.benchmark.runner import Runner, find_peak, quiet_collector, reset_peaks
+    from fgoffload.benchmark.runner import Runner, disable_collector, find_peak, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
     from fgoffload.trainer.parallel import initialize_parallel, name_device
 
     arguments = load_arguments(job)
     if arguments.world_size > 1:
-        raise ConfigError(f"{job.source}: the model takes {arguments.world_size} processes. Use smaller parallel sizes.")
+        raise ConfigError(f"{job.source}: the model needs {arguments.world_size} processes. Use smaller parallel sizes.")
     initialize_parallel(arguments)
     runner = Runner(job, on_step=lambda _: None)
-    with runner.train(setting) as trainer, quiet_collector():
+    with runner.train(setting) as trainer, disable_collector():
         for _ in range(job.warmup):
             trainer.run_step(with_digests=False)
         reset_peaks()
@@ -138,120 +138,120 @@ def _play(job: Job, setting: Setting, connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def start(job: Job, players: Sequence[Player], folder: Path, *, repeat: int) -> Iterator[dict[Player, Connection]]:
-    """Start a process for each of `players`, and end them after the body. They build their models in parallel."""
+def start(job: Job, workers: Sequence[Worker], folder: Path, *, repeat: int) -> Iterator[dict[Worker, Connection]]:
+    """Start a process for each of `workers`, and end the processes after the body. They build their models in parallel."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections = {}
-        for player in players:
+        for worker in workers:
             own, its = context.Pipe()
-            log = folder / f"log_{make_file_name(player.name)}_{repeat}.txt"
-            process = context.Process(target=play, args=(job, player.setting, log, its), daemon=True)
-            with keep_environment(player.kind.environment):  # the process inherits the variables of this one
-                set_environment(player.kind.environment)
+            log = folder / f"log_{make_file_name(worker.name)}_{repeat}.txt"
+            process = context.Process(target=run_worker, args=(job, worker.setting, log, its), daemon=True)
+            with keep_environment(worker.kind.environment):  # the process inherits the variables of this one
+                set_environment(worker.kind.environment)
                 process.start()
             its.close()
             stack.callback(process.join)
             stack.callback(process.kill)
-            connections[player] = own
+            connections[worker] = own
         yield connections
 
 
-def hear(player: Player, connection: Connection) -> Any:
+def receive(worker: Worker, connection: Connection) -> Any:
     """Return the next message of a process.
 
     Raises:
         OffloadError: The process cannot train its setting, or has ended.
     """
     if not connection.poll(SILENCE_SECONDS):
-        raise ConfigError(f"{player.name} has sent no message for {SILENCE_SECONDS:.0f} s. See its log.")
+        raise ConfigError(f"{worker.name} has sent no message for {SILENCE_SECONDS:.0f} s. See its log.")
     try:
         word = connection.recv()
     except EOFError:
-        raise ConfigError(f"{player.name} has ended. See its log.") from None
+        raise ConfigError(f"{worker.name} has ended. See its log.") from None
     if isinstance(word, OffloadError):
         raise word
     return word
 
 
 def take_turns(
-    connections: Mapping[Player, Connection], rounds: int, *, steps_a_round: int = 1, meter: EnergyMeter | None = None
+    connections: Mapping[Worker, Connection], rounds: int, *, steps_a_round: int = 1, meter: EnergyMeter | None = None
 ) -> tuple[Steps, Readings]:
     """Run `rounds` rounds, every other one reversed. Return the seconds of each step, and the energy readings."""
-    steps: Steps = {player: [] for player in connections}
-    readings: Readings = {player: [] for player in connections}
+    steps: Steps = {worker: [] for worker in connections}
+    readings: Readings = {worker: [] for worker in connections}
     for number in range(rounds):
         order = list(connections) if number % 2 == 0 else list(reversed(connections))
-        for player in order:
+        for worker in order:
             with contextlib.nullcontext() if meter is None else meter.read() as reading:
-                connections[player].send(steps_a_round)
-                steps[player] += hear(player, connections[player])
+                connections[worker].send(steps_a_round)
+                steps[worker] += receive(worker, connections[worker])
             if reading is not None:
-                readings[player].append(reading)
+                readings[worker].append(reading)
     return steps, readings
 
 
-def ask_peaks(connections: Mapping[Player, Connection]) -> Peaks:
-    """Return the peak bytes of each process. No process runs a step afterwards."""
+def collect_peaks(connections: Mapping[Worker, Connection]) -> Peaks:
+    """Return the peak bytes of each process, which then exits."""
     for connection in connections.values():
         connection.send(PEAK)
-    return {player: hear(player, connection) for player, connection in connections.items()}
+    return {worker: receive(worker, connection) for worker, connection in connections.items()}
 
 
-def find_worst(player: Player, peaks: Sequence[Peaks]) -> int | None:
-    """Return the maximum bytes over all repeats; None where nothing counted them."""
-    return max((one for repeat in peaks if (one := repeat[player]) is not None), default=None)
+def find_worst(worker: Worker, peaks: Sequence[Peaks]) -> int | None:
+    """Return the maximum bytes over all repeats; None on a CPU."""
+    return max((one for repeat in peaks if (one := repeat[worker]) is not None), default=None)
 
 
-def summarize(player: Player, repeats: Sequence[Steps]) -> Summary:
-    """Return the summary of one setting over all repeats. Its ratios are the medians of their rounds."""
-    beside = Player(BASELINE, player.kind)
+def summarize(worker: Worker, repeats: Sequence[Steps]) -> Summary:
+    """Return the summary of one setting. It has one ratio per repeat: the median over its rounds."""
+    baseline = Worker(BASELINE, worker.kind)
     ratios = [
-        statistics.median(own / other for own, other in zip(steps[player], steps[beside], strict=True)) for steps in repeats
+        statistics.median(own / other for own, other in zip(steps[worker], steps[baseline], strict=True)) for steps in repeats
     ]
     return Summary(
-        setting=player.setting,
-        process=player.kind,
-        step_seconds=tuple(seconds for steps in repeats for seconds in steps[player]),
+        setting=worker.setting,
+        process=worker.kind,
+        step_seconds=tuple(seconds for steps in repeats for seconds in steps[worker]),
         ratios=tuple(ratios),
     )
 
 
 def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Workload, surroundings: Surroundings) -> Table:
     """Return the table of all settings."""
-    summaries = {player: summarize(player, repeats) for player in repeats[0]}
+    summaries = {worker: summarize(worker, repeats) for worker in repeats[0]}
     legend = [INTERVALS] if has_intervals(summaries.values()) else []
     table = Table(
-        title=Text(f"{name_run(workload, surroundings)}, in turn"),
+        title=Text(f"{name_run(workload, surroundings)}, in alternating rounds"),
         title_justify="left",
         caption=Text("\n".join((name_versions(surroundings), *legend))),
         caption_justify="left",
     )
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
-    for player, summary in summaries.items():
+    for worker, summary in summaries.items():
         low, middle, high = (1e3 * each for each in find_quantiles(summary.step_seconds))
         over, by_repeat = ABSENT, ABSENT
-        if player.setting != BASELINE:
+        if worker.setting != BASELINE:
             interval = find_ratio_interval(summary.ratios)
             over = f"{summary.ratio:.3f}" + ("" if interval is None else f" [{interval[0]:.3f} {interval[1]:.3f}]")
             by_repeat = " ".join(f"{ratio:.3f}" for ratio in summary.ratios)
-        worst = find_worst(player, peaks)
+        worst = find_worst(worker, peaks)
         peak = ABSENT if worst is None else f"{worst / GIB:.2f}"
-        table.add_row(*map(Text, (player.name, f"{middle:.1f} ({low:.1f} {high:.1f})", over, by_repeat, peak)))
+        table.add_row(*map(Text, (worker.name, f"{middle:.1f} ({low:.1f} {high:.1f})", over, by_repeat, peak)))
     return table
 
 
-def build_energy_table(energies: Mapping[Player, Energy]) -> Table:
-    """Return the table of each player's energy over all repeats."""
+def build_energy_table(energies: Mapping[Worker, Energy]) -> Table:
+    """Return the table of each worker's energy over all repeats."""
     table = Table(title="energy of the device", title_justify="left")
     for heading in ENERGY_HEADINGS:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
-    for player, own in energies.items():
-        beside = energies[Player(BASELINE, player.kind)]
-        over = ABSENT if player.setting == BASELINE else f"{own.joules_a_step / beside.joules_a_step:.3f}"
+    for worker, own in energies.items():
+        baseline = energies[Worker(BASELINE, worker.kind)]
+        over = ABSENT if worker.setting == BASELINE else f"{own.joules_a_step / baseline.joules_a_step:.3f}"
         cells = (f"{own.joules_a_step:.1f}", over, f"{own.clock_mhz:.0f}", f"{own.watts:.0f}", f"{own.capped_part:.0%}")
-        table.add_row(*map(Text, (player.name, *cells)))
+        table.add_row(*map(Text, (worker.name, *cells)))
     return table
 
 
@@ -265,7 +265,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--steps-a-round", type=int, default=1)
     parser.add_argument("--energy", action="store_true", help="measure the device's energy through nvidia-ml-py")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} and logs there")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {JSON_NAME} and logs to this folder")
     options, flags = parser.parse_known_args()
     for name in ("rounds", "repeats", "steps_a_round"):
         if getattr(options, name) < 1:
@@ -279,12 +279,12 @@ def run_all(
     """Measure all settings and print the tables, with energy if there is a meter.
 
     Raises:
-        OffloadError: A setting cannot be trained here, in one process.
+        OffloadError: A setting cannot be trained in a single process.
     """
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
     for setting in settings:
-        setting.list_flags()  # before a process starts, since this script makes no plans for budgets
+        setting.list_flags()  # raises for budgets, since this script makes no plans
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),
@@ -294,42 +294,43 @@ def run_all(
         steps=options.rounds * options.steps_a_round,
         folder=folder,
     )
-    players = list_players(settings)
+    workers = list_workers(settings)
     repeats: list[Steps] = []
-    drawn: list[Readings] = []
+    all_readings: list[Readings] = []
     peaks: list[Peaks] = []
     for repeat in range(options.repeats):
-        with start(job, players, folder, repeat=repeat) as connections:
-            ready = [hear(player, connection) for player, connection in connections.items()]
+        with start(job, workers, folder, repeat=repeat) as connections:
+            ready = [receive(worker, connection) for worker, connection in connections.items()]
             steps, readings = take_turns(connections, options.rounds, steps_a_round=options.steps_a_round, meter=meter)
             repeats.append(steps)
-            drawn.append(readings)
-            peaks.append(ask_peaks(connections))
+            all_readings.append(readings)
+            peaks.append(collect_peaks(connections))
         workload, surroundings = ready[0]
-        medians = ", ".join(f"{player.name} {1e3 * statistics.median(own):.1f}" for player, own in repeats[-1].items())
+        medians = ", ".join(f"{worker.name} {1e3 * statistics.median(own):.1f}" for worker, own in repeats[-1].items())
         console.print(f"repeat {repeat + 1}, ms per step: {medians}", highlight=False)
         document = {
             "date": datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,
             "surroundings": dataclasses.asdict(surroundings),
             "workload": dataclasses.asdict(workload),
-            "repeats": [{player.name: own for player, own in steps.items()} for steps in repeats],
-            "peak_allocated_bytes": [{player.name: own for player, own in repeat.items()} for repeat in peaks],
-            "joules": [{player.name: [one.joules for one in own] for player, own in repeat.items()} for repeat in drawn],
+            "repeats": [{worker.name: own for worker, own in steps.items()} for steps in repeats],
+            "peak_allocated_bytes": [{worker.name: own for worker, own in repeat.items()} for repeat in peaks],
+            "joules": [{worker.name: [one.joules for one in own] for worker, own in repeat.items()} for repeat in all_readings],
         }
         (folder / JSON_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     console.print(build_table(repeats, peaks, workload, surroundings))
     if meter is not None:
-        console.print(build_energy_table(sum_up(drawn, repeats)))
+        console.print(build_energy_table(sum_energies(all_readings, repeats)))
 
 
-def sum_up(drawn: Sequence[Readings], repeats: Sequence[Steps]) -> dict[Player, Energy]:
-    """Return the energy of each player over all repeats."""
+def sum_energies(all_readings: Sequence[Readings], repeats: Sequence[Steps]) -> dict[Worker, Energy]:
+    """Return the energy of each worker over all repeats."""
     return {
-        player: summarize_energy(
-            [reading for readings in drawn for reading in readings[player]], steps=sum(len(steps[player]) for steps in repeats)
+        worker: summarize_energy(
+            [reading for readings in all_readings for reading in readings[worker]],
+            steps=sum(len(steps[worker]) for steps in repeats),
         )
-        for player in repeats[0]
+        for worker in repeats[0]
     }
 
 

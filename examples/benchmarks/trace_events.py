@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-"""Event of a trace. `ts` and `dur` are microseconds, of one clock for host and device."""
+"""Event of a trace. `ts` and `dur` are microseconds of a clock that host and device share."""
 
 
 def read_events(path: Path) -> list[Event]:

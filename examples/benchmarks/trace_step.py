@@ -3,10 +3,10 @@
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
 The model is a stack of blocks in bfloat16, each with a norm, two wide linears and a residual. The script offloads the saved
-tensors of the second linear. It writes `trace.json`, which https://ui.perfetto.dev opens, and `trace.png`, which shows the
-kernels and copies of the same step in lanes. Needs a CUDA GPU.
+tensors of the second linear. It writes `trace.json` for https://ui.perfetto.dev, and `trace.png`, which shows the kernels and
+copies of the same step in lanes. Needs a CUDA GPU.
 
-What you should see: a table of the copied bytes and their times. In the plot, copies to the host run during forward, and
+Expected output: a table of the copied bytes and their times. In the plot, copies to the host run during forward, and
 copies to the device during backward, at the same time as kernels.
 """
 
@@ -23,7 +23,7 @@ import fgoffload
 from fgoffload.benchmark.traces import write_trace
 
 LANES = {"kernels": "#4c72b0", "copies to the host": "#dd8452", "copies to the device": "#55a868"}
-"""Lanes of the picture, from the top, with their colors."""
+"""Lanes of the plot from top to bottom, with their colors."""
 
 
 class Block(torch.nn.Module):
@@ -54,7 +54,7 @@ def run_to_end(model: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def find_lane(event: Event) -> str | None:
-    """Return the lane of the picture for an event of the trace, or None."""
+    """Return the lane of the plot for an event of the trace, or None."""
     if is_kernel(event):
         return "kernels"
     if is_copy(event, way="DtoH"):
@@ -65,7 +65,7 @@ def find_lane(event: Event) -> str | None:
 
 
 def draw(trace: Path, picture: Path, *, title: str) -> None:
-    """Draw the kernels and copies of `trace` over time."""
+    """Plot the kernels and copies of `trace` over time."""
     lanes: dict[str, list[tuple[float, float]]] = {name: [] for name in LANES}
     for event in read_events(trace):
         lane = find_lane(event)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("trace_step.py needs a CUDA GPU: torch finds none.")
+        raise SystemExit("trace_step.py needs a CUDA GPU, but torch finds none.")
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Block(arguments.hidden) for _ in range(arguments.layers))).to("cuda", torch.bfloat16)
     x = torch.randn(arguments.tokens, arguments.hidden, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Benchmarks step time and memory of this package against the alternatives, in one run.
+"""Compares step time and memory of this package with those of its alternatives, in one run.
 
-Importing this package does not load torch, and neither do `settings`, `measurement`, `job`, `processes` and `worker`.
+This file and the modules `settings`, `measurement`, `job`, `processes` and `worker` do not import torch.
 """

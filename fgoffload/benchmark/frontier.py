@@ -1,4 +1,4 @@
-"""Finds the Pareto frontier of memory against step time, and draws it."""
+"""Finds and plots the Pareto frontier of memory against step time."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ LINES = {
     System.PLAN: ("fgoffload: plans", "#1f77b4", "o"),
     System.BUDGET: ("fgoffload: planner", "#17becf", "o"),
 }
-"""Label, color and marker of each system in the picture."""
+"""Label, color and marker of each system in the plot."""
 
-MOST_RATIO = 1.5
-"""The picture is cut off at this step time over the baseline. Full recompute is faster than that."""
+MAX_RATIO = 1.5
+"""Maximum step time over the baseline in the plot. Full recompute is below it."""
 
 
 class Point(NamedTuple):
@@ -44,7 +44,7 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Plot step time against peak memory, with a line along the frontier of each system."""
-    # Imported here because it is slow. pyplot would need a display.
+    # Imported here because the import is slow. pyplot would need a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
@@ -58,15 +58,15 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     most = max((point.peak_bytes for own in points.values() for point in own), default=0)
     scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     for system, (label, color, marker) in LINES.items():
-        shown = [point for point in points[system] if point.ratio <= MOST_RATIO]
+        shown = [point for point in points[system] if point.ratio <= MAX_RATIO]
         if not shown:
             continue
         axes.scatter(*_locate(shown, scale), color=color, marker=marker, label=label)
-        if system is not System.BASELINE:  # each system can also run the baseline
+        if system is not System.BASELINE:  # the baseline is a point on the frontier of each system
             axes.plot(*_locate(find_frontier([*points[System.BASELINE][:1], *shown]), scale), linewidth=1.2, color=color)
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]")
-    axes.set_ylabel(f"step time over {BASELINE.name} (up to {MOST_RATIO})")
+    axes.set_ylabel(f"step time over {BASELINE.name} (up to {MAX_RATIO})")
     axes.set_title(title, fontsize=11, pad=14)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:

@@ -1,4 +1,4 @@
-"""Options of a benchmark, and the messages that its processes send. All of them can be pickled."""
+"""Options of a benchmark, and the messages of its processes. All of them can be pickled."""
 
 import dataclasses
 import re
@@ -24,27 +24,26 @@ class Job:
     typed_flags: tuple[str, ...] = ()
     """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
-    """The command's own flags, to suggest after a typing error."""
+    """Flags of the command itself, which an error may suggest after a typo."""
     world_size: int | None = None
-    """Number of training processes; None for the minimum that holds one copy of the model."""
+    """Number of training processes; None for the minimum that one copy of the model needs."""
     warmup: int
     """Number of warm-up steps that the user asked for."""
     steps: int
-    """Number of timed steps, or of all steps if bits are compared."""
+    """Number of timed steps, or of all steps in a bitwise comparison."""
     repeats: int = 1
     """Number of times to run the whole list of settings."""
     baseline_every: int | None = None
-    """Run `baseline` after every so many settings, and at the end of each repeat. None runs it once per repeat."""
+    """Number of settings between runs of `baseline`, which then also ends each repeat. None runs it once per repeat."""
     steps_until_replay: int = 0
-    """Number of eager steps and capture steps before all steps replay CUDA graphs. 0 without graphs."""
+    """Number of eager and capture steps before the first step that only replays CUDA graphs. 0 without graphs."""
     compares_bits: bool = False
     """Compare losses and gradients with deterministic kernels instead of measuring times."""
     has_optimizer: bool = False
     """Update the parameters in each step."""
     folder: Path
-    """All output files are in this folder."""
     profile: Path | None = None
-    """Profile to plan and predict from."""
+    """Profile that plans and predictions use."""
     measures_profile: bool = False
     """Measure the profile before the settings."""
     writes_traces: bool = False
@@ -57,11 +56,11 @@ class Job:
 
     @property
     def steps_of_run(self) -> int:
-        """Number of steps of each setting. If bits are compared, the last one replays graphs."""
+        """Number of steps of each setting. In a bitwise comparison, the last one replays graphs."""
         return max(self.steps, self.steps_until_replay + 1) if self.compares_bits else self.warmup_steps + self.steps
 
     def find_plan_path(self, setting: Setting, *, rank: int = 0) -> Path:
-        """Return the plan file of a budget. Each rank writes its own copy, so that no rank waits for another."""
+        """Return the path of a budget's plan file. Each rank writes its own file, so no rank waits for another."""
         return self.folder / f"plan_{make_file_name(setting.name)}_rank{rank}.json"
 
 
@@ -71,7 +70,6 @@ class Workload:
 
     arguments_file: str
     layers: int
-    """Number of decoder layers."""
     tokens: int
     """Tokens per step over all ranks."""
     world_size: int
@@ -79,7 +77,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step has ended."""
+    """Message that a step has ended."""
 
     loss: float | None
     """Mean loss of the step; None while a profile is measured or a plan is tried."""
@@ -87,7 +85,7 @@ class Stepped:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crashed:
-    """The process ended before it finished its runs."""
+    """Message that the process ended before it finished its runs."""
 
     reason: str
 

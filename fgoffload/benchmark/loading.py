@@ -17,7 +17,7 @@ _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 
 
 def load_arguments(job: Job) -> TrainingArguments:
-    """Return the arguments of the baseline, and check that this machine can run them.
+    """Return the arguments of the baseline after checking that this machine can run them.
 
     Raises:
         ConfigError: A flag is invalid, conflicts with the settings, or needs more than this machine has.
@@ -26,13 +26,13 @@ def load_arguments(job: Job) -> TrainingArguments:
     for name in _CHOSEN_BY_SETTINGS:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"
-            raise arguments.source.refuse(f"{flag} is set by the settings of a benchmark. Remove it and add --settings.")
+            raise arguments.source.refuse(f"{flag} is controlled by the settings of a benchmark. Remove it and use --settings.")
     refuse_what_is_not_built(arguments)
     build_transformer_config(arguments, offload=None)
     if not needs_cpu_support() and arguments.world_size > torch.cuda.device_count():
         raise ConfigError(
-            f"{arguments.source}: the model needs {arguments.world_size} GPUs, but there are {torch.cuda.device_count()}. "
-            "Use smaller parallel sizes."
+            f"{arguments.source}: the model needs {arguments.world_size} GPUs, but this machine has "
+            f"{torch.cuda.device_count()}. Use smaller parallel sizes."
         )
     return arguments
 
@@ -49,7 +49,7 @@ def parse_setting_arguments(job: Job, setting: Setting) -> TrainingArguments:
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
-    """Check the settings' plan files now, since a process would find an error only when it reaches the setting.
+    """Check the settings' plan files early. Otherwise, a process would find an error only when it reaches the setting.
 
     Raises:
         ConfigError: Megatron-Core refuses the flags, or a plan offloads an unknown tag.

@@ -1,4 +1,4 @@
-"""Measured step times and memory of settings, and their comparison."""
+"""Merges and compares measured step times and memory of settings."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, it would be ten times as wide as their difference."""
+"""Minimum number of repeats for a confidence interval. With two, it would be over ten times as wide as their difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Run:
 
     setting: Setting
     repeat: int
-    """Number of the repeat of the whole list, from 0."""
+    """Index of the repeat of the whole list."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Measurement:
     d2h_bytes: int | None = None
     """Bytes per step that our engine offloads; None for other engines."""
     prefetch_misses: int | None = None
-    """Number of storages per step that were reloaded only after backward had reached their group."""
+    """Number of storages per step that were not reloaded before backward reached their group."""
     window_waits: int | None = None
     """Number of times per step that compute waited for copies to the host."""
 
@@ -66,11 +66,11 @@ class Outcome:
     process: ProcessKind
     """Kind of process that ran it. `baseline` runs in each kind."""
     session: int
-    """Number of the run's session, from 0 over the whole benchmark. Times are only compared within a session."""
+    """Index of the run's session in the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
-    """Measured times and memory; None if the run failed or bits are compared."""
+    """Measured times and memory; None in a bitwise comparison or if the run failed."""
     bits: tuple[StepResult, ...] = ()
-    """Results of each step, if bits are compared."""
+    """Results of each step in a bitwise comparison."""
     failure: str = ""
     """Reason for a failure, in one line."""
 
@@ -91,13 +91,12 @@ class Summary:
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats, except `step_seconds`, which come from the first repeat."""
+    """Maximum of each number over all repeats, except `step_seconds`, which are those of the first repeat."""
     failure: str = ""
-    """Reason for the last failure."""
 
     @property
     def ratio(self) -> float | None:
-        """The step time relative to the baseline: the geometric mean over all repeats, or None without any."""
+        """The geometric mean of `ratios`, or None if there are none."""
         return statistics.geometric_mean(self.ratios) if self.ratios else None
 
     @property
@@ -109,7 +108,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    This is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so drift of the machine affects both.
+    It is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so machine drift mostly cancels out.
     """
     if len(ratios) < MIN_REPEATS:
         return None
@@ -138,15 +137,15 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
     """Return the step time of `outcome` relative to the baseline, or None if either is missing.
 
-    The baseline time is the median of all `baseline` steps in the same process and repeat. Each newly built `baseline` is
-    faster or slower as a whole, so the runs next to a setting are no better references than the others.
+    The baseline time is the median of all `baseline` steps in the same session and repeat. Two builds of the `baseline` model
+    differ slightly in speed, so the runs next to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None
     if outcome.setting == BASELINE:
         return 1.0
-    beside = (one for one in outcomes if (one.session, one.run.repeat) == (outcome.session, outcome.run.repeat))
-    measured = (one.measurement for one in beside if one.setting == BASELINE and one.measurement is not None)
+    comparable = (one for one in outcomes if (one.session, one.run.repeat) == (outcome.session, outcome.run.repeat))
+    measured = (one.measurement for one in comparable if one.setting == BASELINE and one.measurement is not None)
     seconds = [step for measurement in measured for step in measurement.step_seconds]
     return outcome.measurement.seconds / statistics.median(seconds) if seconds else None
 

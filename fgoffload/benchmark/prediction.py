@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Source(enum.Enum):
-    """Where a prediction's times and bytes come from."""
+    """Data from which times and bytes are predicted."""
 
     TABLE = "table"  # formulas and the hardware table
     PROFILE = "profile"  # one measured baseline step
@@ -36,7 +36,6 @@ class Prediction:
     """Simulated step of one setting."""
 
     step_s: float
-    """Step time in seconds."""
     ratio: float
     """Step time relative to the simulated step of `baseline`."""
     peak_bytes: int
@@ -54,11 +53,11 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 
 
 class Forecaster:
-    """Predicts step time and peak memory of settings from each source that is available.
+    """Predicts step time and peak memory of settings from each available source.
 
     Args:
-        job: The benchmark's options. The profile must exist by now.
-        device: Name of the benchmark's device in torch.
+        job: The benchmark's options. Its profile must already exist.
+        device: Torch's name of the benchmark's device.
     """
 
     def __init__(self, job: Job, device: str) -> None:
@@ -76,7 +75,7 @@ class Forecaster:
                 logger.warning("cannot predict from the %s: %s", source.value, error)
 
     def predict(self, setting: Setting) -> dict[Source, Prediction]:
-        """Return the predictions for a setting. A source that fails is left out with a warning."""
+        """Return the predictions for a setting. A source that fails is omitted with a warning."""
         found: dict[Source, Prediction] = {}
         planned = setting.with_plan(self._job.find_plan_path(setting)) if setting.system is System.BUDGET else setting
         for source, ranks in self._ranks.items() if setting.system not in OWN_HOOKS else ():
@@ -91,7 +90,7 @@ def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
     """Simulate a setting whose system is not in `OWN_HOOKS`. A setting with a budget needs its plan.
 
     Raises:
-        ConfigError: The planner does not know a module of the setting.
+        ConfigError: The planner does not support a module of the setting.
         PlanError: The plan file cannot be read, or `ranks` cannot execute the setting.
     """
     plan = _make_plan(ranks, setting)
@@ -119,7 +118,7 @@ def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
         recompute = SelectiveRecompute(modules=setting.recompute)
     flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
     plan = flags.make_plan(ranks)
-    # A profile lacks modules whose recompute may change bits. The simulator would silently recompute nothing.
+    # A profile omits modules whose recompute may change bits. The simulator would keep their tensors without an error.
     units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
     recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
     if missing := [module for module in setting.recompute if module not in recomputed]:

@@ -1,7 +1,7 @@
 """Starts the processes of a benchmark, receives their messages, and continues without settings that fail.
 
-A session has one process per rank and runs settings one after another. It ends at a setting that crashes, runs out of memory
-or stops sending messages. The other settings then run in a new session, which measures its own `baseline` first.
+A session has one process per rank and runs settings one after another. If a setting crashes, runs out of memory or stops
+sending messages, the session ends. The remaining settings run in a new session, which first measures its own `baseline`.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind
 from fgoffload.benchmark.worker import run_worker
 
 SILENCE_SECONDS = 300.0
-"""Seconds without a message after which a session ends. Loading libraries from a slow disk takes a minute."""
+"""Seconds without a message after which a session ends. Loading libraries from a slow disk may take a minute."""
 
 _JOIN_SECONDS = 60.0
 """Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
 Messages = Iterator[tuple[int, Message]]
-"""Rank and message, until all processes have finished or one has crashed."""
+"""Pairs of rank and message, until all processes have finished or one has crashed."""
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int
             yield _listen(processes, readers, log)
         finally:
             for process in processes:
-                if readers:  # it has not finished
+                if readers:  # some process has not finished
                     process.kill()
                 process.join(_JOIN_SECONDS)
                 process.kill()
@@ -124,7 +124,7 @@ def _list_remaining(failed: Run, rest: Sequence[Run], *, baselines: int) -> list
     """Return the runs of the session after a crash: `baselines` runs of `baseline`, then `rest` without the failed setting."""
     remaining = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in remaining):
-        return []  # nothing is left to compare with it
+        return []  # no setting is left to compare with `baseline`
     while [run.setting for run in remaining[:baselines]].count(BASELINE) < baselines:
         remaining.insert(0, Run(setting=BASELINE, repeat=remaining[0].repeat))
     return remaining

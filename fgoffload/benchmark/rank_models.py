@@ -1,7 +1,7 @@
 """Builds the planner's model of a training run, and plans for a memory budget.
 
-Predictions of temporary memory are not exact. So a plan that exceeds the budget is replaced by one that leaves the excess free,
-as with `--offload-modules auto`.
+Predictions of temporary memory are inexact. If a plan exceeds the budget, the next plan leaves this excess free, as with
+`--offload-modules auto`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Some setting of our engine. All of them have the same flags for the window and sizes."""
+"""Arbitrary setting of our engine. All of them have the same flags for the window and sizes."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients are bf16 like the parameters."""
@@ -45,7 +45,7 @@ TryPlan = Callable[[Setting], int | None]
 
 
 def load_profile(job: Job, device: str) -> Profile | None:
-    """Return the job's profile, or None without one. Warns about a profile of another device and ignores it."""
+    """Return the job's profile, or None without one. A profile of another device is ignored with a warning."""
     if job.profile is None:
         return None
     profile = Profile.load(job.profile)
@@ -56,7 +56,7 @@ def load_profile(job: Job, device: str) -> Profile | None:
 
 
 def check_profile(job: Job, arguments: TrainingArguments) -> None:
-    """Raise ConfigError if the job has a profile with another number of layers, or measured with other steps."""
+    """Raise ConfigError unless the job's profile has its number of layers and agrees on the optimizer."""
     if job.profile is None:
         return
     profile, source = Profile.load(job.profile), f"--profile {job.profile}"
@@ -117,7 +117,7 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
 
 
 def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
-    """Return `setting` with the first plan whose trial stays within its budget, or else with the last plan.
+    """Return `setting` with the first plan whose trial is within the budget, or else with the last plan.
 
     The plan is written to `path`. Without `try_plan`, the first plan is accepted.
 
@@ -133,7 +133,7 @@ def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_pl
         except PlanError as error:
             if number == 0:
                 raise
-            logger.warning("%s: using a plan above the budget, since no plan needs less. %s", setting.name, error)
+            logger.warning("%s: the plan exceeds the budget, but no plan needs less memory. %s", setting.name, error)
             break
         write_file(path, solution.plan.to_json())
         peak_bytes = None if try_plan is None else try_plan(planned)

@@ -19,7 +19,6 @@ from fgoffload.trainer.steps import find_differences
 from fgoffload.units import format_bytes
 
 ABSENT = "-"
-"""Cell without a value."""
 
 HEADINGS = (
     "setting",
@@ -30,10 +29,9 @@ HEADINGS = (
     "simulated peak",
     "reserved",
     "host",
-    "to host a step",
+    "to host per step",
     "tokens/s",
 )
-"""Headings of the table of times."""
 
 _INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% confidence interval."
 
@@ -79,7 +77,7 @@ def build_times_table(
 
 
 def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Predictions) -> str:
-    """Return CSV text with one row for each run, in order, and its prediction."""
+    """Return CSV text with one row for each run, in order, including its predictions."""
     rows = [_make_row(outcomes, outcome, workload, predictions.get(outcome.setting, {})) for outcome in outcomes]
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
@@ -122,7 +120,7 @@ def _make_row(
 def format_json(
     outcomes: Sequence[Outcome], workload: Workload, surroundings: Surroundings | None, about: Mapping[str, Any]
 ) -> str:
-    """Return all data of a benchmark as JSON, including the time of each step. `about` has the date and the command."""
+    """Return all data of a benchmark as JSON, including the time of each step. `about` contains the date and the command."""
     document = {
         **about,
         "surroundings": None if surroundings is None else dataclasses.asdict(surroundings),
@@ -145,10 +143,10 @@ def format_json(
 
 
 def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """Compare each outcome with the first `baseline` of its session. A second `baseline` shows whether it reproduces itself.
+    """Compare each outcome with the first `baseline` of its session. The second `baseline` shows whether runs are reproducible.
 
     Returns:
-        For each outcome the setting; `yes`, `no` or `not run`; and the first differences or the reason.
+        A row for each outcome: the setting; `yes`, `no` or `not run`; and the first differences or the reason.
     """
     references: dict[int, Outcome] = {}
     rows = []
@@ -156,7 +154,7 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
         reference = references.setdefault(outcome.session, outcome)
         if reference is outcome and not outcome.failure:
             continue
-        name = f"{outcome.setting.name}, again" if outcome.setting == BASELINE else outcome.setting.name
+        name = f"{outcome.setting.name}, second run" if outcome.setting == BASELINE else outcome.setting.name
         if failure := outcome.failure or ("" if reference.bits else "the baseline failed"):
             rows.append((name, "not run", failure))
             continue
@@ -184,7 +182,7 @@ def has_intervals(summaries: Iterable[Summary]) -> bool:
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return the name of a setting's row. For `baseline` it includes the kind of process, since each kind has one."""
+    """Return the name of a setting's row. For `baseline`, it includes the kind of process, since each kind runs one."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 
@@ -202,7 +200,7 @@ def name_versions(surroundings: Surroundings) -> str:
 
 
 def _start_table(title: str) -> Table:
-    # A plain string would be parsed as markup, and names and errors may contain brackets.
+    # Rich would parse a plain string as markup, and names and errors may contain brackets.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 

@@ -14,7 +14,6 @@ from fgoffload.benchmark.surroundings import Surroundings
 from fgoffload.output_files import write_file
 
 CSV_NAME, JSON_NAME, PICTURE_NAME = "results.csv", "run.json", "frontier.png"
-"""Names of the files in a benchmark's folder."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -26,13 +25,11 @@ class Results:
     about: Mapping[str, Any]
     """Date and command for the JSON file."""
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
-    """Outcomes in the order of their runs."""
     surroundings: Surroundings | None = None
     """Machine and versions; None until a process reports them."""
     forecaster: Forecaster | None = None
-    """Predicts the measured settings; None if bits are compared, and until a process reports its device."""
+    """Predicts the measured settings; None in a bitwise comparison, and until a process reports its device."""
     predictions: dict[Setting, Mapping[Source, Prediction]] = dataclasses.field(default_factory=dict)
-    """Predictions of the measured settings."""
 
     def add(self, outcome: Outcome) -> None:
         """Record the outcome of a run, predict its setting, and write the result files."""
@@ -46,10 +43,10 @@ class Results:
 
 
 def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple[Run, ...]:
-    """Return the runs of processes of one kind, in order; empty if no setting needs that kind.
+    """Return the runs for one kind of process, in order; empty if no setting needs that kind.
 
-    Each repeat starts with `baseline` and runs the whole list, so that drift of the machine is visible. If bits are compared,
-    there is one repeat, and `baseline` runs twice.
+    Each repeat starts with `baseline` and runs the whole list, so that machine drift is visible. A bitwise comparison has one
+    repeat, in which `baseline` runs twice.
     """
     own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:
@@ -61,7 +58,7 @@ def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple
         if job.baseline_every and index % job.baseline_every == 0:
             listed.append(BASELINE)
         listed.append(setting)
-    # With --baseline-every, `baseline` also ends each repeat. Otherwise, it only begins it.
+    # With --baseline-every, `baseline` also ends each repeat.
     listed = [*listed, BASELINE] if job.baseline_every else [BASELINE, *listed]
     return tuple(Run(setting=setting, repeat=repeat) for repeat in range(job.repeats) for setting in listed)
 

@@ -56,12 +56,12 @@ class Runner:
         self._tokens = RandomTokens(vocab_size=parse_setting_arguments(job, BASELINE).vocab_size, device=parallel.get_device())
         self._ranks: Sequence[RankModel] = ()
         self._planned: dict[Setting, Setting] = {}
-        """Settings with a budget, and the same settings with their plans."""
+        """Maps each setting with a budget to the same setting with its plan."""
 
     def measure_times(self, run: Run) -> Measurement:
         """Return step times and memory of a setting, merged over all ranks."""
         setting = self._plan(run.setting, self._try_plan)
-        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, disable_collector():
             for _ in range(self._job.warmup_steps):
                 self._run_step(trainer)
             reset_peaks()
@@ -86,7 +86,7 @@ class Runner:
     def measure_profile(self) -> None:
         """Profile the training run, and write the profile on rank 0."""
         empty_caches()
-        with quiet_collector():
+        with disable_collector():
             arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
             has_optimizer = self._job.has_optimizer
             profile = profile_training(
@@ -129,7 +129,7 @@ class Runner:
         """Return the maximum over ranks of the peak bytes of a few steps; None on a CPU."""
         if needs_cpu_support():
             return None
-        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, quiet_collector():
+        with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, disable_collector():
             try:
                 for number in range(1 + self._job.steps_until_replay + _TRIED_STEPS):
                     if number == 1 + self._job.steps_until_replay:
@@ -170,8 +170,8 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def quiet_collector() -> Iterator[None]:
-    """Disable the garbage collector within the body. A collection takes as long as a layer."""
+def disable_collector() -> Iterator[None]:
+    """Disable the garbage collector in the body. One collection takes as long as a layer."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -205,7 +205,7 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measureme
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
-        # Only pinned memory of torch's allocator, which was emptied before the setting. Our engine has its own arena.
+        # This is the pinned memory of torch's allocator, which was emptied before the setting. Our engine has its own arena.
         host = torch.cuda.host_memory_stats()
         memory = {
             "peak_allocated_bytes": find_peak(),

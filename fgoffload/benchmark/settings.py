@@ -25,7 +25,7 @@ from fgoffload.tags import RECOMPUTE_MODULES
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
-"""Stands for full recompute in place of recompute modules."""
+"""Selects full recompute in place of recompute modules."""
 
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
@@ -37,20 +37,20 @@ _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 
 
 class System(enum.Enum):
-    """Systems to compare. Each has a line in the picture."""
+    """Systems to compare. Each has a line in the plot."""
 
     BASELINE = "baseline"  # everything stays on the device
-    RECOMPUTE = "recompute"  # Megatron-Core's recompute, full or of modules
+    RECOMPUTE = "recompute"  # Megatron-Core's full or selective recompute
     MEGATRON = "megatron"  # Megatron-Core's offload engine
     LAYERS = "te-layers"  # Transformer Engine's offload of whole layers
     SAVE_ON_CPU = "save_on_cpu"  # PyTorch's offload of all saved tensors
-    OURS = "ours"  # this package, by modules
-    PLAN = "plan"  # this package, by a plan file
+    OURS = "ours"  # this package, with selected modules
+    PLAN = "plan"  # this package, with a plan file
     BUDGET = "budget"  # this package, with a plan for a memory budget
 
 
 OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
-"""Systems that offload by their own saved-tensor hooks. The simulator does not model them, and the ledger cannot count them."""
+"""Systems with their own saved-tensor hooks. The simulator does not model them, and the ledger cannot see their tensors."""
 
 
 class ProcessKind(enum.Enum):
@@ -107,7 +107,7 @@ class Setting:
 
     @property
     def process(self) -> ProcessKind:
-        """The kind of process to run it in."""
+        """The kind of process that runs this setting."""
         own = {System.MEGATRON: ProcessKind.MEGATRON, System.LAYERS: ProcessKind.LAYERS}
         return own.get(self.system, ProcessKind.MAIN)
 
@@ -144,7 +144,7 @@ class Setting:
 
 
 BASELINE = Setting(system=System.BASELINE)
-"""The setting that all others are compared to."""
+"""The setting with which all others are compared."""
 
 _EXAMPLES = {
     System.RECOMPUTE: "recompute:full",
@@ -176,7 +176,7 @@ def parse_setting(text: str) -> Setting:
     what, has_modules = match["what"] or "", system in (System.MEGATRON, System.OURS)
     if bool(what) != (system in _EXAMPLES):
         example = _EXAMPLES.get(system, system.value)
-        raise ConfigError(f"--settings {text!r} is not a setting of that system. Use, for example, {example}.")
+        raise ConfigError(f"--settings {text!r} is not a valid {system.value} setting. Use, for example, {example}.")
     if not has_modules and any(match[name] is not None for name in ("fraction", "delay", "recompute")):
         raise ConfigError(f"--settings {text!r}: a fraction (@), ~delay and recompute (/) need megatron or ours with modules.")
     recompute = tuple((what if system is System.RECOMPUTE else match["recompute"] or "").split("+"))
@@ -222,7 +222,7 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
     """Return the sets of recompute modules to measure by default for a model, `full` first."""
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
     norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the next linears
-    # Only grouped experts have their activation as a separate module.
+    # Only grouped experts have a separate module for their activation.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
     # Recompute of an MLP with biases hangs in backward; see `trainer.limits`.
     whole = ("moe",) if has_experts else ("mlp",) if transformer.get("add_bias_linear") is False else ()
@@ -233,18 +233,18 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
     return list(dict.fromkeys(one for one in sets if one))
 
 
-def choose_settings(words: Iterable[str], defaults: Sequence[Setting], given: Sequence[Setting] = ()) -> tuple[Setting, ...]:
+def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Sequence[Setting] = ()) -> tuple[Setting, ...]:
     """Return the settings to measure, without duplicates and with `baseline` first.
 
-    Each of `words` is a setting, or a system that stands for its `defaults`. Without words, all defaults are chosen. Plans and
-    budgets in `given` are always measured.
+    Each of `words` is a setting, or a system, which selects all its `defaults`. Without words, all defaults are selected. Plans
+    and budgets in `extra` are always measured.
     """
     systems = {one.value: one for one in System}
     chosen = [BASELINE]
     for word in words:
-        own = [setting for setting in (*defaults, *given) if setting.system is systems.get(word)]
+        own = [setting for setting in (*defaults, *extra) if setting.system is systems.get(word)]
         chosen += own or [parse_setting(word)]
-    return tuple(dict.fromkeys((*(chosen if words else defaults), *given)))
+    return tuple(dict.fromkeys((*(chosen if words else defaults), *extra)))
 
 
 def check_names(settings: Iterable[Setting]) -> None:
@@ -266,11 +266,11 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
-    # With the experts recomputed, only tensors of attention are left to offload.
+    # If the experts are recomputed, only tensors of attention can be offloaded.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 
 def _read_layers(text: str, what: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", what):
-        raise ConfigError(f"--settings {text!r}: {what!r} is not a number of layers. Use a whole number from 1.")
+        raise ConfigError(f"--settings {text!r}: {what!r} is not a number of layers. Use a whole number of at least 1.")
     return int(what)

@@ -23,7 +23,7 @@ _OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Machine and versions of a process."""
+    """Machine, versions and environment variables of a process."""
 
     device: str
     """Name of the device in torch, or `CPU`."""
@@ -57,7 +57,7 @@ def find_surroundings(*, device: str) -> Surroundings:
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Return the entry of the hardware table for a device name such as `NVIDIA H100 80GB HBM3`, or None without one."""
+    """Return the hardware table's entry for a device name such as `NVIDIA H100 80GB HBM3`, or None if it has none."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     for key, hardware in HARDWARE.items():
         if key in words and not (key in ("h100", "h200") and _OTHER_FORMS.search(device)):

@@ -1,6 +1,6 @@
 """Entry point of a benchmark process: executes its runs and sends the results through a pipe.
 
-Libraries read environment variables at import. So this file must import none of them before `run_worker` sets the variables.
+Libraries read environment variables at import. This file must therefore not import them before `run_worker` sets the variables.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 _MAX_REASON_LENGTH = 300
-"""Maximum characters of an error in a table. The log has the whole error."""
+"""Maximum number of characters of an error in a table. The log contains the full error."""
 
 
 def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Path, kind: ProcessKind, **place: Any) -> None:
-    """Execute `runs`, with output to the file `log`, and end the process. `place` has the other arguments of `_run_all`."""
+    """Execute `runs`, with output to `log`, and end the process. `place` contains the other arguments of `_run_all`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process handles Ctrl-C
     redirect_output(log)
     set_environment(kind.environment)
@@ -100,5 +100,5 @@ def redirect_output(path: Path) -> None:
 def _end(*, exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit at once: torch's shutdown may wait forever for another rank.
+    # Exit immediately: torch's shutdown may wait forever for another rank.
     os._exit(exit_code)

@@ -29,8 +29,8 @@ EXPECTED_LINES = {
     ],
     "02_megatron_in_code.py": [
         *(rf"step {step}: loss \d\.\d+" for step in (1, 2, 3)),
-        *(rf"{tag}: .+ to the host, .+ back" for tag in ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")),
-        *(rf"{tag}: .+ to the host, .+ back" for tag in ("expert_fc1", "moe_act")),
+        *(rf"{tag}: .+ offloaded, .+ reloaded" for tag in ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")),
+        *(rf"{tag}: .+ offloaded, .+ reloaded" for tag in ("expert_fc1", "moe_act")),
     ],
     "03_block_of_code.py": [
         *[r"loss (\d\.\d{6}), offloaded \1, equal: True"] * 3,
@@ -38,13 +38,13 @@ EXPECTED_LINES = {
         r"host memory in use: 0 B",
     ],
     "04_by_hand.py": [
-        r"the region moved 4\.00 MiB of 2 saved tensors",
+        r"the region offloaded 4\.00 MiB of 2 saved tensors",
         r"on the host: True",
-        r"back and bitwise identical: True",
+        r"reloaded and bitwise identical: True",
     ],
     "05_engine_alone.py": [
         r"gradients bitwise identical: True",
-        r"to the host 8\.00 MiB, back .+, offload cancelled .+",
+        r"offloaded 8\.00 MiB, reloaded .+, cancelled .+",
         r"host memory in use: 0 B",
     ],
     "06_trainer.py": [*[LOGGED] * 3, ENDED, *[OFFLOADED] * 3, ENDED, r"losses are bitwise identical: True"],
@@ -67,7 +67,7 @@ def test_an_example_prints_what_its_top_says(name):
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     path = ROOT / "examples" / name
-    assert "What you should see:" in path.read_text(encoding="utf-8")
+    assert "Expected output:" in path.read_text(encoding="utf-8")
     (done,) = run_commands((str(path),), without=[package for package in NOT_NEEDED if package not in PACKAGES.get(name, ())])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

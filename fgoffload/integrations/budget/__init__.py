@@ -1,1 +1,1 @@
-"""Plans offload and recompute of a model for a memory budget, from measurements of the model."""
+"""Plans a model's offload and recompute for a memory budget, from measurements of the model."""

@@ -1,11 +1,11 @@
-"""Handle of a model with a memory budget. Measures the model, plans, and keeps, offloads or recomputes each part by the plan.
+"""Handle of a model with a memory budget. Measures and plans the model, and executes the plan.
 
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
-second step follows a plan, which is corrected if its first steps exceed the budget. The plan's 11th to 13th step are timed, as
-the engine compares storages that are saved twice until then (`engine/saved_registry.py`). Their peak and fastest time are
-compared with the prediction, and so are later steps at powers of two. All processes compare the same steps, since they exchange
-their readings. A forward with a larger input than planned is offloaded completely, and the next compared step measures again. A
-single process measures again in that forward.
+second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
+timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle compares their peak
+and fastest time with the prediction, and repeats this at later steps that are powers of two. All processes do so in the same
+steps, since they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
+measures the model again in that forward; several processes do so in the next compared step.
 """
 
 import functools
@@ -40,20 +40,20 @@ logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
 _FAR = 0.02
-"""Relative distance from the predicted peak above which a new plan is worth the search."""
+"""Relative error of the predicted peak above which the handle makes a new plan."""
 _EARLY = 3
-"""Number of first steps of a plan whose peak must not exceed the budget."""
+"""Number of steps at the start of a plan in which the peak is compared with the budget."""
 _SETTLED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
-"""Number of steps up to the settled one whose fastest time is compared, since the CPU may delay a single step."""
+"""Number of timed steps, of which `_SETTLED` is the last. Only the fastest counts, since the CPU may delay a single step."""
 _ALIKE = 0.9
 """Fraction of the planned input size below which a step is not compared with the prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
 class BudgetOffload(ModelOffload):
-    """Offload and recompute of one model within a memory budget. Returned by `fgoffload.offload(model, memory=...)`."""
+    """Handle of one model within a memory budget. Returned by `fgoffload.offload(model, memory=...)`."""
 
     def __init__(
         self, model: torch.nn.Module, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory
@@ -72,41 +72,40 @@ class BudgetOffload(ModelOffload):
         """Whether this step reruns each layer."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
-        """Seconds of the plan's timed steps."""
         self._start_s, self._start_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
         super().__init__(model, find_parts(model), config, device=device)
 
     def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
         """Return whether `offload` with these arguments would create an equal handle."""
-        given = (memory, reserve, config or TransferConfig(), device)
-        return given == (self._memory, self._reserve, self.config, self._device)
+        arguments = (memory, reserve, config or TransferConfig(), device)
+        return arguments == (self._memory, self._reserve, self.config, self._device)
 
     def explain(self) -> str:
         """Return the plan as text, with its predictions and measurements."""
         if self.planned is None:
-            return f"{self.name}: no plan yet. The first step measures, and the second one follows the plan."
+            return f"{self.name}: no plan yet. The first step measures the model, and the second step follows the plan."
         return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
-    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
+    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
         """Return `forward` itself, or a function that also recomputes, measures or watches it."""
         if self._trial is not None and tag is not None and tag != LAYER:
             return functools.partial(self._trial.run_part, module, tag, forward)
         if self._trial is not None or is_inert():
             return forward
         if tag is None:
-            self._begin_step(module, given)
+            self._begin_step(module, inputs)
             return functools.partial(self._watch, forward)
         if tag == LAYER and self._measures:
             return functools.partial(self._try_layer, module, forward, layer)
         return functools.partial(_recompute, forward) if self._find_action(layer, tag) in _RECOMPUTES else forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> Any:
-        """Begin a region if the plan offloads this module. Otherwise exclude its saves from the enclosing region."""
+    def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> Any:
+        """Begin a region if the plan offloads this module. Otherwise keep its saved tensors out of the enclosing region."""
         if self._trial is not None:
             return None
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
-            return super().begin_run(module, given, tag, layer)
+            return super().begin_run(module, inputs, tag, layer)
         forward = find_running(self)
         return None if forward is None else KeptRun(forward)
 
@@ -119,16 +118,16 @@ class BudgetOffload(ModelOffload):
     def _is_offloaded(self, layer: int, tag: str) -> bool:
         if tag != LAYER:
             return self._find_action(layer, tag) in _OFFLOADS
-        # The region around a layer gets the saves outside of its parts, or the layer's input if the layer is recomputed.
+        # The region around a layer saves the tensors outside its parts, or the layer's input if the layer is recomputed.
         inner = LAYER_INPUT if self._find_action(layer, LAYER) in _RECOMPUTES else REST
         return self._find_action(layer, inner) in _OFFLOADS
 
-    def _begin_step(self, model: torch.nn.Module, given: Any) -> None:
-        engine = self.get_engine(given)
+    def _begin_step(self, model: torch.nn.Module, inputs: Any) -> None:
+        engine = self.get_engine(inputs)
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} uses gradient checkpointing, but the budget's plan already recomputes. Call "
+                    f"memory: {self.name} uses gradient checkpointing, but a memory budget plans the recompute itself. Call "
                     "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
@@ -136,12 +135,12 @@ class BudgetOffload(ModelOffload):
         self._step += 1
         if self._is_compared(self._step - 1) or self._measures:
             self._compare(self._meter)
-        self._numel = sum(tensor.numel() for tensor in list_tensors(given))
-        wants_trial = self.planned is None or self._numel > self._tried_numel
-        if self._step == 1 or (wants_trial and is_alone()):
+        self._numel = sum(tensor.numel() for tensor in list_tensors(inputs))
+        needs_trial = self.planned is None or self._numel > self._tried_numel
+        if self._step == 1 or (needs_trial and is_alone()):
             self._measures = True
         elif self._is_compared(self._step) and not is_alone():
-            self._measures = any(gather(wants_trial))
+            self._measures = any(gather(needs_trial))
         if self._measures:
             self._blocks.clear()
         if self._measures or self._is_compared(self._step):
@@ -192,13 +191,13 @@ class BudgetOffload(ModelOffload):
         return output
 
     def _compare(self, meter: PeakMeter) -> None:
-        """Plan after a measured step, or correct the plan after a compared step. A collective call of all processes."""
+        """Plan after a measured step, or correct the plan after a compared step. All processes must call this together."""
         grown_bytes = max(0, meter.read()[0] - self._start_bytes) if self.planned is None else 0
         reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
         readings = gather(reading)
         reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
         if min(one.peak_bytes for one in readings) == 0:
-            return  # a forward without a backward: if it was measured, the next forward is measured again
+            return  # no backward followed; if this forward was measured, the next one is measured instead
         if self._measures:
             self._plan(reading)
             return
@@ -227,8 +226,8 @@ class BudgetOffload(ModelOffload):
         if not any(block.is_measured for block in blocks):
             why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: {why}. Every run of a layer must do the same. Switch off, "
-                "for example, the key-value cache: model.config.use_cache = False."
+                f"memory: no layer of {self.name} could be measured: {why}. Every run of a layer must have the same effects. "
+                "For example, disable the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -247,7 +246,7 @@ class BudgetOffload(ModelOffload):
             if self.planned is None:
                 self.close()
                 raise planned
-            logger.warning("%s got a larger input than planned, and offloads all its activations: %s", self.name, planned)
+            logger.warning("%s offloads all its activations, since an input is larger than planned: %s", self.name, planned)
             return
         self.planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
         self._policy = planner.policy
@@ -265,7 +264,7 @@ class BudgetOffload(ModelOffload):
         found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
             planned.is_best_effort = True
-            logger.warning("the plan of %s exceeds the budget, and training continues with it: %s", self.name, found)
+            logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
             return
         self.planned, self._planned_at, self._times_s = found, self._step, []
         logger.info("%s", self.explain())
@@ -280,12 +279,12 @@ class BudgetOffload(ModelOffload):
 
 
 def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` in a checkpoint that saves the arguments with gradients, positional and by keyword."""
+    """Run `forward` in a checkpoint that saves all arguments with gradients, including keyword arguments."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     moved = [kwargs.pop(name) for name in names]
     count = len(args)
 
-    def run(*given: Any) -> Any:
-        return forward(*given[:count], **dict(zip(names, given[count:], strict=True)), **kwargs)
+    def run(*tensors: Any) -> Any:
+        return forward(*tensors[:count], **dict(zip(names, tensors[count:], strict=True)), **kwargs)
 
     return checkpoint(run, *args, *moved, use_reentrant=False)

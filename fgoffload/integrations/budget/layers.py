@@ -17,8 +17,8 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
     """Return a region with the tag `layer` for each layer, followed by regions for its submodules with parameters.
 
-    A compiled layer is planned as a whole, without submodules. Raises `ConfigError` if `model` has no repeated layers, or FSDP
-    shards submodules of a layer separately.
+    A compiled layer is planned as a whole. Raises `ConfigError` if `model` has no repeated layers, or if FSDP shards submodules
+    of a layer separately.
     """
     sites = []
     for number, layer in enumerate(_find_repeated(model)):

@@ -1,4 +1,4 @@
-"""Reads memory budgets, and measures the peak memory of a step, from the allocator or, on a CPU, from a ledger."""
+"""Parses memory budgets, and measures the peak memory of a step by the allocator or, on a CPU, by a ledger."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,31 +11,31 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes, parse_bytes
 
 Memory: TypeAlias = "str | int | None"
-"""Size such as `60GiB`, bytes, or `auto`, as the user passes it."""
+"""Memory argument of a user: a size such as `60GiB`, a number of bytes, or `auto`."""
 
 DEFAULT_RESERVE = "2GiB"
-"""Memory that `memory="auto"` leaves for the CUDA context, NCCL and fragmentation."""
+"""Memory that `memory="auto"` reserves for the CUDA context, NCCL and fragmentation."""
 
 
 class PeakMeter:
-    """Measures the peak of the bytes that torch's allocator has allocated. Resets the allocator's own peak."""
+    """Measures peak memory with torch's allocator, and resets the allocator's own peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for a forward of the model."""
+        """Return a context manager for running a forward of the model."""
         return contextlib.nullcontext()
 
     def read(self) -> tuple[int, int]:
-        """Return the current bytes, and the peak bytes since the last call."""
+        """Return the allocated bytes, and their peak since the last call."""
         allocated_bytes, peak_bytes = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
         return allocated_bytes, peak_bytes
 
     def pop_peak(self) -> int:
-        """Return the peak bytes since the last call of `pop_peak`, including calls of `read` in between."""
+        """Return the peak bytes since the last call of `pop_peak`, even if `read` was called in between."""
         self.read()
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
@@ -50,7 +50,7 @@ class PeakMeter:
 
 
 class _LedgerMeter(PeakMeter):
-    """Counts parameters, their gradients, and the live activations in a ledger."""
+    """Adds up parameters, their gradients, and the activations that a ledger counts."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _LedgerMeter(PeakMeter):
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        yield  # a trial has its own hooks
+        yield  # the ledger does not see a trial, which has its own hooks
 
 
 def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:
@@ -107,5 +107,5 @@ def find_budget(memory: Any, *, reserve_bytes: int, device_type: str) -> int:
     if memory != "auto":
         return read_size(memory, name="memory")
     if device_type != "cuda":
-        raise ConfigError(f"memory 'auto' needs a CUDA GPU, and the device is {device_type}. Pass a size such as '60GiB'.")
+        raise ConfigError(f"memory 'auto' needs a CUDA GPU, but the device is {device_type}. Pass a size such as '60GiB'.")
     return int(torch.cuda.mem_get_info()[1]) - reserve_bytes

@@ -1,4 +1,4 @@
-"""Plans the treatment of measured layers, and corrects the plan by measurements of later steps."""
+"""Plans measured layers, and corrects the plan with measurements of later steps."""
 
 import dataclasses
 import statistics
@@ -18,11 +18,11 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 _HEADROOM = 0.005
-"""Fraction of the budget that plans leave free, since peaks vary with the speed of the CPU. Source:
-docs/results/huggingface.md, where a plan for 26 GiB reached up to 26.05."""
+"""Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
+docs/results/huggingface.md, a plan for 26 GiB had a peak of up to 26.05 GiB."""
 _SAFETY = 1.05
-"""Factor from the smallest plan's predicted peak to the budget in an error message, since the first prediction counts the
-memory of the loss as static and was up to 4% too small."""
+"""Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
+memory of the loss as static, and was up to 4% too small."""
 
 _GROUP_S = 1e-4
 """Assumed CPU time per offloaded group, in seconds. The GPU waits for it wherever a step is launch-bound. Without it, a plan
@@ -51,7 +51,7 @@ class BudgetPlan:
 
 
 class Planner:
-    """Plans one model with measured `blocks` for one budget, in bytes that the allocator counts."""
+    """Plans one model with measured `blocks` for one budget. The budget limits the bytes that the allocator counts."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Planner:
         self.policy = TransferPolicy(
             window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
         )
-        """Window and prefetch sizes with which the plan is simulated and must run."""
+        """Window and prefetch sizes of the simulation. The plan must run with the same sizes."""
         rank = make_rank(layers, link=link, static_bytes=0, policy=self.policy, host_budget_bytes=config.host_budget_bytes)
         self._rank = dataclasses.replace(rank, min_offloaded_numel=0, late_group_s=_GROUP_S)
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
-        """Correct static memory and the time outside of the layers by a step of `plan`, and return its predicted seconds.
+        """Correct static memory and the time outside the layers from a step of `plan`. Return the step's predicted seconds.
 
         A `reading` without a time corrects only the memory.
         """
@@ -91,13 +91,13 @@ class Planner:
         return found.step_s + outside_s
 
     def solve(self) -> BudgetPlan | BudgetError:
-        """Return the fastest plan that fits, or an error that names the smallest budget that a plan was found for."""
+        """Return the fastest plan that fits the budget, or an error with the smallest feasible budget."""
         try:
             solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
             why = (
                 f"memory {format_bytes(self._budget_bytes)} is too small even with recompute and offload: the smallest plan is "
-                f"predicted to take {format_bytes(error.least_bytes)}."
+                f"predicted to need {format_bytes(error.least_bytes)}."
             )
             return BudgetError(why, round(_SAFETY * error.least_bytes))
         result = solution.result
@@ -105,7 +105,7 @@ class Planner:
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
-    """Return the plan of the measured step, which offloads all parts of all layers, except storages that are too small."""
+    """Return the plan of the measured step, which offloads all storages of all layers that are large enough."""
     return OffloadPlan(
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
@@ -149,7 +149,7 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Return the layers for the planner. Layers that save the same are of one kind, with their median times."""
+    """Return the layers for the planner. Layers with the same saved storages share one kind and their median times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:

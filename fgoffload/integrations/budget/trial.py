@@ -1,8 +1,8 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
-[Note: Trials] The second run gets detached inputs and the random state of the first run. A module may be recomputed if the
-second run returns the same bits and leaves the same random states, buffers, inputs and plain attributes as the first run. The
-trial uses `autograd.grad`, so no `.grad` changes and no hook of a gradient accumulator runs.
+[Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or random state of Python,
+and if a second run on detached inputs, with torch's random state restored, returns the same bits and leaves the same random
+state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.planner.ranks.measured_layers import LAYER_INPUT
 
 REST = "rest"
-"""Tag for all ops of a layer outside of its submodules."""
+"""Tag for all ops of a layer outside its submodules."""
 
 _CHANGES_BUFFER = "it changes a buffer"
 
 _HEAD_START_S = 2e-3
-"""Seconds that the device idles, so that the CPU queues a module's kernels before the first one runs."""
+"""Seconds for which the device is stalled, so that the CPU can queue a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(slots=True)
 class Measured:
-    """Measurements of one module run alone, in bytes and seconds of one microbatch."""
+    """Measurements of one module that ran alone, for one microbatch."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -54,18 +54,18 @@ class MeasuredBlock:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the layer could be rerun and measured. If not, it is offloaded whole."""
+        """Whether the layer could be rerun and measured. If not, all of it is offloaded."""
         return self.whole.forward_s > 0
 
 
 class State:
     """State that a run may change: random states, buffers, inputs and plain attributes."""
 
-    def __init__(self, module: torch.nn.Module, given: Any) -> None:
+    def __init__(self, module: torch.nn.Module, inputs: Any) -> None:
         self.random = _get_random_states()
         self.python = random.getstate()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
-        self.versions = [get_version(tensor) for tensor in list_tensors(given)]
+        self.versions = [get_version(tensor) for tensor in list_tensors(inputs)]
         self.attributes = [
             (name, id(value) if isinstance(value, torch.Tensor) else value)
             for one in module.modules()
@@ -73,11 +73,11 @@ class State:
             if isinstance(value, (torch.Tensor, bool, int, float, str))
         ]
 
-    def find_change(self, module: torch.nn.Module, given: Any) -> str | None:
-        """Return which state has changed since construction, or None. Torch's random states are not compared."""
-        now = State(module, given)
+    def find_change(self, module: torch.nn.Module, inputs: Any) -> str | None:
+        """Return a message about a change since construction, or None. Torch's random states are not compared."""
+        now = State(module, inputs)
         if now.python != self.python:
-            return "it draws from Python's random numbers"
+            return "it uses Python's random numbers"
         if not _are_equal(self.buffers, now.buffers):
             return _CHANGES_BUFFER
         if now.versions != self.versions:
@@ -111,8 +111,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 class Trial:
     """Measures one layer right after its real forward.
 
-    `parameters` are keys of storages that never count as saved. `count_peak` returns allocated bytes, and peak bytes since its
-    last call.
+    `parameters` are keys of storages that never count as saved. `count_peak` returns the allocated bytes, and their peak since
+    its last call.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Trial:
                     parts[tag].refusal = "it runs more than once in a layer"
             whole.input = self._find_input((args, kwargs), LAYER_INPUT)
             for tag, part in parts.items():
-                part.input = self._find_input(self._runs[tag][0].given)
+                part.input = self._find_input(self._runs[tag][0].inputs)
         finally:
             _set_random_states(after)
             for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
@@ -153,7 +153,7 @@ class Trial:
 
     @skip
     def run_part(self, module: torch.nn.Module, tag: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the layer inside the trial, and record its calls."""
+        """Run a part of the layer during the trial, and record the call."""
         if tag in self._open or not self._records_parts:
             return forward(*args, **kwargs)
         state = State(module, (args, kwargs))
@@ -175,7 +175,7 @@ class Trial:
 
     def _run_once(self, run: "_Run", *, saves: bool) -> Measured:
         self._records_parts, keep = saves, self._save if saves else torch.Tensor.detach
-        args, kwargs = _detach(run.given)
+        args, kwargs = _detach(run.inputs)
         _set_random_states(run.before)
         device, stream = self._device, self._device.current_stream()
         device.stall(_HEAD_START_S)
@@ -214,9 +214,9 @@ class Trial:
         _, tags = self._saved.setdefault(key, (tensor, []))
         tags.extend(tag for tag in new if tag not in tags)
 
-    def _find_input(self, given: Any, *tags: str) -> int | None:
-        """Return the index of the storage of the first input with a gradient."""
-        tensor = find_tensor(given)
+    def _find_input(self, inputs: Any, *tags: str) -> int | None:
+        """Return the index of the storage of the first input that requires a gradient."""
+        tensor = find_tensor(inputs)
         if tensor is None:
             return None
         key = get_key(tensor)
@@ -228,15 +228,15 @@ class Trial:
 class _Run:
     module: torch.nn.Module
     forward: Callable[..., Any]
-    given: tuple[Any, Any]
+    inputs: tuple[Any, Any]
     before: list[torch.Tensor]
     output: Any
     after: list[torch.Tensor]
     refusal: str | None = None
 
 
-def _detach(given: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), given)
+def _detach(inputs: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), inputs)
 
 
 def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:
@@ -249,5 +249,5 @@ def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:
         elif isinstance(value, dict) and type(value) is dict:
             waiting.extend(value.values())
         elif not isinstance(value, _PLAIN):
-            return f"it takes a {type(value).__name__}, which a second run might change"
+            return f"it has a {type(value).__name__} argument, which a second run might change"
     return None

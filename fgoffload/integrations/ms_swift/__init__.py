@@ -3,7 +3,7 @@
     PLUGIN=$(python -c 'from fgoffload.integrations.ms_swift import PLUGIN; print(PLUGIN)')
     swift sft --external_plugins "$PLUGIN" ...
 
-ms-swift inserts a plugin's folder first in `sys.path`, so no file in this folder may have the name of another module.
+ms-swift prepends a plugin's folder to `sys.path`, so no file in this folder may have the name of another module.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Registers our callback under ms-swift's name, so that its FSDP config's `activation_cpu_offload` selects it."""
+"""Registers `OffloadCallback` in ms-swift, so that `activation_cpu_offload` in its FSDP config selects it."""
 
 from typing import Any
 

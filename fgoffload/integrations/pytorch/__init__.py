@@ -1,7 +1,7 @@
 """Offload for plain PyTorch: modules by glob, blocks of code, manual regions, single tensors.
 
-The package itself exports everything: `fgoffload.offload`, `fgoffload.saved_tensors`, `fgoffload.region`,
-`fgoffload.offload_tensor` and `fgoffload.estimate_savings`.
+Import these functions from `fgoffload`: `offload`, `saved_tensors`, `region`, `offload_tensor`, `estimate_savings` and
+`explain`.
 """
 
 from fgoffload.integrations.pytorch.block import SavedTensors, saved_tensors

@@ -1,4 +1,4 @@
-"""Context manager that offloads everything that autograd saves in a block of code."""
+"""Context manager that offloads all tensors that autograd saves in a block of code."""
 
 import threading
 from types import TracebackType
@@ -18,7 +18,7 @@ from fgoffload.units import check_bytes
 def saved_tensors(
     config: TransferConfig | None = None, *, group_bytes: int | None = None, device: DeviceChoice = None, tag: str = "saved"
 ) -> "SavedTensors":
-    """Return a context manager that offloads all tensors autograd saves inside, and reloads them before backward needs them.
+    """Return a context manager that offloads the tensors autograd saves inside it, and reloads them for backward.
 
         offload = fgoffload.saved_tensors()
         for batch in batches:
@@ -26,25 +26,25 @@ def saved_tensors(
                 loss = criterion(model(batch))
             loss.backward()
 
-    Backward may run inside the block. Tensors that a backward saves stay on the device. Create the object once and enter it in
-    every step: pinning host memory takes 0.3 s per GiB or more, and `with fgoffload.saved_tensors():` would pin it each time.
-    Nothing is offloaded inside a checkpoint, without grad mode or during a backward.
+    Create the object once and enter it in every step. Pinning host memory takes 0.3 s per GiB or more, and each new object pins
+    its own. Backward may run inside the block. Nothing is offloaded inside a checkpoint, with gradients disabled, or during a
+    backward.
 
     Args:
-        config: Options of offload.
-        group_bytes: Saved bytes at which a group is offloaded. Smaller groups start earlier but cost more CPU time. None means
-            64 MiB, or a quarter of `prefetch_bytes` if that is less.
-        device: Device of the tensors. None selects the accelerator that torch finds, or the CPU.
+        config: Offload options.
+        group_bytes: Group size in bytes. A group is offloaded once it is full. Smaller groups start earlier but cost more CPU
+            time. None means 64 MiB, or a quarter of `prefetch_bytes` if that is smaller.
+        device: Device of the tensors. None selects torch's current accelerator, or the CPU if there is none.
         tag: Name in the statistics.
 
     Raises:
-        ConfigError: `group_bytes` is not above 0, `device` is not a device, or the tag is not one word.
+        ConfigError: `group_bytes` is not above 0, `device` is not a valid device, or the tag is not one word.
     """
     return SavedTensors(config, group_bytes=group_bytes, device=device, tag=tag)
 
 
 class _Entries(threading.local):
-    """Forwards that this thread began by entering the object, outermost first. None if entering did nothing."""
+    """Forwards that `__enter__` began in this thread, outermost first. An entry is None if `__enter__` did nothing."""
 
     def __init__(self) -> None:
         self.open: list[Forward | None] = []
@@ -66,12 +66,12 @@ class SavedTensors(EngineOwner):
         self._entries = _Entries()
 
     def __enter__(self) -> "SavedTensors":
-        """Start to offload the tensors that autograd saves."""
+        """Start offloading the tensors that autograd saves."""
         self._enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop, on an exception too, and offload the last group."""
+        """Stop offloading. Unless an exception was raised, offload the last group."""
         self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -20,10 +20,10 @@ def check_device(choice: Any) -> None:
 
 
 def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None, host_memory: HostMemory) -> Device:
-    """Return the device for an engine: the user's `choice`, the accelerator of one of the `tensors`, or the CPU.
+    """Return the device for an engine: the user's `choice`, or else the accelerator of one of `tensors`, or else the CPU.
 
-    Meta tensors are ignored. If `tensors` is None, torch's current accelerator is used, or the CPU. Raises `ConfigError` or
-    `StateError` if the device does not exist.
+    Meta tensors are ignored. If `tensors` is None, it is torch's current accelerator, or the CPU if there is none. Raises
+    `ConfigError` or `StateError` if the device does not exist.
     """
     if isinstance(choice, Device):
         return choice
@@ -38,7 +38,7 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
         return find_device(device.type, host_memory=host_memory)  # raises without an accelerator
     count = torch.accelerator.device_count()
     if device.index >= count:
-        raise ConfigError(f"device '{device}' does not exist: there are {count}, counted from 0. Use one of them.")
+        raise ConfigError(f"device '{device}' does not exist. Use an index from 0 to {count - 1}.")
     with torch.accelerator.device_index(device.index):
         return find_device(device.type, host_memory=host_memory)
 
@@ -47,4 +47,4 @@ def _read_choice(choice: Any) -> torch.device:
     try:
         return torch.device(choice)  # torch raises its own errors
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device {choice!r} is not a device. Use a torch device, for example 'cuda:1' or 'cpu'.") from error
+        raise ConfigError(f"device {choice!r} is not a valid device. Pass a torch device such as 'cuda:1'.") from error

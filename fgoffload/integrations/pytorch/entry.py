@@ -1,4 +1,4 @@
-"""Offloads a PyTorch model with one call, either chosen modules or within a memory budget."""
+"""Offloads a PyTorch model with one call, either selected modules or within a memory budget."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def offload(
     memory: str | int | None = None,
     memory_reserve: str | int | None = None,
 ) -> ModelOffload:
-    """Offload the activations of chosen modules during forward, and reload them before backward needs them.
+    """Offload activations of a model during forward, and reload them for backward.
 
         handle = fgoffload.offload(model, {"layers.*.attn": "attn", "layers.*.mlp": "mlp"})
         for batch in batches:
@@ -29,33 +29,33 @@ def offload(
             print(handle.stats().d2h_bytes)
         handle.close()
 
-    Gradients are bitwise identical. Nothing is offloaded without grad mode or inside a checkpoint. Parameters and buffers stay
-    on the GPU.
+    Gradients are bitwise identical to training without offload. Parameters and buffers stay on the GPU. Nothing is offloaded
+    with gradients disabled or inside a checkpoint.
 
     Args:
-        model: Any module tree. It need not be on its device yet. Compile it afterwards, or before its first forward.
-        modules: Globs over the names of `named_modules()`, each with a tag for the statistics. For globs without tags, the tag
-            is the last word of the module's name. `*` matches within one part of a name, `**` crosses dots. Omit it if the
-            model's code uses `fgoffload.region`.
-        config: Options of offload.
-        device: Device of the tensors. None selects the accelerator of the model or of its first input, or the CPU.
-        memory: GPU memory budget of this process, for example `60GiB`, or `auto` for the device's memory. It limits
-            `torch.cuda.max_memory_allocated`, and some steps reset that counter. The first step measures. From the second step
-            on, each part of each layer is kept, offloaded or recomputed.
-        memory_reserve: Memory that `auto` leaves for the CUDA context, NCCL and fragmentation. None means 2 GiB.
+        model: Any module. You may move it to its device later. If you compile it, call `offload` before its first forward.
+        modules: Globs over the names of `named_modules()`: a list, or a dict from each glob to its tag in the statistics. The
+            default tag is the last word of the module's name. `*` matches within one part of a name, and `**` also matches
+            dots. Omit `modules` if the model's code uses `fgoffload.region`.
+        config: Offload options.
+        device: Device of the tensors. None selects the accelerator of the model or of its first input, or else the CPU.
+        memory: GPU memory budget of this process, for example `60GiB`. `auto` uses the device's memory minus `memory_reserve`.
+            The budget limits `torch.cuda.max_memory_allocated`, a counter that some steps reset. The first step measures the
+            model. Later steps keep, offload or recompute each part of each layer.
+        memory_reserve: Memory that `auto` reserves for the CUDA context, NCCL and fragmentation. None means 2 GiB.
 
     Returns:
         The handle, which is also a context manager. A second call with the same arguments returns the same handle.
 
     Raises:
-        ConfigError: An argument is wrong, or the model is already offloaded with other arguments.
+        ConfigError: An argument is invalid, or the model is already offloaded with other arguments.
     """
     check_model(model)
     if memory is None and memory_reserve is None:
         return offload_sites(model, find_sites(model, modules), config, device=device)
     if memory is not None and modules != ():
         raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
-    from fgoffload.integrations.budget.handle import BudgetOffload  # a circular import at the top
+    from fgoffload.integrations.budget.handle import BudgetOffload  # here, to avoid a circular import
 
     known = find_handle(model)
     if isinstance(known, BudgetOffload) and known.is_made_with(memory, config, device=device, reserve=memory_reserve):
@@ -64,10 +64,10 @@ def offload(
 
 
 def explain(handle: Any) -> str:
-    """Return a plan as text: each layer's bytes and treatment, and the time and peak memory of a step.
+    """Return the plan for a memory budget as text: each layer's bytes and actions, and the time and peak memory of a step.
 
     Args:
-        handle: Handle of `offload` or an `OffloadCallback`, with `memory`. The callback keeps its plan after training.
+        handle: Handle or `OffloadCallback` that was created with `memory`. A callback keeps its plan after training.
 
     Raises:
         ConfigError: `handle` has no memory budget.

@@ -1,4 +1,4 @@
-"""Estimates the memory that offload would save, from one forward without copies to the host."""
+"""Estimates the memory savings of offload from one forward, without copies to the host."""
 
 import copy
 import dataclasses
@@ -21,21 +21,21 @@ from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import SavedState
 from fgoffload.units import format_bytes
 
-OUTSIDE = "saved outside of every region"
-"""Reason for bytes saved outside of all regions."""
+OUTSIDE = "saved outside all regions"
+"""Reason why a tensor that no region saves stays on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsEstimate:
     """Bytes that autograd saves in one forward, and how many of them would be offloaded.
 
-    Each storage counts once, with its full size. Parameters do not count.
+    Each storage counts once, at its full size. Parameters are excluded.
 
     Args:
         saved_bytes: Bytes that autograd saves.
-        leaving_bytes: Bytes that would be copied to the host. A backward that begins at once cancels the last copies.
-        staying_bytes: Bytes that would stay on the GPU, by reason. A whole storage stays if one of its tensors does.
-        host_bytes: Bytes of host memory needed, including alignment.
+        leaving_bytes: Bytes that would be copied to the host. A backward that starts immediately cancels the last copies.
+        staying_bytes: Bytes that would stay on the GPU, by reason. If one tensor stays, its whole storage does.
+        host_bytes: Required host memory in bytes, including alignment.
     """
 
     saved_bytes: int
@@ -45,7 +45,7 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that would be freed on the GPU. More than the copied bytes if autograd needs only part of a storage."""
+        """Bytes that would be freed on the GPU. They exceed the copied bytes if autograd needs only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property
@@ -76,28 +76,28 @@ def estimate_savings(
     *,
     device: DeviceChoice = None,
 ) -> SavingsEstimate:
-    """Estimate the memory that offload would save. Runs `forward` once, without host memory or copies to the host.
+    """Estimate how much memory offload would save. Runs `forward` once, without host memory or copies to the host.
 
         estimate = fgoffload.estimate_savings(lambda: model(batch), model, {"layers.*.mlp": "mlp"})
 
     Args:
-        forward: Function that runs one forward and returns the output. It uses as much GPU memory as without offload.
+        forward: Function that runs one forward and returns its output. It needs as much GPU memory as without offload.
         model: As for `offload`. None estimates `saved_tensors` around `forward`.
         modules: As for `offload`.
         config: As for `offload`.
         device: As for `offload`.
 
     Raises:
-        ConfigError: As for `offload`. Also if `forward` is not callable, or `modules` are given without a model.
+        ConfigError: `forward` is not callable, `modules` are passed without a model, or as for `offload`.
     """
     if not callable(forward):
         raise ConfigError(
-            f"forward is a {type(forward).__name__}, which is not callable. Pass a function: lambda: model(batch)."
+            f"forward is a {type(forward).__name__}, which is not callable. Pass a function, for example lambda: model(batch)."
         )
     if model is not None:
         check_model(model)
     elif modules != ():
-        raise ConfigError(f"modules {modules!r} are given without a model. Pass the model too, or omit them.")
+        raise ConfigError(f"modules {modules!r} are passed without a model. Pass the model too, or omit them.")
     tensors = None if model is None else [*model.parameters(), *model.buffers()]
     config = dataclasses.replace(check_config(config) or TransferConfig(), enabled=True)
     stand_in = _make_hostless(make_device(device, tensors=tensors, host_memory=config.host_memory))
@@ -121,10 +121,10 @@ def estimate_savings(
 
 
 def _make_hostless(device: Device) -> Device:
-    """Return a copy of `device` without host memory.
+    """Return a copy of `device` that allocates no host memory.
 
-    An offload copies nothing, and a reload copies the bytes from where they still are. So the engine's statistics and results
-    are as usual.
+    An offload only remembers its source tensor, and a reload copies from that tensor. The engine's results and statistics are
+    therefore the same as with real copies.
     """
     sources: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -150,18 +150,18 @@ def _place(host: torch.Tensor) -> tuple[int, int]:
 
 @dataclasses.dataclass(slots=True)
 class _SavedStorage:
-    """Storage that autograd saves, and the reason why it stays on the device. None if it is offloaded."""
+    """Storage that autograd saves, with the reason why it stays on the device, or None if it is offloaded."""
 
     storage: StorageRef
-    """Weak reference that keeps the key in use, so that no other storage gets it."""
+    """Weak reference that reserves the key, so that no other storage can reuse it."""
     nbytes: int
     reason: str | None = OUTSIDE
     is_kept: bool = False
-    """Whether one of its tensors, and so the storage, stays on the device in any case."""
+    """Whether the storage must stay on the device because one of its tensors must."""
 
 
 class _CountingEngine(OffloadEngine):
-    """Engine that counts each storage that autograd saves, even if it is freed before the end."""
+    """Engine that counts each storage that autograd saves, even one that is freed before the forward ends."""
 
     def __init__(self, *, min_offloaded_bytes: int, **options: Any) -> None:
         super().__init__(min_offloaded_bytes=min_offloaded_bytes, **options)
@@ -179,7 +179,7 @@ class _CountingEngine(OffloadEngine):
         key = get_key(tensor)
         if key not in self._storages:
             self._storages[key] = _SavedStorage(StorageRef(tensor), tensor.untyped_storage().nbytes())
-        if isinstance(handle, KeptHandle) and tensor.numel():  # an empty tensor holds no storage
+        if isinstance(handle, KeptHandle) and tensor.numel():  # an empty tensor needs no storage
             kept = {} if group is None else group.stats.kept_bytes
             reasons = (reason for reason, size_bytes in kept.items() if size_bytes != before.get(reason, 0))
             found = self._storages[key]
@@ -188,7 +188,7 @@ class _CountingEngine(OffloadEngine):
         return handle
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """End the group, and record which storages are offloaded, and why others are not."""
+        """End the group. Record which storages are offloaded, and why the others stay."""
         waiting = group.list_saved(SavedState.RESIDENT)
         super().end(lane, group, is_held=is_held)
         for saved in waiting:

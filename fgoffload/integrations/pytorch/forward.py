@@ -1,13 +1,13 @@
-"""Tracks forwards in grad mode: their lanes, and the forward that runs in this thread.
+"""Tracks forwards with gradients: their lanes, and which of them run in each thread.
 
-[Note: Which forward is running]
-Saved-tensor hooks are per thread, so forwards are too. A context variable holds the innermost forward, and each forward
-references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost forward of any
-handle. No state is process-wide, so threads, models, and a model inside another are independent.
+[Note: The running forward]
+Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
+and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost
+forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
-An exception may occur between any two lines: Ctrl-C, an alarm, out of memory. A leftover saved-tensor hook would affect later
-code. So all code that installs hooks creates `Surroundings` first and restores them in a `finally`.
+Ctrl-C, an alarm or an `OutOfMemoryError` may interrupt a forward between any two lines, and a leftover saved-tensor hook would
+affect later code. Code that installs hooks therefore creates a `ThreadState` first, and restores it in a `finally`.
 """
 
 import contextvars
@@ -26,11 +26,11 @@ from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
 _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
-"""Layer of the innermost module that is a region."""
+"""Layer of the innermost region."""
 
 
-class Surroundings:
-    """Snapshot of this thread's hooks, forward and layer, for `restore`. See [Note: Interrupted forwards]."""
+class ThreadState:
+    """Snapshot of this thread's hooks, forward and layer. See [Note: Interrupted forwards]."""
 
     __slots__ = ("_hook", "_layer", "_running")
 
@@ -42,7 +42,7 @@ class Surroundings:
 
     @skip
     def restore(self) -> None:
-        """Restore the snapshot: pop the engine's saved-tensor hooks, and keep those of others."""
+        """Restore the snapshot. Pop the engine's saved-tensor hooks, and keep the hooks of other code."""
         of_others = []
         while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
             pop_hooks()
@@ -61,7 +61,7 @@ def _find_top_hook() -> Any:
 
 
 def find_running(owner: EngineOwner | None = None) -> "Forward | None":
-    """Return the innermost forward of this thread, of `owner` if one is given, or None."""
+    """Return this thread's innermost forward, or None. With `owner`, search only the forwards of that owner."""
     forward = _running.get()
     while forward is not None and owner is not None and forward.owner is not owner:
         forward = forward.outer
@@ -69,7 +69,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record in `owner` why a region of `tag`, or a forward if None, does nothing here. No grad mode is no reason to warn."""
+    """Record why a region of `tag`, or a forward if None, does nothing here. Disabled gradients are not recorded."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -82,7 +82,7 @@ def begin_lane(owner: EngineOwner) -> Lane:
 
 
 class UncompiledSaving(Saving):
-    """Pack hook that `torch.compile` does not trace wherever autograd saves between two graphs."""
+    """Pack hook that `torch.compile` does not trace. It runs for tensors saved between two compiled graphs."""
 
     __slots__ = ()
 
@@ -93,7 +93,7 @@ class UncompiledSaving(Saving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`. This is the unpack hook."""
+        """Return the tensor of `handle`, as the unpack hook."""
         return super().unpack(handle)
 
 
@@ -101,11 +101,11 @@ class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site into consecutive groups of limited size.
 
     [Note: When a full group ends]
-    Some ops, such as `rrelu` with its noise, write a tensor after autograd has saved it, without a new version. Autograd
-    numbers its nodes, and creates an op's node before it saves for it. So a full group ends at the next save with another
-    number. By then the op that filled it has returned, and its kernel is queued on a stream that the copy waits for.
+    Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
+    ends only when the next op saves a tensor, which autograd numbers differently. By then, the op that filled the group has
+    returned, and its kernel is queued on a stream that the copy waits for.
 
-    A group is full at `group_bytes`. If `layer` is None, each group gets its position in the lane as its layer.
+    A group is full at `group_bytes`. If `layer` is None, the layer of each group is its position in the lane.
     """
 
     __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "_tag")
@@ -116,7 +116,7 @@ class SizedSaving(UncompiledSaving):
         self._layer = layer
         self._group_bytes = group_bytes
         self._number = 0
-        """Autograd's node number at the last save."""
+        """Autograd's sequence number at the last save."""
         self._seen: set[int] = set()
         """Storages counted in `_size_bytes`."""
         self._size_bytes = 0
@@ -132,7 +132,7 @@ class SizedSaving(UncompiledSaving):
             self.close_group()
         if self.group is None:
             self.open_group()
-        handle = Saving.__call__(self, tensor)  # not by `super()`: one call hidden from the compiler is enough
+        handle = Saving.__call__(self, tensor)  # not `super()`, which would disable the compiler a second time
         if isinstance(handle, (Handle, WrappedHandle)) and (key := get_key(tensor)) not in self._seen:
             self._seen.add(key)
             self._size_bytes += tensor.numel() * tensor.element_size()
@@ -158,8 +158,8 @@ class SizedSaving(UncompiledSaving):
 class BlockSaving(SizedSaving):
     """Saves the tensors of a block of code.
 
-    Tensors saved by a backward inside the block stay on the device, since a double backward or a recompute needs them at once.
-    Later saves belong to a new microbatch. Otherwise the lane would grow with every step of a training loop in the block.
+    Tensors saved during a backward stay on the device, since a double backward or a recompute needs them immediately. Tensors
+    saved after it belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in every step.
     """
 
     __slots__ = ("_owner",)
@@ -178,7 +178,7 @@ class BlockSaving(SizedSaving):
         return self._pack(tensor)
 
     def renew_lane(self) -> Lane:
-        """End the current group and return the lane for later saves, a new one if backward has begun."""
+        """End the current group, and return the lane for later saves. The lane is new if backward has begun."""
         self.close_group()
         if self.lane.remaining < len(self.lane.groups):
             self.lane = begin_lane(self._owner)
@@ -188,20 +188,20 @@ class BlockSaving(SizedSaving):
 class Forward:
     """Forward of a model or a block, from `begin` to `finish`.
 
-    `hook` receives the saves outside of regions. Without it, these saves only join groups whose storages they share.
+    `hook` receives the tensors saved outside regions. Without it, these tensors only join groups whose storages they share.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
         """Enclosing forward, or None."""
-        self._around = Surroundings()
+        self._around = ThreadState()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
 
     def begin(self) -> None:
-        """Start to receive autograd's saves."""
+        """Start receiving the tensors that autograd saves."""
         try:
             self._saving.__enter__()
             _running.set(self)
@@ -209,10 +209,10 @@ class Forward:
             self._around.restore()
             raise
 
-    def begin_region(self, tag: str, given: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
-        """Begin a run of a site with the input `given`. Return its region, or None if offload does nothing here.
+    def begin_region(self, tag: str, tensor: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
+        """Begin a region with the input `tensor`. Return None if offload does nothing here.
 
-        A `layer` of None means the layer of the enclosing region, or 0.
+        `layer` defaults to the layer of the enclosing region, or to 0 without one.
         """
         if layer is None:
             layer = _layer.get()
@@ -221,20 +221,20 @@ class Forward:
         # Saves after the region belong to a later group, so end the block's group here.
         lane = self._saving.lane if self._hook is None else self._hook.renew_lane()
         saving = SizedSaving(self._engine, lane, tag=tag, layer=layer, group_bytes=self.owner.group_bytes)
-        region = SavingRegion(self._engine, saving, given)
+        region = SavingRegion(self._engine, saving, tensor)
         _layer.set(layer)
         return region
 
     def keep_saves(self) -> None:
-        """Keep all later saves on the device, even inside an open region."""
+        """Keep all tensors that autograd saves later on the device, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def stop(self) -> None:
-        """Stop receiving saves. Works after an incomplete `begin` or `finish` too."""
+        """Stop receiving saved tensors. An interrupted `begin` or `finish` may precede this call."""
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """Stop receiving saves. Tensors of a failed forward stay on the device and are freed with their graph."""
+        """Stop receiving saved tensors. Those of a failed forward stay on the device and are freed with their graph."""
         self.stop()
         if not is_failed:
             if self._hook is not None:
@@ -243,21 +243,21 @@ class Forward:
 
 
 class SavingRegion:
-    """Open region with the input `given`. Autograd's saves go to its groups until `close`.
+    """Open region with the input `tensor`. Its groups receive the tensors that autograd saves until `close`.
 
-    A long region, for example around many checkpoints, has several groups. With one, its first tensors would stay on the device
-    until its end, and backward would reload all of it at once.
+    A long region, for example around many checkpoints, has several groups. With a single group, its first tensors would stay on
+    the device until its end, and backward would reload the whole region at once.
     """
 
     __slots__ = ("_around", "_engine", "_saving")
 
-    def __init__(self, engine: OffloadEngine, saving: SizedSaving, given: torch.Tensor | None) -> None:
+    def __init__(self, engine: OffloadEngine, saving: SizedSaving, tensor: torch.Tensor | None) -> None:
         self._engine = engine
         self._saving = saving
         group = saving.open_group()
-        if given is not None:
-            mark_start(engine, saving.lane, group, given)
-        self._around = Surroundings()
+        if tensor is not None:
+            mark_start(engine, saving.lane, group, tensor)
+        self._around = ThreadState()
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
@@ -272,14 +272,14 @@ class SavingRegion:
 
 
 class KeptRun:
-    """Run of a module inside a region, whose saved tensors stay on the device."""
+    """Run of a module inside a region. The tensors that it saves stay on the device."""
 
     __slots__ = ("_around",)
 
     def __init__(self, forward: Forward) -> None:
-        self._around = Surroundings()
+        self._around = ThreadState()
         forward.keep_saves()
 
     def finish(self, output: Any) -> None:
-        """End the run. The enclosing region receives later saves again."""
+        """End the run. Later saved tensors belong to the enclosing region."""
         self._around.restore()

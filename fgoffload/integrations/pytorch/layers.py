@@ -10,10 +10,10 @@ from fgoffload.integrations.pytorch.patterns import ModuleSite, make_site, name_
 
 
 def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
-    """Return a region for each layer of `model`: modules of the classes in `_no_split_modules`, or else FSDP's units.
+    """Return a region for each layer of `model`: each module of a class in `_no_split_modules`, or else each FSDP unit.
 
-    Embeddings are omitted. If layers are nested, only the outer one is a region. The tag is the last word of the layer's name,
-    for example `layers` for `model.layers.3`. Raises `ConfigError` if there are no layers.
+    Embeddings are omitted. Of nested layers, only the outermost is a region. The tag is the last word of the layer's name, for
+    example `layers` for `model.layers.3`. Raises `ConfigError` if there are no layers.
     """
     whole = set(getattr(unwrap_model(model), "_no_split_modules", None) or ())
     layers = _find_outermost(model, lambda module: any(kind.__name__ in whole for kind in type(unwrap(module)).__mro__))
@@ -21,7 +21,7 @@ def find_layers(model: torch.nn.Module) -> list[ModuleSite]:
     if not layers:
         raise ConfigError(
             f"no layers found in {type(model).__name__}: it has no modules of the classes in `_no_split_modules` "
-            f"({', '.join(sorted(whole)) or 'none'}) and no FSDP units. Name modules, for example ['model.layers.*']."
+            f"({', '.join(sorted(whole)) or 'none'}) and no FSDP units. Select modules, for example ['model.layers.*']."
         )
     return layers
 

@@ -10,17 +10,17 @@ from fgoffload.integrations.pytorch.patterns import check_tag
 
 
 def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "PlacedRegion":
-    """Return a context manager that offloads the tensors that autograd saves inside, all together at its end.
+    """Return a context manager that offloads the tensors autograd saves inside it.
 
         with fgoffload.region(hidden, "attn") as region:
             output = attention(hidden)
             region.end(output)
 
-    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread runs. Without one it
-    does nothing.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread is running. Without
+    one, it does nothing.
 
     Args:
-        tensor: Input of the region. Backward has left the region when it computes the gradient of this tensor.
+        tensor: Input of the region. Backward leaves the region when it computes the gradient of this tensor.
         tag: Name in the statistics.
         layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
@@ -49,16 +49,16 @@ class PlacedRegion:
         self._has_ended = False
 
     def end(self, output: torch.Tensor) -> None:
-        """Set the region's output. The reload starts when backward computes its gradient.
+        """Set the region's output. The reload starts when backward computes the gradient of `output`.
 
-        Without an output, the reload starts a little later, when backward unpacks the first saved tensor.
+        Without an output, the reload starts later, when backward unpacks the first saved tensor.
 
         Raises:
             ConfigError: `output` is not a tensor.
             StateError: The `with` block has ended.
         """
         if not isinstance(output, torch.Tensor):
-            raise ConfigError(f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass an output tensor.")
+            raise ConfigError(f"`end` of region {self._tag!r} got a {type(output).__name__}. Pass the region's output tensor.")
         if self._has_ended:
             raise StateError(f"`end` of region {self._tag!r} was called after its block. Call it inside the `with` block.")
         self._output = output
@@ -73,15 +73,15 @@ class PlacedRegion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop saving, and offload the group unless there was an exception."""
+        """Stop saving. Unless an exception was raised, offload the last group."""
         self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            # Entering again would lose the first run's saves and leave its hooks on the thread.
-            raise StateError(f"region {self._tag!r} was already entered. Call `fgoffload.region` again for each run.")
+            # A second entry would lose the first run's saved tensors and leave its hooks on the thread.
+            raise StateError(f"region {self._tag!r} was already entered. Call `fgoffload.region` for each run.")
         forward = find_running()
         if forward is None:
             return

@@ -4,10 +4,10 @@
 module, so weights, handle, engine and host memory are freed with the last reference to the model, without garbage collection.
 
 [Note: Buffers stay]
-Batch norm updates its running statistics without a new version, so the engine would take an old graph's copy on the host for
-the current values. Saved buffers therefore stay on the device. They are small, and the module holds their memory anyway. They
-are collected at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them, and copies of a
-model have their own. A buffer created during a forward counts from the next forward on.
+Batch norm updates its running statistics without changing their version, so the engine would mistake the host copy of an old
+graph for the current values. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory
+anyway. The buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them,
+and copies of a model have their own. A buffer that a forward creates is listed from the next forward on.
 """
 
 import collections
@@ -25,7 +25,7 @@ from fgoffload.engine import is_inert
 from fgoffload.engine.identity import has_bytes
 from fgoffload.errors import ConfigError, StateError
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, Surroundings, find_running, record_inert
+from fgoffload.integrations.pytorch.forward import Forward, SavingRegion, ThreadState, find_running, record_inert
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.integrations.pytorch.owner import EngineOwner
 from fgoffload.integrations.pytorch.patterns import ModuleSite
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 def offload_sites(
     model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None = None, *, device: DeviceChoice = None
 ) -> "ModelOffload":
-    """Offload the modules in `sites`. Return the existing handle if it has the same arguments."""
+    """Offload the modules in `sites`. Return the existing handle if it was created with the same arguments."""
     known = find_handle(model)
     if known is not None and known.is_made_of(sites, config, device=device):
         return known
     handle = ModelOffload(model, sites, config, device=device)
     count = collections.Counter(site.tag for site in sites)
     regions = ", ".join(f"{number} {tag}" for tag, number in count.items()) or "manual ones only"
-    logger.info("offload of %s, regions: %s%s", handle.name, regions, "" if handle.config.enabled else " (not enabled)")
+    logger.info("offload of %s, regions: %s%s", handle.name, regions, "" if handle.config.enabled else " (disabled)")
     return handle
 
 
@@ -56,7 +56,7 @@ class ModelOffload(EngineOwner):
     """
 
     is_of_trainer = False
-    """Whether a trainer's callback created the handle, so that the model's next training run may replace it."""
+    """Whether a trainer's callback created the handle. If so, the next training run may replace it."""
 
     def __init__(
         self, model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice
@@ -65,8 +65,8 @@ class ModelOffload(EngineOwner):
         super().__init__(config, device=device, name=name, tags=dict.fromkeys(site.tag for site in sites))
         if find_handle(model) is not None:
             raise ConfigError(
-                f"{name} is offloaded already, with other modules, config or device. Pass all modules in one call, or call "
-                "`remove` on the first handle."
+                f"{name} is already offloaded with other arguments (modules, config, device, memory or memory_reserve). Pass "
+                "all modules in one call, or call `remove` on the first handle."
             )
         self._model = weakref.ref(model)  # weak, since the model references the handle
         self._sites = _list_weakly(sites)
@@ -96,11 +96,11 @@ class ModelOffload(EngineOwner):
     def forward(self) -> Iterator[None]:
         """Treat the body as one forward of the model.
 
-        Use it for code that calls parts of the model instead of the model itself. Without it, each call of a part is its own
-        forward. Results are the same, but nothing is prefetched for backward.
+        Use it for code that calls parts of the model instead of the model itself. Without it, each call of a part counts as a
+        forward of its own. Results are the same, but nothing is prefetched for backward.
         """
         self._check_placed()
-        around = Surroundings()  # see [Note: Interrupted forwards]
+        around = ThreadState()  # see [Note: Interrupted forwards]
         try:
             begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
             yield
@@ -133,7 +133,7 @@ class ModelOffload(EngineOwner):
             vars(model).pop(HANDLE, None)
 
     def close(self) -> None:
-        """Restore the modules' own forwards as `remove` does, and release all memory that no graph still needs."""
+        """Remove the offload as `remove` does, and release all memory that no graph needs."""
         self.remove()
         super().close()
 
@@ -154,41 +154,41 @@ class ModelOffload(EngineOwner):
         if self.config.enabled and not self._replaced:
             raise StateError(f"the offload of {self.name} was removed. Call `fgoffload.offload` again.")
 
-    def arrange(self, module: torch.nn.Module, forward: Callable[..., Any], given: Any, tag: str | None, layer: int) -> Any:
-        """Return the function to run instead of `forward`, for subclasses. The default is `forward` itself."""
+    def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
+        """Return the function to run instead of `forward`. The default is `forward` itself. Subclasses override this."""
         return forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin_run(self, module: torch.nn.Module, given: Any, tag: str | None, layer: int) -> "_Run | None":
-        """Begin a run of `module` with the arguments `given`, or return None if offload does nothing here.
+    def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> "_Run | None":
+        """Begin a run of `module` with the arguments `inputs`, or return None if offload does nothing here.
 
-        `tag` and `layer` describe the module's region. The model itself has the tag None.
+        `tag` and `layer` describe the module's region. For the model itself, `tag` is None.
         """
         if is_inert():
             record_inert(self, tag)
             return None
         if tag is None:
-            return _Run(self._begin(module, given), None)
+            return _Run(self._begin(module, inputs), None)
         forward, begun = find_running(self), None
         if forward is None:
-            forward = begun = self._begin(module, given)
-        return _Run(begun, forward.begin_region(tag, find_tensor(given), layer=layer))
+            forward = begun = self._begin(module, inputs)
+        return _Run(begun, forward.begin_region(tag, find_tensor(inputs), layer=layer))
 
-    def _begin(self, module: torch.nn.Module | None, given: Any) -> Forward:
-        engine = self.engine or self.get_engine(given)
+    def _begin(self, module: torch.nn.Module | None, inputs: Any) -> Forward:
+        engine = self.engine or self.get_engine(inputs)
         if module is not None:
-            # See [Note: Buffers stay]. The engine keeps subclasses of a tensor on the device anyway.
+            # See [Note: Buffers stay]. The engine keeps tensor subclasses on the device anyway.
             engine.keep([buffer for buffer in module.buffers() if type(buffer) is torch.Tensor and has_bytes(buffer)])
         forward = Forward(self, engine)
         forward.begin()
         return forward
 
-    def _find_tensors(self, given: Any) -> Iterator[torch.Tensor]:
+    def _find_tensors(self, inputs: Any) -> Iterator[torch.Tensor]:
         model = self._model()
         if model is not None:
             yield from model.parameters()
             yield from model.buffers()
-        yield from list_tensors(given)
+        yield from list_tensors(inputs)
 
 
 @dataclasses.dataclass(slots=True)
@@ -196,12 +196,12 @@ class _Run:
     """Run of a module with gradients."""
 
     forward: Forward | None
-    """Forward that begins and ends with this run. None if the run is inside a forward."""
+    """Forward that begins and ends with this run. None if the run is part of another forward."""
     region: SavingRegion | None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, output: Any) -> None:
-        """End the run of a module that has returned `output`."""
+        """End the run. `output` is the module's output."""
         if self.region is not None:
             self.region.close(output)
         if self.forward is not None:
@@ -209,7 +209,7 @@ class _Run:
 
 
 def find_handle(model: torch.nn.Module) -> ModelOffload | None:
-    """Return the handle of `model`, or None. Ignore a handle that was copied from another model."""
+    """Return the handle of `model`, or None. A handle that was copied from another model is ignored."""
     handle = vars(model).get(HANDLE)
     return handle if isinstance(handle, ModelOffload) and handle.is_for(model) else None
 

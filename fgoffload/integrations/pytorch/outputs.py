@@ -1,9 +1,9 @@
 """Finds the tensors in a module's inputs and outputs.
 
 [Note: Looking into user values]
-The search must never raise in a forward that works without offload. So it only enters plain containers, through their base
-classes' methods and stored fields. No user code runs, and mappings that compute values are skipped. Each container is entered
-once, since it may contain itself.
+The search must not raise in a forward that works without offload. It therefore runs no user code: it reads only plain
+containers, through the methods of their base classes and their stored fields, and skips mappings that compute their values. It
+reads each container once, since a container may contain itself.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 MAX_VALUES = 1000
-"""Maximum number of searched values, since a list may hold a million numbers."""
+"""Maximum number of values to search, since a list may hold a million numbers."""
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value` in order. It is a tensor, or nested tuples, lists, dicts and dataclasses of tensors.
+    """Yield the tensors in `value` in order. It may be a tensor, or nested tuples, lists, dicts and dataclasses.
 
     See [Note: Looking into user values].
     """
@@ -40,7 +40,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that requires a gradient and so can carry a mark, or None."""
+    """Return the first tensor in `value` that requires a gradient, or None. Only such tensors can carry a mark."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 

@@ -17,21 +17,21 @@ from fgoffload.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP_BYTES = 64 * MIB
-"""At 50 GB/s this takes 1.3 ms to copy, much more than the tens of microseconds of CPU time that a group costs. It is an eighth
-of the default prefetch size, so that prefetch proceeds evenly."""
+"""At 50 GB/s, a group of this size takes 1.3 ms to copy, much longer than its tens of microseconds of CPU time. Eight groups
+fit into the default prefetch size, so prefetch proceeds evenly."""
 
 WATCHED_FORWARDS = 3
-"""Number of forwards after which idle tags are reported without a call of `stats`. The first forwards may be warm-up."""
+"""Number of forwards after which idle tags are reported even if `stats` is not called. The first forwards may be warm-up."""
 
 
 class EngineOwner:
-    """Owns one engine, created on first use, and reads its statistics. A copy is the same object.
+    """Owns one engine, created on first use, and reads its statistics. `copy.deepcopy` returns the object itself.
 
-    If `device` is None, the engine is created on the device of the tensors. A tag in `tags` that offloads nothing is reported.
+    If `device` is None, the engine uses the device of the tensors. A warning reports each of `tags` that offloads nothing.
     """
 
     engine_type: type[OffloadEngine] = OffloadEngine
-    """The engine's class, which `estimate_savings` replaces."""
+    """Class of the engine. `estimate_savings` replaces it."""
 
     def __init__(self, config: TransferConfig | None, *, device: DeviceChoice, name: str, tags: Iterable[str]) -> None:
         check_device(device)
@@ -51,12 +51,12 @@ class EngineOwner:
         self._lock = threading.Lock()
         self._forwards = 0
         self._watched_forwards = 0
-        """Number of forwards with gradients, including those in which offload does nothing."""
+        """Number of forwards with gradients, including those in which offload did nothing."""
         self._inert = dict.fromkeys(tags, "")
-        """Reason why the regions of a tag did nothing, by tag. Empty if they did something."""
+        """By tag, the reason why its regions did nothing. Empty if none was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
-        """Whether idle tags have not been reported yet."""
+        """Whether idle tags are still to be reported."""
         self._is_reported = False
 
     def __repr__(self) -> str:
@@ -66,15 +66,15 @@ class EngineOwner:
 
     @property
     def group_bytes(self) -> int:
-        """Saved bytes at which a group ends and the next one begins."""
+        """Group size in bytes. A full group ends and the next one begins."""
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
-    def get_engine(self, given: Any = ()) -> OffloadEngine:
-        """Return the engine, and create it if needed. The forward's input `given` may determine the device."""
+    def get_engine(self, inputs: Any = ()) -> OffloadEngine:
+        """Return the engine, and create it on first use. The forward's input `inputs` may determine the device."""
         with self._lock:
             if self.engine is None:
                 self.engine = make_engine(
-                    self.config, self._device, self._find_tensors(given), policy=self._policy, engine_type=self.engine_type
+                    self.config, self._device, self._find_tensors(inputs), policy=self._policy, engine_type=self.engine_type
                 )
             return self.engine
 
@@ -91,7 +91,7 @@ class EngineOwner:
         self._watch_forward()
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive window and prefetch sizes from the offloaded bytes, unless the user gave them."""
+        """Derive window and prefetch sizes from the offloaded bytes, unless the user set them."""
         largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
         if self.engine is None or largest_bytes == 0:
             return
@@ -116,8 +116,8 @@ class EngineOwner:
     def stats(self) -> StepStats:
         """Return the statistics since the last call. Call it once per step.
 
-        After the first step, each tag that offloaded nothing is reported in a warning, with the reason. Without calls of
-        `stats`, it is reported after the third forward.
+        After the first step, a warning reports each tag that offloaded nothing, with the reason. If `stats` is never called,
+        this warning follows the third forward.
         """
         stats = StepStats() if self.engine is None else self.engine.finish_step()
         with self._lock:
@@ -133,7 +133,7 @@ class EngineOwner:
         return stats
 
     def offload_tensor(self, tensor: torch.Tensor) -> OffloadedTensor:
-        """Offload one tensor now, by the same rules as for saved tensors.
+        """Offload one tensor immediately, by the same rules as saved tensors.
 
         Lifetime:
             See `OffloadedTensor`. Your references to `tensor` keep its device memory alive.
@@ -145,7 +145,7 @@ class EngineOwner:
         return offload_with(self.get_engine(tensor) if self.config.enabled else None, tensor)
 
     def close(self) -> None:
-        """Release all memory that no graph still needs, and log the totals. A second call does nothing."""
+        """Release all memory that no graph needs, and log the totals. A second call does nothing."""
         self.report()
         if self.engine is not None:
             self.engine.close()
@@ -158,19 +158,19 @@ class EngineOwner:
         self._is_reported = True
         if self.engine is None and self.config.enabled and self._is_watching:
             logger.warning(
-                "offload of %s had no effect: no forward with gradients went through it. Call the offloaded model, and "
-                "compile it after `offload`.",
+                "offload of %s had no effect: no forward with gradients used it. Call the model that you passed to `offload`, "
+                "and compile it only after `offload`.",
                 self.name,
             )
         if self._totals.forwards:
-            logger.info("offload of %s ends after %s", self.name, self._totals)
+            logger.info("offload of %s ended after %s", self.name, self._totals)
 
-    def _find_tensors(self, given: Any) -> Iterable[torch.Tensor] | None:
+    def _find_tensors(self, inputs: Any) -> Iterable[torch.Tensor] | None:
         """Return tensors on the device to use, or None. See `make_device`."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineOwner":
-        """Return itself, since copies share memory and statistics."""
+        """Return this object, since copies share memory and statistics."""
         return self
 
     def _watch_forward(self) -> None:
@@ -190,7 +190,7 @@ class EngineOwner:
                 logger.warning("offload of %s: %s", self.name, explanation)
         if not inert:
             logger.warning(
-                "offload of %s: no module is selected and no `fgoffload.region` ran in its forward, so nothing is offloaded. "
+                "offload of %s: nothing is offloaded, since no module is selected and its forward ran no `fgoffload.region`. "
                 "Select modules, or add regions.",
                 self.name,
             )

@@ -1,4 +1,4 @@
-"""Selects modules as regions by globs over their names, and gives each a tag and a layer number.
+"""Selects the modules that are regions by globs over their names. Each region has a tag and a layer number.
 
 [Note: Globs]
 A pattern matches a module's name part by part, where dots separate the parts. `*`, `?` and `[...]` work within one part, as in
@@ -6,8 +6,8 @@ a shell. `**` matches any number of parts, including none. So `layers.*.attn` ma
 `layers.0.cross.attn`, and `**.attn` matches both. The model itself is never a region: its tensors would be offloaded at the end
 of forward, just before backward needs them.
 
-`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. These parts are ignored: a wrapper gets the
-name of its module and is the region.
+`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. Patterns ignore these parts. A wrapper has
+the name of the module inside it, and the wrapper is the region.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import torch
 from fgoffload.errors import ConfigError
 
 Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
-"""Globs with tags, or globs alone, whose tags come from the module names."""
+"""Globs, optionally with tags. The default tags are words of the module names."""
 
 _WIDE_RANGE = re.compile(r"\[[^\]]*(\d\d+-|-\d\d+)[^\]]*\]")
 """Matches a bracket range such as `[0-15]`, which looks like a range of numbers but is a set of characters."""
@@ -55,7 +55,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
-        ConfigError: A pattern is not text or matches no module, a tag is not one word, or a module would have two tags.
+        ConfigError: A pattern is not a string or matches no module, a tag is not one word, or a module would have two tags.
     """
     tags = _read_patterns(patterns)
     modules = dict(name_modules(model))
@@ -66,7 +66,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(
                 f"pattern {pattern!r} matches none of the {len(modules)} modules in {type(model).__name__} that have a forward."
-                f"{hint} Use names from `named_modules()`; * matches within one part of a name, ** crosses dots."
+                f"{hint} Use names from `named_modules()`; * matches within one part of a name, ** also matches dots."
             )
     return [make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 
@@ -90,7 +90,7 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
     tags = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
     for pattern, tag in tags.items():
         if not isinstance(pattern, str):
-            raise ConfigError(f"pattern {pattern!r} is not text. Pass a glob over module names, for example 'layers.*.mlp'.")
+            raise ConfigError(f"pattern {pattern!r} is not a string. Pass a glob over module names, such as 'layers.*.mlp'.")
         if (wide := _WIDE_RANGE.search(pattern)) is not None:
             raise ConfigError(
                 f"pattern {pattern!r}: {wide[0]} matches one character, not a range of numbers. Use one pattern per number of "
@@ -102,7 +102,7 @@ def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
 
 
 def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each module that can be a region once, with its name without the parts that wrappers add."""
+    """Yield each module that can be a region, once, with its name. Names omit the parts that wrappers add."""
     outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
@@ -134,7 +134,7 @@ def _find_outer_parts(model: torch.nn.Module) -> list[str]:
     parts = ["module"] if isinstance(unwrap(model), torch.nn.parallel.DistributedDataParallel) else []
     inner = unwrap_model(model)
     # A PEFT model contains its tuner, which contains the model. Prompt methods have no tuner. A transformers model with its own
-    # adapters also has `peft_config`, but its `model` is a submodule like any other.
+    # adapters also has `peft_config`, but its `model` is an ordinary submodule.
     for part in ("base_model", "model"):
         if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
             break
@@ -152,21 +152,23 @@ def _match_parts(pattern: Sequence[str], name: Sequence[str]) -> bool:
 
 
 def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]) -> ModuleSite:
-    """Return the region around `module`. `tags` has the tag by matching pattern, or None for the last word of `name`."""
+    """Return the region around `module`. `tags` maps each matching pattern to a tag, or to None for the default."""
     parts = name.split(".")
     words = [part for part in parts if part.isidentifier()]
     default = words[-1] if words else type(module).__name__
     chosen = {pattern: tag or default for pattern, tag in tags.items()}
     if len(set(chosen.values())) > 1:
-        given = " and ".join(f"{tag!r} by {pattern!r}" for pattern, tag in chosen.items())
-        raise ConfigError(f"module {name!r} has two tags, {given}. Use patterns that do not overlap.")
+        described = " and ".join(f"{tag!r} from {pattern!r}" for pattern, tag in chosen.items())
+        raise ConfigError(f"module {name!r} has two tags, {described}. Use patterns that do not overlap.")
     layer = next((int(part) for part in parts if part.isdecimal()), 0)
     return ModuleSite(module, name, next(iter(chosen.values())), layer)
 
 
 def _find_near(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns close to `pattern` that match: the same pattern at any depth, or similar spellings."""
-    if any(_match_parts(["**", *pattern.split(".")], name.split(".")) for name in names):
-        return [f"**.{pattern}"]
+    """Return patterns close to `pattern` that match: its children, the same pattern at any depth, or similar spellings."""
+    for near in (f"{pattern}.*", f"**.{pattern}", f"**.{pattern}.*"):
+        if any(_match_parts(near.split("."), name.split(".")) for name in names):
+            return [near]
     general = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names}
-    return difflib.get_close_matches(pattern, sorted({*general, *names} - {"*"}), n=2, cutoff=0.5)
+    numbered = names if any(part.isdecimal() for part in pattern.split(".")) else ()
+    return difflib.get_close_matches(pattern, sorted({*general, *numbered} - {"*"}), n=2, cutoff=0.5)

@@ -1,12 +1,12 @@
-"""Replaces a module's `forward` with one that runs it as a region.
+"""Replaces a module's `forward` with a function that runs it as a region.
 
 [Note: A replaced forward]
-The replacement is an attribute of the module. Forward hooks would disable torch's fast paths for evaluation and would not run
-after a BaseException. A new class would break code that compares classes, as transformers does to decide on recompute. The
-replacement references the module weakly, to avoid a reference cycle.
+The replacement is an attribute of the module instance. Forward hooks would disable torch's fast paths for evaluation and would
+not run after a BaseException. A new class would break code that compares classes, as transformers does to decide on recompute.
+The replacement references the module weakly, to avoid a reference cycle.
 
-A copy of the module must not have the attribute, which would run the original module. Copies and pickles use `__getstate__`, or
-the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
+A copy of the module must not inherit the attribute, which would run the original module. Copies and pickles use `__getstate__`,
+or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
 too, to omit our attributes.
 
 [Note: A checkpoint around the call]
@@ -25,14 +25,14 @@ from torch.utils.checkpoint import checkpoint
 
 from fgoffload.engine.torch_internals import skip
 from fgoffload.errors import StateError
-from fgoffload.integrations.pytorch.forward import Surroundings
+from fgoffload.integrations.pytorch.forward import ThreadState
 from fgoffload.integrations.pytorch.patterns import ModuleSite
 
 HANDLE = "_fgoffload_handle"
-"""Attribute for the handle of an offloaded model."""
+"""Name of the attribute that stores the handle of an offloaded model."""
 
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute for the checkpoint function of a transformers layer."""
+"""Name of the attribute that stores the checkpoint function of a transformers layer."""
 
 _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel"
 _CALLED = (_FORWARD, CHECKPOINT)
@@ -44,8 +44,8 @@ _REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its hand
 class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
-    The `handle` is a `ModelOffload`. A copy has none and runs without offload. The model itself has no `site`. `before` is the
-    module's own attribute of this `name`, such as another wrapper. `install` sets it.
+    `handle` is a `ModelOffload`, or None in a copy, which runs without offload. `site` is None for the model itself. `install`
+    sets `before` to the module's previous attribute `name`, such as another wrapper.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReplacedForward:
         self._is_torch_container = False
 
     def install(self) -> None:
-        """Replace the module's attribute."""
+        """Replace the module's attribute, and the methods that copy and pickle the module."""
         module: torch.nn.Module = _get_living(self._module)
         attributes = vars(module)  # not by `setattr`, which wrappers override
         self._before = attributes.get(self._name)
@@ -78,15 +78,15 @@ class ReplacedForward:
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
-        """Restore the original forward. Later wrappers around this one stay in place and call through it."""
+        """Restore the original forward. Later wrappers around this one stay in place and still work."""
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
             _strip(vars(module), only_removed=True)
 
-    @skip  # only the called function is compiled, since torch does not break graphs inside a `try`
+    @skip  # compile only the called function, since torch does not break graphs inside a `try`
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original forward, in a region if there are gradients."""
+        """Run the original forward, in a region if gradients are enabled."""
         module = None if self._module is None else self._module()
         forward = self._find_before()
         handle = self._handle
@@ -96,8 +96,8 @@ class ReplacedForward:
             forward = functools.partial(_call, forward)
         if self._is_checkpointed and module.training:
             forward = functools.partial(checkpoint, forward, use_reentrant=False)
-        forward = handle.arrange(module, forward, (args, kwargs), self._tag, self._layer)
-        around = Surroundings()  # see [Note: Interrupted forwards]
+        forward = handle.wrap(module, forward, (args, kwargs), self._tag, self._layer)
+        around = ThreadState()  # see [Note: Interrupted forwards]
         try:
             try:
                 run = handle.begin_run(module, (args, kwargs), self._tag, self._layer)
@@ -108,16 +108,16 @@ class ReplacedForward:
             finally:
                 around.restore()
         finally:
-            around.restore()  # again, in case of an interrupt in the lines above
+            around.restore()  # a second time, in case of an interrupt in the lines above
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to the forward of a copied module, without a handle."""
+        """Copy and pickle as the forward of the copied module, without a handle."""
         return ReplacedForward, (None if self._module is None else self._module(), None, None, _FORWARD, self._before)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original forward, except `__func__` and `__self__`, which code uses to unwrap methods."""
+        """Return an attribute of the original forward. Hides `__func__` and `__self__`, which would unwrap it."""
         if name in ("__func__", "__self__") or (name.startswith("_") and not name.startswith("__")):
             raise AttributeError(name)
         return getattr(self._find_before(), name)
@@ -153,7 +153,7 @@ class _Method:
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to a `_Method` of the module's copy."""
+        """Copy and pickle as a `_Method` of the copied module."""
         return _Method, (self._function, None if self._module is None else self._module())
 
 
@@ -191,7 +191,7 @@ def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _strip(attributes: dict[str, Any], *, only_removed: bool = False) -> None:
-    """Remove our outermost replaced forwards from a module's attributes, and our other attributes with the last one."""
+    """Remove our outermost replaced forwards from a module's attributes. If none remains, remove our other attributes."""
     for name in _CALLED:
         found = attributes.get(name)
         while isinstance(found, ReplacedForward) and not (only_removed and found._handle is not None):  # noqa: SLF001
@@ -216,14 +216,14 @@ def _get_plain_state(module: torch.nn.Module) -> Any:
 
 
 def _reduces_itself(kind: type) -> bool:
-    """Return whether a class pickles by its own `__reduce__` and not by `__getstate__`."""
+    """Return whether a class pickles through its own `__reduce__` instead of `__getstate__`."""
     return any({"__reduce__", _REDUCE} & vars(base).keys() for base in kind.__mro__ if base is not object)
 
 
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
     """Return the module's `__reduce_ex__` value, without our attributes."""
     kind: Any = type(module)
-    plain = object.__new__(kind)  # not by a call: `fx.GraphModule` would create another class
+    plain = object.__new__(kind)  # calling `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
     _strip(vars(plain))
     return plain.__reduce_ex__(protocol)

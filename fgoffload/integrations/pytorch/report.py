@@ -1,4 +1,4 @@
-"""Sums up a run in one log line, and explains why a tag offloaded nothing."""
+"""Summarizes a run in one log line, and explains why a tag offloaded nothing."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,10 @@ class RunTotals:
     """Totals of one step of a handle, or of all its steps."""
 
     forwards: int = 0
-    """Number of forwards in grad mode."""
+    """Number of forwards with gradients."""
     d2h_bytes: int = 0
     freed_bytes: int = 0
-    """Offloaded bytes that were freed on the GPU, neither cancelled nor still referenced elsewhere."""
+    """Offloaded bytes that were freed on the GPU. Excludes cancelled offloads and bytes still referenced elsewhere."""
     kept_bytes: int = 0
     host_peak_bytes: int = 0
 
@@ -40,22 +40,22 @@ class RunTotals:
 
     @property
     def freed_bytes_per_forward(self) -> float:
-        """Bytes per forward that were free on the GPU until its backward."""
+        """GPU memory in bytes that each forward freed until its backward."""
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
         """Return the last log line of a run."""
         return (
-            f"{self.forwards} forwards: of {format_bytes(self.saved_bytes / max(1, self.forwards))} that the regions save per "
-            f"forward, {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) were freed until backward; peak host "
-            f"memory {format_bytes(self.host_peak_bytes)}"
+            f"{self.forwards} forwards. Each saved {format_bytes(self.saved_bytes / max(1, self.forwards))} in its regions and "
+            f"freed {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of it until backward. Peak host memory: "
+            f"{format_bytes(self.host_peak_bytes)}."
         )
 
 
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
-    """Return why `tag` offloaded nothing and what to do, or None if it offloaded something.
+    """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
-    `inert` is the reason why its regions did nothing, see `explain_inert`. It is empty if they did not run.
+    `inert` is the result of `explain_inert` if its regions did nothing, or else empty.
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
@@ -63,8 +63,8 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         reason = inert or "none of its regions ran in a forward with gradients."
     elif not stats.saved_tensors:
         reason = (
-            "autograd saved nothing in its regions. Nothing there needs a gradient, or it is recomputed, or saved-tensor hooks "
-            "inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors."
+            "autograd saved nothing in its regions. Either no tensor there needs a gradient, or the ops are recomputed, or "
+            "other saved-tensor hooks inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors."
         )
     elif stats.kept_bytes:
         kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
@@ -76,14 +76,14 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         )
     else:
         reason = "autograd saved only parameters, which stay on the device."
-    return f"tag {tag!r} offloaded nothing: {reason} Remove the cause, or omit the tag."
+    return f"tag {tag!r} offloaded nothing: {reason} Fix this, or omit the tag."
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
-    """Return why a region does nothing: in a backward, below the foreign pack `hook`, or where hooks are not allowed."""
+    """Return why a region does nothing: a backward runs it, hooks are not allowed, or other code's pack `hook` is active."""
     if is_in_backward:
         return "its regions ran in a backward: they are inside a reentrant checkpoint. Select a module around the checkpoint."
     if hook is None:
         return "its regions ran where saved-tensor hooks are not allowed, for example inside `torch.func` or `torch.jit.trace`."
     name = getattr(hook, "__qualname__", type(hook).__qualname__).split(".")[0]
-    return f"its regions ran below other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."
+    return f"its regions ran under other saved-tensor hooks, which take precedence: `{getattr(hook, '__module__', '')}.{name}`."

@@ -39,13 +39,13 @@ def check_tensor(tensor: object) -> None:
 class OffloadedTensor:
     """Handle of one offloaded tensor. Returned by `offload_tensor`.
 
-    By the rules for saved tensors, the tensor stays on the GPU if it is a parameter or below the minimum size, or if no host
-    memory is left. `reload` still works then, and the statistics have the reason.
+    As with saved tensors, the tensor stays on the GPU if it is a parameter, if it is below the minimum size, or if no host
+    memory is left. `reload` still works, and the statistics contain the reason.
 
     Lifetime:
-        This object owns the host memory and releases it when dropped. The tensor's GPU memory is freed once the copy is done
-        and nothing references it any more, so drop your references and views. The result of `reload` lives as long as you hold
-        it or this object. Each call of `reload` returns the same memory.
+        This object owns the host memory and releases it when it is deleted. The tensor's GPU memory is freed once the copy is
+        done and you have dropped all references and views. The result of `reload` lives as long as you reference it or this
+        object. Each call of `reload` returns the same memory.
     """
 
     __slots__ = ("_engine", "_group", "_handle", "_lane")
@@ -58,29 +58,29 @@ class OffloadedTensor:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host and the device memory is free. Reading this frees the memory of finished copies."""
+        """Whether the bytes are on the host and the engine has released the GPU memory. Releases memory of finished copies."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
         return bool(self._group.list_saved(SavedState.OFFLOADED, SavedState.RELOADED))
 
     def prefetch(self) -> None:
-        """Start the copy back to the device before `reload` is called.
+        """Start the copy to the device early, before `reload`.
 
         Streams:
-            Queued on the host-to-device stream. The host does not block.
+            The copy runs on the host-to-device stream. The host does not block.
         """
         if self._engine is not None and self._group is not None:
             self._engine.approach_backward(self._lane, self._group)
 
     def reload(self) -> torch.Tensor:
-        """Return the tensor on its device, with its bytes, size, stride and dtype, without gradient history.
+        """Return the tensor on its device with the same bytes, size, stride and dtype, but without gradient history.
 
         Streams:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was changed in place before its copy was done, or the result of an earlier `reload` was.
+            StateError: The tensor was modified in place before its copy was done, or an earlier `reload` result was.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
@@ -92,15 +92,15 @@ def offload_tensor(
     """Offload one tensor, without a model.
 
     Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. To offload
-    tensors in every step, use the `offload_tensor` method of one `saved_tensors` object or of the handle of `offload`.
+    tensors in every step, use the `offload_tensor` method of a `saved_tensors` object or of the handle of `offload`.
 
     Args:
         tensor: Tensor to offload. Its device memory is freed once you drop your references.
-        config: Options of offload. None offloads a tensor of any size.
+        config: Offload options. None offloads tensors of any size.
         device: Device of the engine. None means the tensor's device.
 
     Raises:
-        ConfigError: `tensor` is not a strided tensor, or `device` is not a device.
+        ConfigError: `tensor` is not a strided tensor, or `device` is not a valid device.
     """
     check_tensor(tensor)
     check_device(device)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import strtobool
 
 from fgoffload.engine import TimeKind
 from fgoffload.errors import ConfigError
@@ -19,10 +20,10 @@ from fgoffload.units import GIB, is_size
 logger = logging.getLogger(__name__)
 
 KEY = "activation_cpu_offload"
-"""Key in `fsdp_config` that disables offload, with or without FSDP."""
+"""Key in `fsdp_config` that enables or disables offload, with or without FSDP."""
 
 REPORTED_STEP = 3
-"""Step after which the saved memory is logged, since earlier steps may be warm-up."""
+"""Step after which the saved memory is logged. Earlier steps may be warm-up."""
 
 
 class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -30,18 +31,18 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
 
-    Losses and gradients are bitwise identical. With gradient checkpointing, the layers' inputs are offloaded. Three numbers of
-    the last step are added to the trainer's log: `offload/saved_gib`, the memory freed between a forward and its backward;
-    `offload/percent`, its share of the bytes that the layers save, without a budget; and `offload/wait_ms`, how long compute
-    waited for copies.
+    Losses and gradients are bitwise identical to training without offload. With gradient checkpointing, the layers' inputs are
+    offloaded. The callback adds three numbers of the last step to the trainer's log. `offload/saved_gib` is the memory freed
+    between a forward and its backward. `offload/percent` is its share of the bytes that the layers save, and is omitted with a
+    memory budget. `offload/wait_ms` is how long compute waited for copies.
     `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
         modules: Globs as for `fgoffload.offload`. None selects the layers.
-        config: Options of offload. Without `is_timed` there is no `offload/wait_ms`.
-        memory: Memory budget as for `fgoffload.offload`, instead of `modules`. It sets the model config's `use_cache` to False
-            during training, since a layer that fills a cache cannot be recomputed.
-        memory_reserve: Memory that `auto` leaves free, as for `fgoffload.offload`.
+        config: Offload options. `offload/wait_ms` is logged only with `is_timed`.
+        memory: Memory budget as for `fgoffload.offload`, instead of `modules`. During training, the callback sets `use_cache`
+            of the model's config to False, since a layer that fills a cache cannot be recomputed.
+        memory_reserve: Memory that `auto` reserves, as for `fgoffload.offload`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
         self.handle: ModelOffload | None = None
-        """Handle of the model. None outside of training."""
+        """Handle of the model. None outside training."""
         self._modules = modules
         self._memory, self._memory_reserve = memory, memory_reserve
         self._config = config or TransferConfig(is_timed=True)
@@ -78,7 +79,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Offload the model. A restart with a smaller batch reuses the handle."""
         self._steps = 0
-        if not (args.fsdp_config or {}).get(KEY, True):
+        if not _read_switch((args.fsdp_config or {}).get(KEY, True)):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
         if self.handle is None:
@@ -101,7 +102,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         self.handle.is_of_trainer = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Read the statistics of the step. Without a budget, whose plan is logged, log the saved memory once."""
+        """Read the statistics of the step. Log the saved memory once, except with a budget, which logs its plan."""
         if self.handle is None:
             return
         self.handle.stats()
@@ -154,8 +155,16 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         return self._plan if self.handle is None else explain(self.handle)
 
 
+def _read_switch(value: Any) -> bool:
+    """Return `value` as a bool. Strings such as `no` are parsed as in other keys of `fsdp_config`."""
+    try:
+        return bool(strtobool(value) if isinstance(value, str) else value)
+    except ValueError:
+        raise ConfigError(f"fsdp_config has {KEY}={value!r}, which is not a boolean. Use True or False.") from None
+
+
 def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
-    """Warn once if another kind of activation offload is on, either in `args` or as wrappers in `model`."""
+    """Warn if another kind of activation offload is enabled, in `args` or by wrappers in `model`."""
     rivals = []
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
@@ -167,8 +176,8 @@ def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
         rivals.append("TRL's activation_offloading")
     if rivals:
         logger.warning(
-            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Switch the others "
-            "off. Results stay bitwise identical.",
+            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Disable the others. "
+            "Results stay bitwise identical.",
             " and ".join(rivals),
             "are" if len(rivals) > 1 else "is",
         )

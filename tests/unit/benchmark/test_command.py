@@ -33,7 +33,7 @@ REFUSED = [
 ]
 REFUSED_AFTER_TORCH = [
     (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4."),
-    (("--recompute-granularity", "selective"), "--recompute-granularity is set by the settings of a benchmark."),
+    (("--recompute-granularity", "selective"), "--recompute-granularity is controlled by the settings of a benchmark."),
     (("--search-megatron",), "--search-megatron is an unknown flag."),
     (("--repeat", "3"), "--repeat is an unknown flag. Did you mean --repeats?"),
     (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a folder that you may write to."),

@@ -134,9 +134,9 @@ def test_settings_are_compared_with_the_first_baseline_of_their_process():
         ]
     )
     assert rows == [
-        ("baseline, again", "yes", ""),
+        ("baseline, second run", "yes", ""),
         ("ours:core_attn", "yes", ""),
         ("recompute:full", "no", "gradients from step 1, 0.weight"),
-        ("baseline, again", "no", "losses from step 1, microbatch 1"),
+        ("baseline, second run", "no", "losses from step 1, microbatch 1"),
         ("megatron:core_attn", "yes", ""),
     ]

@@ -75,8 +75,8 @@ def test_megatrons_engine_is_refused_without_a_gpu():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--recompute-granularity selective", "--recompute-granularity is set by the settings of a benchmark"),
-        ("--cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is set by the settings of a benchmark"),
+        ("--recompute-granularity selective", "--recompute-granularity is controlled by the settings of a benchmark"),
+        ("--cpu-offloading --cpu-offloading-num-layers 1", "--cpu-offloading is controlled by the settings of a benchmark"),
         ("--fp16", "--fp16, which needs loss scaling, is not supported in this version"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
     ],

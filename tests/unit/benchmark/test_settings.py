@@ -60,10 +60,10 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
     ("name", "message"),
     [
         ("megatrom:core_attn", "'megatrom:core_attn' is not a setting"),
-        ("recompute", "--settings 'recompute' is not a setting of that system. Use, for example, recompute:full."),
+        ("recompute", "--settings 'recompute' is not a valid recompute setting. Use, for example, recompute:full."),
         ("te-layers", "Use, for example, te-layers:3."),
         ("plan", "Use, for example, plan:plan.json."),
-        ("baseline:much", "is not a setting of that system. Use, for example, baseline."),
+        ("baseline:much", "is not a valid baseline setting. Use, for example, baseline."),
         ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is outside 0 to 1"),
         ("baseline~delay", "a fraction (@), ~delay and recompute (/) need megatron or ours with modules."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),

@@ -21,7 +21,7 @@ from support.models import check_equal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fgoffload import BudgetError, TransferConfig
+from fgoffload import BudgetError, ConfigError, TransferConfig
 
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
@@ -137,14 +137,20 @@ def test_at_the_end_the_model_is_as_before_and_the_host_memory_is_released(callb
     assert engines[-1] is not engines[0]
 
 
-@pytest.mark.parametrize("switch", [True, False])
-def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplog, switch):
+@pytest.mark.parametrize(("value", "switch"), [(True, True), (False, False), ("yes", True), ("No", False), ("0", False)])
+def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplog, value, switch):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
-    trainer = make_trainer(make_llama(), tmp_path, callback_type(), fsdp_config={"activation_cpu_offload": switch}, max_steps=1)
+    trainer = make_trainer(make_llama(), tmp_path, callback_type(), fsdp_config={"activation_cpu_offload": value}, max_steps=1)
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert ("offload/percent" in entry) is switch
     assert ("offload is off: fsdp_config has activation_cpu_offload=False." in caplog.messages) is not switch
+
+
+def test_a_value_in_the_fsdp_config_that_is_no_boolean_is_refused(callback, tmp_path):
+    trainer = make_trainer(make_llama(), tmp_path, callback, fsdp_config={"activation_cpu_offload": "maybe"}, max_steps=1)
+    with pytest.raises(ConfigError, match="activation_cpu_offload='maybe', which is not a boolean"):
+        trainer.train()
 
 
 def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(callback, tmp_path, caplog):

@@ -46,7 +46,7 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
         (run_reentrant, "*.inner", "inside a reentrant checkpoint"),
         (run_on_cpu, "*.inner", "other saved-tensor hooks, which take precedence: `torch.autograd.graph.save_on_cpu`"),
         (run_checkpoint_on_cpu, "*.inner", "which take precedence: `torch.utils.checkpoint._checkpoint_hook`"),
-        (None, "1", "or saved-tensor hooks inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors"),
+        (None, "1", "other saved-tensor hooks inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors"),
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )

@@ -52,5 +52,5 @@ def test_layers_of_a_model_in_ddp_are_found():
 
 
 def test_a_model_without_layers_is_refused_and_the_message_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"no layers found in Net: .* `_no_split_modules` \(none\) .* Name modules"):
+    with pytest.raises(ConfigError, match=r"no layers found in Net: .* `_no_split_modules` \(none\) .* Select modules"):
         find_layers(make_net())

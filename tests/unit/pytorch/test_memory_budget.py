@@ -66,7 +66,7 @@ def test_a_budget_that_cannot_be_reached_names_the_nearest_that_a_plan_is_predic
     model = make_net()
     fgoffload.offload(model, memory="600KiB", config=ALL)
     model(make_inputs(rows=512) * 1.0).backward()
-    with pytest.raises(fgoffload.BudgetError, match=r"predicted to take \d\.\d+ MiB\. Use a budget of \d+KiB or more"):
+    with pytest.raises(fgoffload.BudgetError, match=r"predicted to need \d\.\d+ MiB\. Use a budget of \d+KiB or more"):
         model(make_inputs(rows=512) * 1.0)
 
 
@@ -81,7 +81,7 @@ def test_parts_below_the_smallest_size_are_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, and the device is cpu"),
+        ({"memory": "auto", "device": "cpu"}, "memory 'auto' needs a CUDA GPU, but the device is cpu"),
         ({"memory": "1GiB", "memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory '1GiB'"),
         ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory None"),
     ],

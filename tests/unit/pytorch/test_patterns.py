@@ -67,6 +67,8 @@ def test_a_module_that_has_two_names_is_one_region():
         ("layers.*.atn", r"Did you mean 'layers\.\*\.attn'"),
         ("attn", r"Did you mean '\*\*\.attn'\?"),
         ("layer.*.mlp", r"Did you mean 'layers\.\*\.mlp'"),
+        ("layers", r"Did you mean 'layers\.\*'\?"),  # a list of modules
+        ("layer", r"Did you mean 'layers\.\*'"),
         ("blocks.3.self_attention", ""),
     ],
 )
@@ -83,7 +85,7 @@ def test_a_tag_that_is_not_one_word_is_refused(tag):
 
 def test_two_patterns_that_give_one_module_two_tags_are_refused_with_both():
     with pytest.raises(
-        ConfigError, match=r"'layers\.0\.attn' has two tags, 'a' by 'layers\.\*\.attn' and 'b' by 'layers\.0\.\*'"
+        ConfigError, match=r"'layers\.0\.attn' has two tags, 'a' from 'layers\.\*\.attn' and 'b' from 'layers\.0\.\*'"
     ):
         find_sites(make_net(), {"layers.*.attn": "a", "layers.0.*": "b"})
 

@@ -71,9 +71,9 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
     # 264 KiB a forward: three layers of two and nine tensors of 8 KiB. Those that were still to leave are not counted.
     (line,) = logged(logging.INFO)
     assert line.startswith(
-        "offload of Net ends after 6 forwards: of 264.00 KiB that the regions save per forward, 264.00 KiB (100.0%)"
+        "offload of Net ended after 6 forwards. Each saved 264.00 KiB in its regions and freed 264.00 KiB (100.0%) of it"
     )
-    assert line.endswith("peak host memory 264.00 KiB")
+    assert line.endswith("Peak host memory: 264.00 KiB.")
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -115,7 +115,7 @@ def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_abou
         handle.stats()
         train(net)
     (warning,) = logged(logging.WARNING)
-    assert "no module is selected and no `fgoffload.region` ran in its forward" in warning
+    assert "no module is selected and its forward ran no `fgoffload.region`" in warning
 
 
 def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):
@@ -128,7 +128,7 @@ def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logge
     handle.close()
     handle.close()
     (warning,) = logged(logging.WARNING)
-    assert "offload of Net had no effect: no forward with gradients went through it" in warning
+    assert "offload of Net had no effect: no forward with gradients used it" in warning
 
 
 def test_a_step_that_failed_is_not_taken_for_a_setting_without_effect(logged):
