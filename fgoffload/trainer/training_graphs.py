@@ -88,7 +88,7 @@ class _LocalGraphs(Graphs):
 
     @property
     def is_captured(self) -> bool:
-        record = load_module(_LAYER_GRAPHS)._CudagraphGlobalRecord  # noqa: SLF001 - the only name
+        record = load_module(_LAYER_GRAPHS)._CudagraphGlobalRecord  # noqa: SLF001 - no public name
         return bool(record.cudagraph_created)
 
     def close(self) -> None:
