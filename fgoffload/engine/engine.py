@@ -82,8 +82,7 @@ class OffloadEngine:
         self.arena = HostArena(device, budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes)
         # Backward runs on autograd's thread, and two models may train on two threads.
         self._lock = threading.RLock()
-        # Python frees attributes in order. Host memory must be freed first, because its release waits for all copies, and only
-        # then may the buffers in `_transfers` be freed.
+        # Created before the transfers: Python frees attributes in order, and host memory must be freed before device buffers.
         self.staging = Staging(device, self.arena, self._lock)
         """Staging slots of captured graphs."""
         self.observers: list[ActivationLedger] = []

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
 
-    arena: HostArena  # before the transfers, see `OffloadEngine.staging`
+    arena: HostArena  # first, because its release waits for the copies whose buffers `transfers` owns
     device: Device
     transfers: Transfers
     schedule: TransferSchedule

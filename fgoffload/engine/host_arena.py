@@ -6,10 +6,9 @@ range keeps the event of that copy, and the next writer waits for it. A copy to 
 event, because these copies run in order on one stream.
 
 [Note: A block of several parts]
-The arena pins memory in slabs, because pinning all of it at once would stall a step. A contiguous block cannot span two slabs,
-so with the varying shapes of MoE routing, a fifth to a half of the reserved memory would be unused (simulated). If a block does
-not fit into one free range, the arena splits it into parts, uses the largest ranges first, and only reserves the missing bytes.
-Each part needs its own copy.
+The arena pins memory in slabs, because pinning all of it at once would stall a step. With contiguous blocks, which cannot span
+two slabs, the varying shapes of MoE routing would leave 20 to 50% of the reserved memory unused (simulated). So if no free
+range is large enough, the arena splits a block over several ranges, the largest first. Each part needs its own copy.
 
 [Note: Returned blocks]
 Most steps request the same sizes in the same order, and a search takes several times the CPU time of queuing a copy. So the
@@ -173,15 +172,15 @@ class HostArena:
         reads = [self._device.record_event(self._device.h2d_stream)]  # completes after every earlier read
         for index in (self._cached, self._by_size, self._by_start, self._by_end):
             index.clear()
-        blocks = [reference.place for reference in self._in_use.values()]
-        taken = sorted((part.slab, part.start, part.end) for block in blocks for part in block.ranges)
+        places = [reference.place for reference in self._in_use.values()]
+        taken = sorted((part.slab, part.start, part.end) for place in places for part in place.ranges)
         for slab, memory in enumerate(self._slabs):
             start, end = 0, memory.buffer.numel()
             for _, taken_start, taken_end in [*(part for part in taken if part[0] == slab), (slab, end, end)]:
                 if start < taken_start:
                     self._add(FreeRange(slab, start, taken_start, reads))
                 start = taken_end
-        self._used_bytes = sum(block.used_bytes for block in blocks)
+        self._used_bytes = sum(place.used_bytes for place in places)
 
     def forget_reads(self) -> None:
         """Drop the events of all reads, so that no writer waits for them. All reads, or their graphs, must be done."""

@@ -10,9 +10,8 @@ For example, the input of a norm is also the residual, which is used again after
 
 [Note: When a region is inert]
 A region does nothing in no-grad mode; during backward, because a recompute needs its tensors at once; during `torch.jit`
-tracing; inside a `torch.func` transform, or wherever else saved-tensor hooks are forbidden; and inside other saved-tensor
-hooks. Only the innermost hooks run, so a region inside a non-reentrant checkpoint would bypass the checkpoint's hooks and undo
-its savings.
+tracing; where saved-tensor hooks are forbidden, such as in a `torch.func` transform; and inside other saved-tensor hooks. Only
+the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and undo its savings.
 """
 
 from collections.abc import Callable

@@ -3,15 +3,14 @@
 [Note: Staging]
 A CUDA graph replays its kernels at the addresses of its capture, without running Python. So a captured forward ends by copying
 its regions' saved tensors into a staging slot, on its own stream, which returns their memory to the graph's pool. After the
-replay, the engine copies the slot to the host. Before it replays the backward, the engine fills the slot that the backward
-reads. The graph contains no copy to or from the host, no event and no second stream, so any CUDA version can capture it. Host
-memory is in use only between the two copies.
+replay, the engine copies the slot to the host. Before it replays the backward, it fills the slot that the backward reads. The
+graph contains no host copy, no event and no second stream, so any CUDA version can capture it. Host memory is in use only
+between the two copies.
 
 All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and backward
 gets the least recently used slot. So while one graph runs, the engine can copy the slot of the previous graph to the host or
-fill the slot of the next backward. If no other pass gets the forward's slot in between, the backward reads it in place, so the
-last forwards before a backward copy nothing. Replays in another order also give correct results, because the engine offloads
-the bytes in a slot before it reuses the slot.
+fill the slot of the next backward. If no pass in between gets the forward's slot, the backward reads it in place, without any
+copy. Replays in another order also give correct results, because the engine offloads a slot's bytes before it reuses the slot.
 """
 
 import collections

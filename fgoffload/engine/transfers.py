@@ -150,7 +150,7 @@ class Transfers:
         """Queue the copies of `storages`, which are only on the host, to the device, in order. Profilers show the places.
 
         Streams:
-            The copies are queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not
+            The copies are queued on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not
             block.
 
         Lifetime:
