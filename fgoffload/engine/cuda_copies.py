@@ -89,7 +89,7 @@ def find_cuda_copies() -> CudaCopies | None:
     try:
         return CudaCopies(ctypes.CDLL(None))  # torch loads its libraries with global symbols
     except AttributeError:
-        return None  # torch is linked statically to the runtime
+        return None  # torch links the CUDA runtime statically
 
 
 def _get_handle(stream: torch.Stream) -> int:

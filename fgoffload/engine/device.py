@@ -202,7 +202,7 @@ NO_CONTEXT = contextlib.nullcontext()
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context that disables inference mode. Its tensors could not be changed outside that mode."""
+    """Return a context that disables inference mode, because inference tensors cannot be changed outside that mode."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 

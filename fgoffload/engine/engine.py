@@ -78,7 +78,7 @@ class OffloadEngine:
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
         self.is_always_too_small = self._rules.is_always_too_small
-        """See `KeepRules.is_always_too_small`. If it returns true, `keep_tensor` is enough, without `save`."""
+        """See `KeepRules.is_always_too_small`. If it returns true, `keep_tensor` can replace `save`."""
         self.arena = HostArena(device, budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes)
         # Backward runs on autograd's thread, and two models may train on two threads.
         self._lock = threading.RLock()
@@ -112,7 +112,7 @@ class OffloadEngine:
     # Methods that integrations call in forward.
 
     def begin_forward(self, lane: Lane) -> None:
-        """Begin the forward of the new `lane`. During it, the engine may reload tensors for the next backward."""
+        """Begin the forward of the new `lane`, during which the engine may reload tensors for the next backward."""
         if not is_inert():
             with self._lock:
                 self.execution.begin_forward(lane)
@@ -287,7 +287,7 @@ class OffloadEngine:
         return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
 
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
-        """Reload groups that fit into released memory, when backward unpacks `size_bytes` in a `follow` segment."""
+        """Reload groups that fit into released memory after backward has unpacked `size_bytes` in a `follow` segment."""
         with self._lock:
             if lane.remaining and is_in_backward():
                 self.execution.execute(self._schedule.release(lane, size_bytes))
@@ -321,8 +321,8 @@ class OffloadEngine:
     def capture_step(self) -> Iterator[None]:
         """Return a context for the capture of a whole step in one graph: forward, backward, and all copies of the engine.
 
-        During the capture, only the window limits the bytes in flight to the host. Call `finish_step` at its end. The host
-        blocks until earlier copies are done.
+        During the capture, only the window limits the bytes in flight to the host. Call `finish_step` before the capture ends.
+        The host blocks until earlier copies are done.
         """
         with self._lock:
             self._transfers.close()

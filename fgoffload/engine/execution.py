@@ -44,7 +44,7 @@ class Execution:
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
     """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
-    """Number of groups per tag that may be in flight to the host before compute waits, besides the window. None: no limit."""
+    """Limit on the groups per tag in flight to the host, in addition to the window. None means no limit."""
     most_groups: int = 0
     """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
@@ -104,7 +104,7 @@ class Execution:
         if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
             return None  # backward raises an error if it needs the tensor
-        if saved.storage.key in group.filtered:  # the filter kept a tensor of this storage after the save
+        if saved.storage.key in group.filtered:  # the filter later kept another tensor of this storage
             for view in saved.views:
                 group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
             return None

@@ -104,7 +104,7 @@ class KeptHandle:
         tensor, nbytes = self.tensor, self.nbytes
         # A fast check. `find_change` repeats it to create the message.
         if get_version(tensor) != self.version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
-            raise StateError(find_change(tensor, version=self.version, nbytes=nbytes, place=self.place, act="backward used it"))
+            raise StateError(find_change(tensor, self.version, nbytes, place=self.place, next_use="backward used it"))
         return tensor
 
 

@@ -32,7 +32,7 @@ from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
 MAX_SLAB_BYTES = 256 * MIB
-"""Maximum size of a slab. Pinning takes 0.34 s per GiB with huge pages and 0.67 s without (H100 hosts), which stalls a step."""
+"""Maximum size of a slab. A step waits for the pinning: 0.34 s per GiB with huge pages and 0.67 s without (H100 hosts)."""
 
 MIN_SLAB_BYTES = 4 * MIB
 """Minimum size of a slab. A smaller slab is not worth a CUDA call."""
@@ -205,7 +205,7 @@ class HostArena:
             index.clear()
 
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
-        """Choose free ranges for a block, and return them and the number of bytes that do not fit.
+        """Choose free ranges for a block. Return them and the number of bytes that do not fit.
 
         The smallest range with enough space is best. If none has, take the largest range and repeat for the remaining bytes.
         """

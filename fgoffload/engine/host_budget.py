@@ -15,7 +15,7 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies, since Slurm may count torchrun's agents."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies, since a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 
@@ -24,7 +24,7 @@ _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakVal
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share. It is recomputed if no engine uses it any more."""
+    """Return the budget that all engines of this process share. If no engine exists, compute a new budget."""
     process = os.getpid()
     budget = _process_budgets.get(process)
     if budget is None:
@@ -50,8 +50,8 @@ def _read_ranks_per_node() -> int:
         if text is not None:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise ConfigError(
-                    f"The environment variable {name}={text!r} is not a number of ranks per node. It divides the host memory. "
-                    "Set it to 1 or more, unset it, or use --offload-host-budget."
+                    f"The environment variable {name}={text!r} is not a number of ranks per node, by which fgoffload divides "
+                    "the host memory. Set it to 1 or more, unset it, or use --offload-host-budget."
                 )
             return int(text)
     return 1

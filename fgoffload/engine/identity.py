@@ -36,8 +36,8 @@ def is_without_bytes(tensor: torch.Tensor) -> bool:
 def shares_allocation(tensor: torch.Tensor) -> bool:
     """Return whether the storage of `tensor` may share its allocation with other storages.
 
-    Transformer Engine makes one allocation for the quantized inputs and scales of all experts, which are storages of their own.
-    The memory is freed with the last storage. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
+    Transformer Engine allocates the quantized inputs and scales of all experts at once, but each is a separate storage. The
+    memory is freed with the last storage. Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp, 2.20.
     """
     return not tensor.untyped_storage().resizable()
 

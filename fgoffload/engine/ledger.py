@@ -25,7 +25,7 @@ class LedgerSample(NamedTuple):
 
 
 class ActivationLedger:
-    """Counts the bytes of all storages that autograd saved or the engine reloaded and that are still alive.
+    """Counts the bytes of live storages that autograd saved or the engine reloaded.
 
     Args:
         parameters: Parameters of the model. Their storages are not counted, because they are not activations.
@@ -41,7 +41,7 @@ class ActivationLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum over all samples, or 0 before the first sample."""
+        """Peak bytes over all samples, or 0 before the first sample."""
         return max((sample.resident_bytes for sample in self.samples), default=0)
 
     def find_peak(self) -> LedgerSample | None:
@@ -72,7 +72,7 @@ class ActivationLedger:
         self._place = f"backward of {place}" if str(place) else ""
 
     def observe(self, tensor: torch.Tensor) -> None:
-        """Start counting the storage of `tensor`, until it is freed, and record a sample."""
+        """Count the storage of `tensor` until it is freed, and record a sample."""
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             key = get_key(tensor)
             if key not in self._ignored and key not in self._alive:

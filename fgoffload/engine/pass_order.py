@@ -1,7 +1,7 @@
 """Predicts the next backward from the previous step, because pipeline schedules repeat.
 
-A new step begins with a forward that starts when no lane waits for its backward. A wrong prediction only costs time, see
-[Note: Prefetch across passes] in `fgoffload.transfer_schedule`.
+A step ends when a forward begins while no lane waits for its backward. A wrong prediction only costs time, see [Note: Prefetch
+across passes] in `fgoffload.transfer_schedule`.
 """
 
 import weakref
@@ -25,13 +25,13 @@ class PassOrder:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """By pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
+        """For each pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """Lanes whose backward has not begun, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
-        """Record the forward of `lane`. Return the lane whose backward should directly follow it, or None."""
+        """Record the forward of `lane`. Return the lane whose backward is predicted to follow directly, or None."""
         if not self._lanes or self._forwards >= MOST_FORWARDS:
             self._start_step()
         lane.number = self._forwards
@@ -40,7 +40,7 @@ class PassOrder:
         return self._record(_Pass(is_backward=False, number=lane.number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
-        """Record the backward of `lane`. Return the lane whose backward should follow, directly or after one forward."""
+        """Record the backward of `lane`. Return the lane whose backward is predicted to follow, or None."""
         if self._lanes.get(lane.number) is not lane:  # another backward of a retained graph
             return None
         del self._lanes[lane.number]

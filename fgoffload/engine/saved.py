@@ -39,7 +39,7 @@ class Reload:
     """Device buffer of a reloaded storage, with the streams that use it."""
 
     buffer: torch.Tensor
-    """Tensor like the view `whole` of the saved storage, or uint8 `[n]`. It contains the bytes once `filled` has completed."""
+    """Contains the bytes once `filled` has completed. Has the layout of the saved storage's `whole`, or is uint8 `[n]`."""
     filled: Event
     owner: Stream
     """Compute stream on which the buffer was allocated."""
@@ -54,7 +54,7 @@ class Reload:
 
 
 class ReleaseQueues(Protocol):
-    """Queues to which a freed `SavedStorage` appends, on any thread. Later calls of the engine empty them."""
+    """Queues to which a freed `SavedStorage` appends, on any thread. Later engine calls empty them."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
@@ -139,8 +139,8 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object: its storage is on the device, or `stream` saved it before.
 
-        If something else keeps the source of an offloaded storage alive, its memory is later freed in the order of the streams
-        that saved it before the offload, but not of others.
+        If something else keeps the source of an offloaded storage alive, its memory is later freed only in the order of the
+        streams that saved it before the offload.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
@@ -189,25 +189,25 @@ class SavedStorage:
                 self.whole = view
                 break
 
-    def find_change(self, act: str, view: View | None = None) -> str | None:
+    def find_change(self, next_use: str, view: View | None = None) -> str | None:
         """Return an error message if the bytes of `view`, or of any view, changed after autograd saved them, or None.
 
-        `act` is a clause for the message that describes the next use of the bytes.
+        `next_use` completes the message, for example "backward used it".
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
             # A fast check. `find_change` repeats it to create the message.
             if get_version(alias) != version or alias.untyped_storage().nbytes() != nbytes:
-                return find_change(alias, version=version, nbytes=nbytes, place=self.place, act=act)
+                return find_change(alias, version, nbytes, place=self.place, next_use=next_use)
         return None
 
-    def check_unchanged(self, act: str, view: View | None = None) -> None:
-        """Raise an error if the bytes changed after autograd saved them. For `act`, see `find_change`.
+    def check_unchanged(self, next_use: str, view: View | None = None) -> None:
+        """Raise an error if the bytes changed after autograd saved them. For `next_use`, see `find_change`.
 
         Raises:
             StateError: A saved tensor was changed in place, or its storage was resized, after it was saved.
         """
-        change = self.find_change(act, view)
+        change = self.find_change(next_use, view)
         if change is not None:
             raise StateError(change)
 
@@ -258,23 +258,23 @@ def _find_base(tensor: torch.Tensor) -> int:
     return id(tensor if base is None else base)
 
 
-def find_change(tensor: torch.Tensor, *, version: int, nbytes: int | None, place: Place, act: str) -> str | None:
+def find_change(tensor: torch.Tensor, version: int, nbytes: int | None, *, place: Place, next_use: str) -> str | None:
     """Return an error message if the bytes of `tensor` changed after autograd saved it at `place`, or None if they did not.
 
-    `version` and `nbytes` are the version and the storage size at the save. If `nbytes` is None, the size is not checked. `act`
-    is a clause for the message that describes the next use of the bytes.
+    `version` and `nbytes` are the version and the storage size at the save. If `nbytes` is None, the size is not checked.
+    `next_use` completes the message, for example "backward used it".
     """
     name = f"A tensor of shape {list(tensor.shape)} that {place} saved for backward"
     found_version = get_version(tensor)
     if found_version != version:
         return (
-            f"{name} was changed in place before {act}: it was saved at version {version} and is now at version "
+            f"{name} was changed in place before {next_use}: it was saved at version {version} and is now at version "
             f"{found_version}. Change a clone of it, or do not offload its tag."
         )
     found_nbytes = nbytes if nbytes is None else tensor.untyped_storage().nbytes()
     if found_nbytes != nbytes:
         return (
-            f"{name} was resized before {act}: its storage had {nbytes} bytes when it was saved and now has "
+            f"{name} was resized before {next_use}: its storage had {nbytes} bytes when it was saved and now has "
             f"{found_nbytes}. If code outside autograd frees or refills it, call `OffloadEngine.keep` before it is saved."
         )
     return None

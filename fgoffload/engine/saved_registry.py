@@ -111,7 +111,7 @@ class SavedRegistry:
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._comparisons.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture did the comparisons
+            if count < COMPARISONS and not self._device.is_capturing():  # the steps before the capture have compared
                 self._comparisons[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)

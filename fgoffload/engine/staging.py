@@ -4,8 +4,7 @@
 A CUDA graph replays its kernels at the addresses of its capture, without running Python. So a captured forward ends by copying
 its regions' saved tensors into a staging slot, on its own stream, which returns their memory to the graph's pool. After the
 replay, the engine copies the slot to the host. Before it replays the backward, it fills the slot that the backward reads. The
-graph contains no host copy, no event and no second stream, so any CUDA version can capture it. Host memory is in use only
-between the two copies.
+graph contains no host copy, no event and no second stream, so any CUDA version can capture it.
 
 All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and backward
 gets the least recently used slot. So while one graph runs, the engine can copy the slot of the previous graph to the host or
@@ -255,7 +254,7 @@ class Staging:
                 slot.last_use = self._device.record_event(self._device.current_stream())
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Free `slot` for `forward`. If another forward has bytes only in this slot, offload them first."""
+        """Make `slot` available to `forward`. If another forward has bytes only in this slot, offload them first."""
         holder, slot.holder = slot.holder, None
         if holder is None or holder is forward:
             return
@@ -285,7 +284,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward whose backward directly follows `current`, if its bytes are on the host. Otherwise nothing."""
+        """Return the forward whose backward directly follows `current` if its bytes are on the host, else an empty list."""
         following = current.next  # uses another slot, unless it reads the slot of `current` in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []

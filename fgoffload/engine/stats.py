@@ -1,4 +1,4 @@
-"""Statistics of a step: the bytes that each tag offloaded, reloaded and kept on the device, and waits."""
+"""Statistics of a step: bytes that each tag offloads, reloads and keeps on the device, and times of copies and waits."""
 
 import collections
 import dataclasses
@@ -75,7 +75,7 @@ class StepStats:
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
     """Statistics by tag, in order of first use."""
     window_waits: int = 0
-    """Number of times that compute waited because more bytes than the window were in flight to the host."""
+    """Number of times that compute waited because the bytes in flight to the host exceeded the window."""
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0

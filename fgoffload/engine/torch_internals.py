@@ -70,7 +70,7 @@ def skip(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_raw_stream_getter() -> Callable[[int], int] | None:
-    """Return torch's function from a device index to CUDA's handle of the current stream, or None without CUDA."""
+    """Return torch's function that maps a device index to CUDA's handle of the current stream, or None without CUDA."""
     return getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
 
 

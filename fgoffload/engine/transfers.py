@@ -150,8 +150,7 @@ class Transfers:
         """Queue the copies of `storages`, which are only on the host, to the device, in order. Profilers show the places.
 
         Streams:
-            The copies are queued on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not
-            block.
+            The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.
 
         Lifetime:
             The device buffers stay alive as long as autograd needs them, or until `drop_reloaded`.
@@ -343,6 +342,6 @@ def _describe_change(saved: SavedStorage) -> str:
     )
 
 
-def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
+def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
     """Return a profiler range that is named like the debug log, or an empty context if no profiler runs."""
-    return torch.profiler.record_function(f"fgoffload::{act} ({place})") if is_profiled() else NO_CONTEXT
+    return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

@@ -31,7 +31,7 @@ class Microbatch(NamedTuple):
     loss_mask: torch.Tensor
     """Weight of each token's loss, float32. All weights are 1, because the text has no padding."""
     position_ids: torch.Tensor
-    """Positions, int64, from 0 in every sequence."""
+    """Positions, int64, starting at 0 in every sequence."""
 
 
 class TokenSource(abc.ABC):

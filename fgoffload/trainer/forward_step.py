@@ -88,7 +88,7 @@ def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
 def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int) -> torch.Tensor:
     """Return the token indices of one context-parallel rank, split as in Megatron and Transformer Engine.
 
-    Each sequence between two `bounds` is split into `2 * size` parts. A rank gets one part from the front and its mirror image
+    Each sequence between two `bounds` is split into `2 * size` parts. A rank gets one part from the front and the mirrored part
     from the back, because later parts take more time in causal attention.
     """
     indices = []

@@ -117,7 +117,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
-        MICROBATCHES: arguments.num_microbatches,  # after the ramp-up of the batch
+        MICROBATCHES: arguments.num_microbatches,  # after the batch-size ramp-up
     }
     with naming_plan_file(path):
         plan.check_made_for({**read_facts(config), **step})

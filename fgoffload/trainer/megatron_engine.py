@@ -27,12 +27,11 @@ def prepare(offload: OffloadConfig, config: Any) -> None:
     """
     for fault in _list_faults():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
-    fraction, engine = offload.activation_offload_fraction, f"The offload engine of megatron-core {get_version()}"
-    newer = "or install 0.19 or newer"
+    fraction, name = offload.activation_offload_fraction, f"The engine of megatron-core {get_version()}"
     if offload.delay_offload_until_cuda_graph and not hasattr(config, "delay_offload_until_cuda_graph"):
-        raise ConfigError(f"{engine} does not support --delay-offload-until-cuda-graph. Remove it, {newer}.")
+        raise ConfigError(f"{name} does not support --delay-offload-until-cuda-graph. Remove it, or install 0.19 or newer.")
     if fraction != 1.0 and not hasattr(config, "activation_offload_fraction"):
-        raise ConfigError(f"{engine} does not support --activation-offload-fraction {fraction}. Use 1, {newer}.")
+        raise ConfigError(f"{name} does not support --activation-offload-fraction {fraction}. Use 1, or install 0.19 or newer.")
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
         raise ConfigError(

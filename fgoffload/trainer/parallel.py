@@ -93,7 +93,7 @@ def name_device() -> str:
 
 
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Seed all random states like Megatron-LM. Pipeline stages get different seeds, but copies of the model equal ones."""
+    """Seed all random states like Megatron-LM: differently per pipeline stage, but equally for all copies of the model."""
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
     random.seed(rank_seed)
@@ -108,7 +108,7 @@ def seed_everything(arguments: TrainingArguments) -> None:
 
 
 def clear_megatron_buffers() -> None:
-    """Clear the global state of Megatron and Transformer Engine: scratch memory, losses of layers, and FP8 scales."""
+    """Clear the global state of Megatron and Transformer Engine: scratch memory, per-layer losses, and FP8 scales."""
     parallel_state = load_module("megatron.core.parallel_state")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()

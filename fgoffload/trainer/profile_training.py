@@ -30,7 +30,7 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Number of plain steps, which are timed without profiling, after one warm-up step."""
+"""Number of plain steps, timed without profiling, after one warm-up step."""
 
 
 def profile_link() -> Profile:

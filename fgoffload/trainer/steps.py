@@ -11,7 +11,7 @@ class StepResult:
     """Results of one step, on this rank or merged over all ranks."""
 
     step: int = 0
-    """Number of the step, from 0."""
+    """Number of the step, counted from 0."""
     losses: tuple[float, ...]
     """Mean loss of each microbatch, in order. Empty on all pipeline stages except the last."""
     gradient_digests: Mapping[str, str]

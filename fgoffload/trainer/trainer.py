@@ -38,7 +38,7 @@ class TrainingPolicy:
     is_deterministic: bool = True
     """Use bitwise reproducible kernels, which are slower."""
     has_optimizer: bool = True
-    """Update the parameters with AdamW. Otherwise a step is only forward and backward."""
+    """Update the parameters with AdamW. Otherwise, a step only runs forward and backward."""
     uses_megatrons_engine: bool = False
     """Offload with Megatron-Core's own engine instead of ours; see `megatron_engine`."""
 
@@ -131,12 +131,12 @@ class Trainer:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters of this rank, with names such as `0.output_layer.weight` that begin with the chunk."""
+        """Iterate over the parameters of this rank, with names such as `0.output_layer.weight`, prefixed by the chunk."""
         for index, chunk in enumerate(self.chunks):
             yield from chunk.named_parameters(prefix=str(index))
 
     def run_step(self, *, with_digests: bool = True) -> StepResult:
-        """Run one optimizer step: all microbatches forward and backward, then the update."""
+        """Run one optimizer step: forward and backward of all microbatches, then the update."""
         self._check_open()
         for chunk in self._wrapped_chunks:
             chunk.train()

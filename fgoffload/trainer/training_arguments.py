@@ -42,7 +42,7 @@ class TrainingArguments:
     seq_length: int
     """Tokens per sequence."""
     max_position_embeddings: int
-    """Number of positions of the model."""
+    """Maximum number of positions that the model supports."""
     micro_batch_size: int
     """Sequences per microbatch."""
     global_batch_size: int
@@ -66,7 +66,7 @@ class TrainingArguments:
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Pack several shorter sequences, which do not attend to each other, into each sequence. Not a flag of Megatron-LM."""
+    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no such flag."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that Megatron's own config does not check."""
@@ -117,7 +117,7 @@ class TrainingArguments:
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether the layers are Transformer Engine's."""
+        """Whether the model uses Transformer Engine's layers."""
         return bool(self.transformer.get("transformer_impl", "local") == TRANSFORMER_ENGINE)
 
     @property
@@ -148,12 +148,12 @@ class TrainingArguments:
 
     @property
     def has_variable_lengths(self) -> bool:
-        """Whether each microbatch has its own sequence length, between half of `seq_length` and `seq_length`."""
+        """Whether each microbatch has its own sequence length, from half of `seq_length` up to `seq_length`."""
         return bool(self.transformer.get("variable_seq_lengths", False))
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per rank and step, after the batch has ramped up."""
+        """Number of microbatches per rank and step, after the batch-size ramp-up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -169,7 +169,7 @@ class TrainingArguments:
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
     def count_microbatches(self, consumed_samples: int) -> int:
-        """Return the microbatches per rank in the step after `consumed_samples` sequences, while the batch ramps up.
+        """Return the number of microbatches per rank in the step after `consumed_samples` sequences, with the ramp-up.
 
         Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core 0.16.1.
         """
@@ -237,16 +237,16 @@ class TrainingArguments:
 
     def _check_processes(self) -> Iterator[str]:
         model, experts = count_processes(self.transformer)
-        for what, size, factors in (
+        for subject, size, factors in (
             ("one copy of the model needs", model, "tensor x pipeline x context"),
             ("the experts of a model need", experts, "expert-tensor x expert x pipeline"),
         ):
             if self.world_size % size:
                 needed = math.lcm(model, experts)
-                started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
                 yield (
-                    f"{what} {size} processes ({factors} parallel sizes), but {started}. Start a multiple of {needed} with "
-                    f"torchrun --nproc-per-node {needed} -m fgoffload train, or plan without GPUs with fgoffload plan."
+                    f"{subject} {size} processes ({factors} parallel sizes), but this run has {self.world_size}. "
+                    f"Start a multiple of {needed} with torchrun --nproc-per-node {needed} -m fgoffload train, "
+                    "or plan without GPUs with fgoffload plan."
                 )
 
     def _check_batch(self) -> Iterator[str]:
@@ -259,8 +259,8 @@ class TrainingArguments:
             )
         if self.packed_sequences and self.micro_batch_size > 1:
             yield (
-                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences form "
-                "one sequence. Use --micro-batch-size 1."
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: a packed microbatch "
+                "is one long sequence. Use --micro-batch-size 1."
             )
         if self.seq_length > self.max_position_embeddings:
             yield (

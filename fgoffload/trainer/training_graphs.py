@@ -25,7 +25,7 @@ _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
 
 class Graphs:
-    """Runs all steps eagerly. Base class of the classes that capture graphs."""
+    """Runs all steps eagerly. Its subclasses capture graphs."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments
