@@ -178,7 +178,7 @@ class OffloadEngine:
         """Cancel the offload of the last groups of `lane` that are in flight, because its backward runs next.
 
         Otherwise they would be freed just before backward needs them, and backward would wait for the reload. With
-        `window_bytes`, compute first waits until at most that many bytes are in flight, since memory peaks at the loss.
+        `window_bytes`, compute first waits until at most that many bytes are in flight, because memory peaks at the loss.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.

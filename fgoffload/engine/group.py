@@ -85,7 +85,7 @@ class Group(ScheduledGroup):
         super().spend()
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still needs, in save order. With `states`, only those in these states."""
+        """Return the saved storages that autograd still needs, in save order. If `states` are given, filter by them."""
         living = [saved for reference in self._saved.values() if (saved := reference()) is not None]
         return [saved for saved in living if saved.state in states] if states else living
 
@@ -99,7 +99,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         super().__init__()
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         self.place = Place(None, self._name)
-        """Names the microbatch, and also the chunk unless it is the first."""
+        """Place of the lane: its microbatch, and its chunk if this is not chunk 0."""
         self.number = -1
         """Number of forwards before this one in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()

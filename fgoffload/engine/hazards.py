@@ -31,6 +31,6 @@ class Hazard(enum.Enum):
     BUFFER_STILL_READ = "a kernel reuses the memory of a buffer that a kernel of another stream still reads"
     # Staging slots of captured graphs, see [Note: Staging].
     SLOT_UNWRITTEN = "the copy to the host reads a staging slot that the replayed forward has not written"
-    SLOT_STILL_USED = "a replay or a copy writes a staging slot that another one still uses"
+    SLOT_STILL_USED = "a replay or a copy writes a staging slot that another replay or copy still uses"
     SLOT_UNFILLED = "a replayed backward reads a staging slot that the copy to the device has not filled"
     GRAPH_UNJOINED = "work after a whole-step graph reads or writes memory that the graph's copies still use"

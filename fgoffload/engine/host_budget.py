@@ -15,7 +15,7 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies, since a Slurm task may be a torchrun agent."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies: a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 

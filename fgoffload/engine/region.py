@@ -164,9 +164,9 @@ class Region(Saving):
         """Offload the group, and put the end mark on `tensor`.
 
         Args:
-            tensor: Output of the site, or of a later op that does not need the group's tensors. None saves the CPU time of a
-                mark. The first unpacked tensor then shows the position of backward, but later than a mark if the last ops of
-                the site save nothing.
+            tensor: Output of the site, or of a later op that does not need the group's tensors. Pass None to set no mark, which
+                takes less CPU time. The first unpacked tensor then shows the position of backward, but later than a mark if the
+                last ops of the site save nothing.
             is_held: Whether to delay the offload until `OffloadEngine.flush`.
 
         Raises:

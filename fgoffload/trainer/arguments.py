@@ -48,7 +48,7 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Megatron-LM's flags that set several fields, with the values. The flags of these fields override the values."""
+"""Fields that a single flag of Megatron-LM sets, with their values. The flag of a field takes precedence."""
 
 _NEVER_IGNORED = ("--nproc", "--nnodes", "--help")
 """Prefixes of flags that raise an error, because the user expects more processes or a help text."""
