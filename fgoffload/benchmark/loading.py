@@ -9,7 +9,7 @@ from fgoffload.benchmark.settings import BASELINE, Setting
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
-from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
+from fgoffload.trainer.limits import check_plan_file, check_supported
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
@@ -27,7 +27,7 @@ def load_arguments(job: Job) -> TrainingArguments:
         if arguments.transformer.get(name):
             flag = f"--{name.replace('_', '-')}"
             raise arguments.source.refuse(f"{flag} is controlled by the settings of a benchmark. Remove it and use --settings.")
-    refuse_what_is_not_built(arguments)
+    check_supported(arguments)
     build_transformer_config(arguments, offload=None)
     if not needs_cpu_support() and arguments.world_size > torch.cuda.device_count():
         raise ConfigError(

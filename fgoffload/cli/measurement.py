@@ -24,7 +24,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.profile.device_memory import check_static, count_parameter_bytes
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
 from fgoffload.trainer.data import TextData
-from fgoffload.trainer.limits import check_plan_file, refuse_what_is_not_built
+from fgoffload.trainer.limits import check_plan_file, check_supported
 from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel, join_processes, name_device
 from fgoffload.trainer.trainer import Trainer
 from fgoffload.trainer.training_arguments import TrainingArguments
@@ -68,7 +68,7 @@ def load_training(
     """
     flags = read_argument_file(path, variables=os.environ)
     arguments = parse_arguments(flags, source=str(path), world_size=world_size, typed=typed, known_elsewhere=tuple(own_flags))
-    refuse_what_is_not_built(arguments)
+    check_supported(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
     # Check the second run too: an error there would waste the whole first run.

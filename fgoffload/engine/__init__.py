@@ -1,4 +1,4 @@
-"""Engine that offloads and reloads saved tensors. It needs torch, but no framework."""
+"""Engine that offloads and reloads saved tensors. It depends on torch, but not on a training framework."""
 
 from fgoffload.engine.capture import CapturedRegion
 from fgoffload.engine.device import AcceleratorDevice, CpuDevice, Device, HostSlab, find_device

@@ -1,10 +1,10 @@
-"""Offloads layers that a CUDA graph captures, through the staging slots.
+"""Offloads tensors of layers in CUDA graphs through staging slots.
 
 [Note: Captured layers]
-The layer runs twice: a warm-up, which only counts the bytes to offload, and the capture. Hooks cover the whole layer and
-regions only set the current tag, since an op outside of regions may save a view of a region's tensor. After forward, when the
-layer's frames are gone, a storage is offloaded if a region saved it and only this capture references it. Static inputs and
-outputs of the graph stay on the device.
+The layer runs twice: the warm-up only counts the bytes to offload, and the capture stages them. Hooks cover the whole layer,
+because an op outside the regions may save a view of a region's tensor. A region only sets the current tag. After forward has
+returned, the engine offloads each storage that a region saved and that only this capture references. Static inputs and outputs
+of the graph stay on the device.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ class CapturedHandle:
     part: StagedPart
     view: View
     place: Place
-    """Place of the save."""
+    """Site and microbatch that saved the tensor."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd. In a captured backward it is at the address that replays read."""
+        """Return the saved tensor. In a captured backward, it is at the address from which replays read."""
         return self.part.take(self.view)
 
 
 class Capture:
-    """Context and pack hook for one forward of a layer during capture or warm-up."""
+    """Context and pack hook for one forward of a layer, during warm-up or capture."""
 
     def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
         self._device = device
@@ -55,23 +55,23 @@ class Capture:
         """Statistics of the current region's tag; None between regions."""
 
     def __call__(self, tensor: torch.Tensor) -> CapturedHandle | KeptHandle:
-        """Return the handle that autograd unpacks later."""
+        """Pack `tensor` into a handle, as the pack hook."""
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
-            return keep_tensor(tensor, self._place)  # this capture cannot order another stream
+            return keep_tensor(tensor, self._place)  # the capture cannot order work on another stream
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:
             part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
-        part.saved.add(tensor.detach(), view)  # a separate object, so that references to `tensor` can be counted
+        part.saved.add(tensor.detach(), view)  # a new object, so that `count_tensors` counts `tensor` while it is alive
         if self.stats is not None:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)
 
     def unpack(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
-        """Return the tensor of `handle`. This is the unpack hook."""
+        """Unpack `handle`, as the unpack hook."""
         return handle.take()
 
     def __enter__(self) -> "Capture":
@@ -80,13 +80,13 @@ class Capture:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the hooks, on an exception too."""
+        """Remove the hooks, also after an exception."""
         pop_hooks()
 
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
-        """Stage the tensors that regions saved. Call it after the frames of the forward are gone.
+        """Stage the tensors that regions saved. Call this after forward has returned, when its local variables are freed.
 
-        `static` are the graph's inputs and outputs. The result is None during warm-up, or if nothing is offloaded.
+        `static` contains the graph's inputs and outputs. The result is None during warm-up, or if nothing is offloaded.
         """
         keys = {get_key(tensor) for tensor in static}
         parts = []
@@ -113,26 +113,26 @@ class Capture:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CapturedRegion:
-    """Region inside a captured layer, with the methods of `Region`. It only sets the current tag."""
+    """Region of a captured layer. It has the methods of `Region`, but only sets the current tag."""
 
     capture: Capture
     stats: TagStats
     _before: TagStats | None = None
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Do nothing. The position of a graph's backward is not tracked."""
+        """Do nothing, because the engine does not track the position of a captured backward."""
 
     def saving(self) -> "CapturedRegion":
-        """Return the context in which saves belong to the region."""
+        """Return the context whose saves belong to the region."""
         return self
 
     def __enter__(self) -> None:
-        """Set the tag."""
+        """Set the current tag."""
         self._before, self.capture.stats = self.capture.stats, self.stats
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the tag."""
+        """Restore the previous tag."""
         self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Do nothing. The whole layer is offloaded together."""
+        """Do nothing, because `Capture.finish` offloads the whole layer."""

@@ -1,15 +1,15 @@
 """Queues copies directly through the CUDA runtime.
 
-[Note: Copies past torch]
-`Tensor.copy_` needs several times the CPU time of the runtime call below it: dispatcher, types and strides, pinned-memory check
-and a stream switch. The engine's copies are contiguous and pinned, on its own stream. As torch would, the engine keeps both
-ends alive until an event after the copy. PyTorch's stream sanitizer sees only the dispatcher, so it switches this off.
+[Note: Copies without torch]
+`Tensor.copy_` takes several times the CPU time of its CUDA call, because it also passes the dispatcher, checks types, strides
+and pinning, and switches streams. The engine's copies are contiguous and pinned, on its own streams. Like torch, the engine
+keeps source and destination alive until the copy is done. While PyTorch's CUDA sanitizer is on, the engine uses `copy_`.
 
 [Note: Pieces of a copy]
-A GPU has one copy engine for each direction, which finishes all copies queued on one stream before it serves another. A small
+A GPU has one copy engine per direction. It finishes all copies queued on one stream before it serves another stream. A small
 copy on another stream, such as FSDP2's pointers or a dispatcher's token counts, would wait for all copies queued here: 9.5 ms
-behind 512 MiB. So copies are split, and every second piece goes through a second stream. Between pieces the copy engine serves
-other streams: after 0.05 ms with 16 MiB pieces, 0.4 ms with 32 MiB, at the same rate (measured, H100, PCIe 5).
+behind 512 MiB. So the engine splits copies, and queues every second piece on a second stream. Other streams are then served
+between two pieces: after 0.05 ms with 16 MiB pieces, or 0.4 ms with 32 MiB, at the same bandwidth (measured, H100, PCIe 5).
 """
 
 import ctypes
@@ -21,26 +21,26 @@ from fgoffload.engine.torch_internals import is_sanitizer_on
 from fgoffload.units import MIB
 
 _DEFAULT = 4
-"""`cudaMemcpyDefault`: the addresses determine the direction."""
+"""`cudaMemcpyDefault`: CUDA infers the direction from the addresses."""
 
 PIECE_BYTES = 16 * MIB
-"""Bytes of a piece. Smaller pieces cost the CPU more launches; 8 MiB pieces lose 2% of the rate."""
+"""Size of a piece. Smaller pieces need more launches, and 8 MiB pieces lose 2% of the bandwidth."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Relay:
     """Second stream for every other piece of a stream's copies. See [Note: Pieces of a copy]."""
 
-    address: int
+    first_handle: int
     stream: torch.Stream
-    stream_address: int
+    handle: int
     event: torch.Event
     direct_bytes: int = 0
-    """Bytes queued on the first stream since the last piece on the second."""
+    """Bytes queued on the first stream after the last piece on the second stream."""
 
 
 class CudaCopies:
-    """Queues copies on one device's streams with torch's CUDA runtime library. See [Note: Copies past torch]."""
+    """Queues copies on a device's streams with torch's CUDA runtime library. See [Note: Copies without torch]."""
 
     def __init__(self, runtime: ctypes.CDLL) -> None:
         self._copy = runtime.cudaMemcpyAsync
@@ -51,49 +51,49 @@ class CudaCopies:
     def queue(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Queue a copy on `stream` in pieces. The host does not block.
 
-        Both tensors are contiguous, of one type and size, and each is pinned or on the device.
+        Both tensors are contiguous and of the same type and size. Each is in pinned memory or on the device.
 
         Raises:
-            torch.cuda.CudaError: CUDA rejects the copy, or reports an earlier failure.
+            torch.cuda.CudaError: CUDA rejects the copy or reports an earlier error.
         """
         relay = self._relays.get(stream)
         if relay is None:
             device = torch.device("cuda", stream.device_index)
             second, event = torch.Stream(device=device), torch.Event(device=device)
-            relay = self._relays[stream] = _Relay(_get_address(stream), second, _get_address(second), event)
+            relay = self._relays[stream] = _Relay(_get_handle(stream), second, _get_handle(second), event)
         target, origin, left_bytes = destination.data_ptr(), source.data_ptr(), destination.nbytes
         while left_bytes > 0:
             piece_bytes = min(left_bytes, PIECE_BYTES)
             if relay.direct_bytes < PIECE_BYTES:
-                self._queue_piece(target, origin, piece_bytes, relay.address)
+                self._queue_piece(target, origin, piece_bytes, relay.first_handle)
                 relay.direct_bytes += piece_bytes
             else:
                 relay.event.record(stream)
                 relay.stream.wait_event(relay.event)
-                self._queue_piece(target, origin, piece_bytes, relay.stream_address)
+                self._queue_piece(target, origin, piece_bytes, relay.handle)
                 relay.event.record(relay.stream)
                 stream.wait_event(relay.event)
                 relay.direct_bytes = 0
             target, origin, left_bytes = target + piece_bytes, origin + piece_bytes, left_bytes - piece_bytes
 
-    def _queue_piece(self, target: int, origin: int, size_bytes: int, stream_address: int) -> None:
-        status = self._copy(target, origin, size_bytes, _DEFAULT, stream_address)
+    def _queue_piece(self, target: int, origin: int, size_bytes: int, stream_handle: int) -> None:
+        status = self._copy(target, origin, size_bytes, _DEFAULT, stream_handle)
         if status:
             torch.cuda.check_error(status)
 
 
 def find_cuda_copies() -> CudaCopies | None:
-    """Return the direct copies, or None if copies must go through torch."""
+    """Return a `CudaCopies`, or None if the engine must use torch's copies."""
     if is_sanitizer_on():
         return None
     try:
-        return CudaCopies(ctypes.CDLL(None))  # torch exports the symbols of its libraries to the whole process
+        return CudaCopies(ctypes.CDLL(None))  # torch loads its libraries with global symbols
     except AttributeError:
-        return None  # torch has the runtime linked statically
+        return None  # torch links the CUDA runtime statically
 
 
-def _get_address(stream: torch.Stream) -> int:
-    """Return the driver's address of `stream`. Only torch's CUDA stream class has it."""
+def _get_handle(stream: torch.Stream) -> int:
+    """Return CUDA's handle of `stream`, which only `torch.cuda.Stream` provides."""
     found = torch.cuda.Stream(  # type: ignore[no-untyped-call]
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )

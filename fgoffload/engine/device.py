@@ -1,9 +1,9 @@
 """Streams, events, copies and memory of a device.
 
-Copies run on two streams of the engine, one for each direction, so that neither queues behind the other.
+The engine has one copy stream per direction, so that copies in one direction do not wait for copies in the other.
 
-On the CPU both memories are RAM and copies are synchronous, so an event has passed once it is recorded. The engine works as on
-a GPU: it copies to another buffer and drops the source, so a bug gives a wrong gradient.
+On the CPU, device and host memory are both RAM, copies are synchronous, and an event completes as soon as it is recorded. The
+engine still copies each tensor to another buffer and frees the source, so that a bug shows up as a wrong gradient.
 """
 
 import abc
@@ -28,12 +28,12 @@ from fgoffload.transfer_config import HostMemory
 from fgoffload.units import MIB, format_bytes
 
 Stream: TypeAlias = Any
-"""Queue of device work: `torch.Stream`, or another device's equivalent. Hashable, compared with `==`."""
+"""Queue of device work: `torch.Stream`, or another device's equivalent. Hashable and comparable with `==`."""
 Event: TypeAlias = Any
 """Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""Bytes of a host copy that a comparison copies to the device at a time, which must be few."""
+"""Bytes of a host copy that `is_equal` copies to the device at a time, to limit its use of device memory."""
 
 
 class HostSlab:
@@ -47,37 +47,37 @@ class HostSlab:
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
         self.buffer = buffer
         self._finalizer = weakref.finalize(self, free)
-        self._finalizer.atexit = False  # the driver may be gone by then
+        self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def close(self) -> None:
-        """Release the memory, as dropping the slab does. The host blocks until its copies are done."""
+        """Release the memory. This also happens when the slab is freed. The host blocks until the copies are done."""
         self._finalizer()
 
 
 class Device(abc.ABC):
-    """The interface of a device."""
+    """Interface to the streams, events, copies and memory of a device."""
 
     type: str
     """Device type, as in `torch.device.type`."""
     d2h_stream: Stream
-    """Stream of copies to the host, first in first out. May overlap compute and the other direction."""
+    """Stream of copies to the host, which run in order. They may overlap compute and copies to the device."""
     h2d_stream: Stream
-    """Stream of copies to the device, first in first out. May overlap compute and the other direction."""
+    """Stream of copies to the device, which run in order. They may overlap compute and copies to the host."""
 
     has_blocking_copies = False
     """Whether a copy to the host is done when `copy_bytes` returns."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether the bytes of `tensor` lie in this device's memory."""
+        """Return whether `tensor` is in this device's memory."""
         return tensor.device.type == self.type
 
     def is_capturing(self) -> bool:
-        """Return whether the caller's thread is capturing a graph."""
+        """Return whether the calling thread is capturing a graph."""
         return False
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream on which the caller's thread queues compute."""
+        """Return the stream on which the calling thread queues compute."""
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
@@ -85,7 +85,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event that passes when all work queued on `stream` so far is done."""
+        """Record an event that completes when all work queued on `stream` so far is done."""
 
     @abc.abstractmethod
     def wait_event(self, stream: Stream, event: Event, hazard: Hazard) -> None:
@@ -97,34 +97,34 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_done(self, event: Event) -> bool:
-        """Return whether `event` has passed, without blocking. False while a graph is captured."""
+        """Return whether `event` has completed, without blocking. Always false during graph capture."""
 
     @abc.abstractmethod
     def synchronize(self, event: Event) -> None:
-        """Block the host until `event` has passed."""
+        """Block the host until `event` has completed."""
 
     @abc.abstractmethod
     def measure_seconds(self, start: Event, end: Event) -> float:
-        """Return the seconds between two timed events that have passed."""
+        """Return the seconds between two timed events that have completed."""
 
     def stall(self, seconds: float) -> None:
-        """Keep the current stream idle for about `seconds`, so that the CPU gets ahead. Does nothing on the CPU."""
+        """Delay the current stream by about `seconds`, so that the CPU runs ahead. Does nothing on `CpuDevice`."""
         return
 
     @abc.abstractmethod
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy on `stream`. Both tensors must stay alive and unchanged until an event after it.
+        """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Args:
             destination: Contiguous tensor with the type and size of `source`.
-            source: Contiguous tensor, not bool: a copy of bools need not keep every bit.
-            stream: Call inside of `copying_on(stream)`. A switch costs half the CPU time of a copy, so switch once for several.
+            source: Contiguous tensor. It must not be bool, because a copy of bools may change bits.
+            stream: Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so group copies.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
-        """Return whether `on_host` has the bytes of `tensor`, both uint8, once `after` has passed.
+        """Wait for `after`, and return whether `on_host` and `tensor`, both uint8, have the same bytes.
 
-        They are compared on the device of `tensor`. The host blocks until `after` has passed and the current stream is done.
+        The comparison runs on the device of `tensor`. The host blocks until it is done.
         """
         if after is not None:
             self.synchronize(after)
@@ -132,24 +132,24 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context for `copy_bytes` on `stream`. It makes `stream` current if copies need that."""
+        """Return a context for `copy_bytes` on `stream`. It makes `stream` the current stream if copies need that."""
         return self.on(stream)
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
-        """Return uint8 `[size_bytes]` of device memory, ordered on the current stream."""
+        """Allocate uint8 `[size_bytes]` of device memory in the order of the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Return device memory with the type, size and stride of the contiguous `view`, ordered on the current stream."""
-        # Detached: with grad mode on, autograd forbids in-place changes of a view that was made without it.
+        """Allocate a device tensor like the contiguous `view`, in the order of the current stream."""
+        # Detached, because autograd forbids in-place changes in grad mode to a view that was made in no-grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
     @abc.abstractmethod
     def allocate_host(self, size_bytes: int) -> HostSlab:
-        """Return host memory of exactly `size_bytes`.
+        """Allocate exactly `size_bytes` of host memory.
 
         Lifetime:
-            Until the slab is closed or dropped. The memory is released when the copies that use it are done.
+            Until the slab is closed or freed, and the copies that use it are done.
 
         Raises:
             StateError: The memory cannot be allocated or pinned.
@@ -157,7 +157,7 @@ class Device(abc.ABC):
 
 
 class CpuDevice(Device):
-    """CPU as a device. Device memory and host memory are both RAM, and all work is synchronous, so streams are only names."""
+    """The CPU as a device. Device memory and host memory are both RAM. All work is synchronous, so streams are only names."""
 
     type = "cpu"
     has_blocking_copies = True
@@ -198,22 +198,22 @@ class CpuDevice(Device):
 
 
 NO_CONTEXT = contextlib.nullcontext()
-"""Shared instance, since it has no state."""
+"""Context that does nothing. One instance is enough, because it has no state."""
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context for allocations that outlive inference mode, whose tensors cannot be written outside that mode."""
+    """Return a context that disables inference mode, because inference tensors cannot be changed outside that mode."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 
 class AcceleratorDevice(Device):
-    """Accelerator that `torch.accelerator` finds, CUDA first."""
+    """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # else a CUDA build names it without a GPU too
+        device = torch.accelerator.current_accelerator(check_available=True)  # else a CUDA build returns CUDA without a GPU
         if device is None:
             raise StateError(
-                "torch finds no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
+                "torch found no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
             )
         self.type = device.type
         self._host_memory = host_memory
@@ -222,22 +222,22 @@ class AcceleratorDevice(Device):
         self._device = torch.device(device.type, self._index)
         self.d2h_stream = torch.Stream(device=self._device)
         self.h2d_stream = torch.Stream(device=self._device)
-        self._get_address = find_raw_stream_getter() if self.type == "cuda" else None
+        self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams by the driver's address. Streams with equal addresses are one queue."""
-        # The driver synchronizes copies of pageable memory, so torch makes these copies.
+        """Streams by CUDA's handle. Stream objects with the same handle are the same queue."""
+        # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
     def current_stream(self) -> Stream:  # noqa: D102
-        if self._get_address is None:
+        if self._get_raw_stream is None:
             return get_stream(self._index)
-        # This runs for each save and each unpack. The driver's address is faster to get than a stream object.
-        address = self._get_address(self._index)
-        stream = self._streams.get(address)
+        # This runs for each save and each unpack. CUDA's handle is faster to get than a stream object.
+        handle = self._get_raw_stream(self._index)
+        stream = self._streams.get(handle)
         if stream is None:
-            stream = self._streams[address] = get_stream(self._index)
+            stream = self._streams[handle] = get_stream(self._index)
         return stream
 
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
@@ -253,7 +253,7 @@ class AcceleratorDevice(Device):
         self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.event.query())  # captured work does not run
+        return not self.is_capturing() and bool(event.event.query())  # captured work has not run
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
         event.event.synchronize()
@@ -295,11 +295,11 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Approximate clock of a multiprocessor. An H100 or H200 has at most 1.98e9, and less under load."""
+"""Approximate GPU clock rate. An H100 or H200 runs at up to 1.98e9, and slower under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
-    """Return pinned memory of exactly `size_bytes`. Torch's pinned allocator rounds up to powers of two."""
+    """Allocate exactly `size_bytes` of pinned memory. Torch's own allocator would round up to a power of two."""
     buffer = torch.frombuffer(_map_host(size_bytes), dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
@@ -313,7 +313,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
         )
 
     def free() -> None:
-        torch.cuda.synchronize(device)  # a copy must not still read or write the memory
+        torch.cuda.synchronize(device)  # queued copies may still use the memory
         status = int(cudart.cudaHostUnregister(buffer.data_ptr()))
         if status != 0:
             raise InternalError(f"cudaHostUnregister returned {status} for {format_bytes(size_bytes)} of host memory.")
@@ -322,18 +322,18 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 
 
 def _map_host(size_bytes: int) -> mmap.mmap:
-    """Return anonymous memory, with huge pages if available. Pages are allocated on first touch."""
+    """Map anonymous memory, with huge pages if available. The kernel allocates each page on first access."""
     try:
-        # Private, since shared memory gets huge pages only by a separate kernel setting.
+        # Private, because huge pages in shared memory need a separate kernel setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StateError(
-            f"The system has no {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
+            f"The system could not allocate {format_bytes(size_bytes)} of host memory ({error.strerror}). Lower {_HOST_BUDGET}."
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # data loaders that are forked later must not keep the memory
+        pages.madvise(mmap.MADV_DONTFORK)  # a data loader forked later must not keep the memory alive
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # without huge pages, pinning only takes longer
+        with contextlib.suppress(OSError):  # pinning also works without huge pages, but takes longer
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -342,17 +342,17 @@ _HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` o
 
 
 def _clear_last_error() -> None:
-    """Consume the driver's last error. Otherwise the user's next kernel would raise it."""
+    """Clear CUDA's last error, which the user's next kernel would otherwise raise."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
 
 
 def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED) -> Device:
-    """Return the device for tensors whose `device.type` is `device_type`. On the CPU all memory is pageable.
+    """Return the device of type `device_type`, such as `cuda`. The CPU ignores `host_memory`.
 
     Raises:
-        StateError: There is no such device.
+        StateError: No accelerator of this type is available.
     """
     if device_type == "cpu":
         return CpuDevice()

@@ -1,7 +1,7 @@
-"""Offload engine, which integrations hold and autograd calls through the hooks of regions.
+"""The offload engine. Integrations call it in forward, and autograd calls it through the hooks of regions.
 
-`keep_rules.py` decides which tensors stay on the device, `fgoffload.transfer_schedule` when bytes are reloaded. `transfers.py`
-copies them and orders streams.
+`keep_rules.py` decides which tensors stay on the device. `fgoffload.transfer_schedule` decides when to reload the others.
+`transfers.py` queues the copies and orders the streams.
 """
 
 import contextlib
@@ -53,11 +53,11 @@ class OffloadEngine:
     Args:
         device: Device of the tensors.
         policy: Window and prefetch sizes.
-        min_offloaded_numel: Elements. Storages with fewer saved elements stay on the device.
-        min_offloaded_bytes: The same limit in bytes. Offloaded storages reach both.
-        keep: The user's filter. A saved tensor stays on the device if it returns true.
-        host_budget_bytes: Limit of host memory. All engines of a process with None share one default budget.
-        is_timed: Measures copies and waits with a few more events per group, for which `finish_step` waits.
+        min_offloaded_numel: Storages with fewer saved elements stay on the device.
+        min_offloaded_bytes: Storages with fewer saved bytes stay on the device.
+        keep: The user's filter. A saved tensor stays on the device if the filter returns true.
+        host_budget_bytes: Limit on host memory. With None, all engines of the process share a default budget.
+        is_timed: Whether to time copies and waits. This needs more events per group, and `finish_step` waits for them.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class OffloadEngine:
             device, min_offloaded_numel=min_offloaded_numel, min_offloaded_bytes=min_offloaded_bytes, keep=keep
         )
         self.is_always_too_small = self._rules.is_always_too_small
-        """Returns whether a tensor stays on the device in any case, so that it need not be passed to `save`."""
+        """See `KeepRules.is_always_too_small`. If it returns true, `keep_tensor` can replace `save`."""
         self.arena = HostArena(device, budget=get_process_budget() if host_budget_bytes is None else host_budget_bytes)
         # Backward runs on autograd's thread, and two models may train on two threads.
         self._lock = threading.RLock()
-        # Created before the transfers, so a dropped engine releases its host memory after its copies and before its buffers.
+        # Created before the transfers: Python frees attributes in order, and host memory must be freed before device buffers.
         self.staging = Staging(device, self.arena, self._lock)
         """Staging slots of captured graphs."""
         self.observers: list[ActivationLedger] = []
-        """Ledgers that count saves, takes and device buffers."""
+        """Ledgers that count saves, unpacks and device buffers."""
         self._watch = StopWatch(device) if is_timed else None
         self._transfers = Transfers(device, self.arena, observers=self.observers, watch=self._watch)
         self.registry = SavedRegistry(device, self._transfers, self._rules)
@@ -102,27 +102,27 @@ class OffloadEngine:
             observers=self.observers,
         )
         self._captures_step = False
-        """Whether a graph of a whole step is captured."""
+        """Whether a graph of a whole step is being captured."""
 
     def set_policy(self, policy: TransferPolicy) -> None:
         """Change the window and prefetch sizes."""
         with self._lock:
             self._schedule.policy = policy
 
-    # Regions, which an integration calls in forward.
+    # Methods that integrations call in forward.
 
     def begin_forward(self, lane: Lane) -> None:
-        """Note that forward begins in the new `lane`. See `pass_order.py` for reloads of the next backward meanwhile."""
+        """Begin the forward of the new `lane`, during which the engine may reload tensors for the next backward."""
         if not is_inert():
             with self._lock:
                 self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, whose group is at the end of `lane`. None if regions are inert here."""
+        """Return a region for one run of `site`, with a new group at the end of `lane`. None if regions are inert here."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
-        """Return a new group of `site` at the end of `lane`, for `save` and `end`.
+        """Append a new group of `site` to `lane` and return it, for `save` and `end`.
 
         Raises:
             StateError: A CUDA graph is being captured.
@@ -136,15 +136,15 @@ class OffloadEngine:
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
         """Return a context whose saves join the group that owns their storage; the rest stay on the device.
 
-        Use it for ops between regions. The rotary embedding, for example, saves query and key, which share a storage with the
-        value that core attention saves. Without `watch` these saves would keep the storage on the device.
+        Use it for ops between regions. For example, the rotary embedding saves query and key, which share a storage with the
+        value that core attention saves. Without `watch`, these saves would keep the storage on the device.
         """
         return Saving(self, lane, None) if self._may_watch() else contextlib.nullcontext()
 
     def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
-        """Return a faster context than `watch`, for segments whose ops outside of regions share no storage with a region.
+        """Return a faster context than `watch`, for segments whose ops between regions share no storage with a region.
 
-        It only tracks the position of backward and the bytes that backward releases.
+        The context only tracks the position of backward and the bytes that backward releases.
         """
         return Following(self, lane) if self._may_watch() else contextlib.nullcontext()
 
@@ -157,28 +157,28 @@ class OffloadEngine:
     def _prepare(self) -> None:
         if not self._captures_step and self.device.is_capturing():
             raise StateError(
-                "A CUDA graph is being captured, and its replays would copy nothing. Capture without offload, or exclude the "
-                "captured part from offload."
+                "A CUDA graph is being captured, but its replays would not offload anything. Capture without offload, or "
+                "exclude the captured part from offload."
             )
         with self._lock:
             self.registry.forget_dropped()
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """Reload the next groups of `lane` when backward has left the segment that begins with `tensor` and has no regions."""
+        """Reload the next groups of `lane` when backward has passed `tensor`, the input of a segment without regions."""
         if lane.groups and not is_inert():
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
 
     def pass_backward(self, lane: Lane) -> None:
-        """Reload the next groups, since backward has passed a segment without offloaded tensors."""
+        """Reload the next groups after backward has passed a segment without offloaded tensors."""
         with self._lock:
             self._transfers.poll()
             self.execution.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
-        """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next.
+        """Cancel the offload of the last groups of `lane` that are in flight, because its backward runs next.
 
-        Otherwise they would be freed just before backward needs them, and it would wait for the reload. With `window_bytes`,
-        compute waits until no more bytes are in flight, so that the loss, where memory peaks, has the planned memory.
+        Otherwise they would be freed just before backward needs them, and backward would wait for the reload. With
+        `window_bytes`, compute first waits until at most that many bytes are in flight, because memory peaks at the loss.
 
         Streams:
             With `window_bytes`, the compute streams wait for copies to the host. The host does not block.
@@ -195,23 +195,23 @@ class OffloadEngine:
             self.execution.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
-        """Return a context for the forward of a layer during capture or warm-up."""
+        """Return a context for the forward of a layer, during warm-up or capture."""
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
-        """Exclude the storages of `tensors` from offload as long as they live.
+        """Exclude the storages of `tensors` from offload as long as they are alive.
 
-        The `reason` is `REFERENCED` for outputs of a captured graph. It is `RECOMPUTED` for storages that a recompute empties
-        and refills in place, since a copy made in between would have wrong bytes at an unchanged version.
+        Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
+        place. An offload in between would copy wrong bytes, and the version counter would not show it.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Offload `group` now, or with `is_held` at the next `flush`. For streams see `Execution.submit`.
+        """Offload `group` now, or with `is_held` at the next `flush`. `Execution.submit` describes the stream order.
 
         Raises:
-            StateError: The group was already ended, or one of its tensors was changed in place or resized after it was saved.
+            StateError: The group was already ended, or host memory cannot be allocated or pinned.
         """
         with self._lock:
             if group.state is not GroupState.SAVING:
@@ -227,7 +227,7 @@ class OffloadEngine:
                 self.execution.submit(group)
 
     def poll(self) -> None:
-        """Release the memory of finished copies, as each end of a group does too. The host does not block."""
+        """Release the memory of finished copies, as `end` also does. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -242,10 +242,10 @@ class OffloadEngine:
         with self._lock:
             self.execution.flush()
 
-    # Hooks, which autograd calls.
+    # Methods that autograd calls through hooks.
 
     def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Handle | KeptHandle | WrappedHandle:
-        """Return the handle for a tensor that autograd saves in `group`, or in a watched segment if it is None."""
+        """Return a handle for a tensor that autograd saves in `group`, or in a watched segment if `group` is None."""
         local = find_local_tensor(tensor)
         if local is not None:
             return WrappedHandle(self.save(local, lane=lane, group=group), wrap_like(tensor))
@@ -272,45 +272,45 @@ class OffloadEngine:
             return keep_tensor(tensor, place)
 
     def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> FollowedHandle | KeptHandle:
-        """Return the handle for a tensor that autograd saves in a `follow` segment.
+        """Return a handle for a tensor that autograd saves in a `follow` segment.
 
-        `seen` has the keys of storages saved earlier in the segment. Their handles keep these keys in use.
+        `seen` contains the keys of storages saved earlier in the segment, which their handles keep alive.
         """
         kept = keep_tensor(tensor, lane.place)
         with self._lock:
-            if self._rules.find_kind_to_keep(tensor) is not None:
+            if self._rules.find_unsupported_kind(tensor) is not None:
                 return kept
             key = get_key(tensor)
-            if key in seen or self.registry.stays(key):
+            if key in seen or self.registry.is_excluded(key):
                 return kept
         seen.add(key)
         return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
 
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
-        """Note that backward unpacks a storage of `size_bytes` in a `follow` segment."""
+        """Reload groups that fit into released memory after backward has unpacked `size_bytes` in a `follow` segment."""
         with self._lock:
             if lane.remaining and is_in_backward():
                 self.execution.execute(self._schedule.release(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return the saved tensor of `view`. The first unpacked tensor of a group shows that backward has reached it.
+        """Return the saved tensor of `view`. The first unpacked tensor of a group shows that backward has reached the group.
 
         Streams:
-            The current stream waits for the copy to the device, if there is one. The host does not block.
+            If the tensor is reloaded, the current stream waits for the copy. The host does not block.
 
         Raises:
-            StateError: The bytes were changed in place, or their storage was resized, after they were saved.
+            StateError: The tensor was changed in place, or its storage was resized, after it was saved.
         """
         with self._lock:
             return self.execution.take(saved, view, lane, group)
 
     def approach_backward(self, lane: Lane, group: Group) -> None:
-        """Reload the next groups, since backward has reached `group` and left the later ones."""
+        """Reload the next groups after backward has reached `group`."""
         with self._lock:
             self.execution.approach(lane, group)
 
     def leave_backward(self, lane: Lane, group: Group) -> None:
-        """Release what backward no longer needs and reload the next groups, since it has passed the start mark of `group`."""
+        """Release unneeded tensors and reload the next groups, after backward has passed the start mark of `group`."""
         with self._lock:
             self.execution.leave(lane, group.position)
             self.execution.execute(self._schedule.prefetch(lane))
@@ -319,10 +319,10 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def capture_step(self) -> Iterator[None]:
-        """Return a context in which a graph captures a whole step: forward, backward, and all copies of the engine.
+        """Return a context for the capture of a whole step in one graph: forward, backward, and all copies of the engine.
 
-        Only the window limits the bytes in flight to the host. Call `finish_step` at the end of the capture. The host blocks
-        until earlier copies are done.
+        During the capture, only the window limits the bytes in flight to the host. Call `finish_step` before the capture ends.
+        The host blocks until earlier copies are done.
         """
         with self._lock:
             self._transfers.close()
@@ -333,14 +333,14 @@ class OffloadEngine:
         finally:
             self._captures_step = False
             with self._lock:
-                self.arena.forget_reads()  # nothing outside of the graph may wait for its events
+                self.arena.forget_reads()  # nothing outside the graph may wait for its events
 
-    # Statistics and end.
+    # Statistics and cleanup.
 
     def finish_step(self) -> StepStats:
         """Return the statistics since the last call, and reset them.
 
-        If times are measured, the host blocks until the copies so far are done.
+        With `is_timed`, the host blocks until all copies queued so far are done.
         """
         with self._lock:
             if self._captures_step and self.device.is_capturing():
@@ -361,13 +361,13 @@ class OffloadEngine:
             return self._counters.read_tags()
 
     def get_stats(self, tag: str) -> TagStats:
-        """Return the statistics of `tag`, which live as long as the engine."""
+        """Return the statistics of `tag`. The engine updates this object in every step."""
         with self._lock:
             return self._counters.get_tag(tag)
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Report saves and the engine's own device buffers to `ledger` inside of the context."""
+        """Report saves and the engine's own device buffers to `ledger` within the context."""
         self.observers.append(ledger)
         try:
             yield
@@ -377,7 +377,7 @@ class OffloadEngine:
     def close(self) -> None:
         """Release all memory. The host blocks until copies in flight are done.
 
-        Memory that an autograd graph still needs is freed with that graph and the engine.
+        Memory that an autograd graph still needs is freed together with the graph and the engine.
         """
         with self._lock:
             self.execution.held.clear()

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
 
-    arena: HostArena  # before the transfers, see `OffloadEngine.staging`
+    arena: HostArena  # first, because its release waits for the copies whose buffers `transfers` owns
     device: Device
     transfers: Transfers
     schedule: TransferSchedule
@@ -42,17 +42,17 @@ class Execution:
     observers: Sequence[ActivationLedger]
     order: PassOrder = dataclasses.field(default_factory=PassOrder)
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
-    """Groups that wait for `flush`. Weak: a group's forward may have raised, or its graph may have been dropped."""
+    """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
-    """Limit, besides the window, of groups per tag in flight to the host before compute waits. None for no limit."""
+    """Limit on the groups per tag in flight to the host, in addition to the window. None means no limit."""
     most_groups: int = 0
-    """Maximum number of groups of a microbatch so far, for logs. It is unknown during the first one."""
+    """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
     # Forward.
 
     def begin_forward(self, lane: Lane) -> None:
-        """Note that forward begins in `lane`. The first groups of the next backward may be reloaded as groups are offloaded."""
-        self._drop_untaken(self.schedule.announce(self.order.begin_forward(lane), during=None))
+        """Begin the forward of `lane`. While it offloads groups, the first groups of the next backward may be reloaded."""
+        self._drop_unused(self.schedule.announce(self.order.begin_forward(lane), during=None))
 
     def flush(self) -> None:
         """Submit the held groups, in the order in which they ended."""
@@ -69,20 +69,20 @@ class Execution:
             flight, the compute streams wait for the oldest copies. The host does not block.
         """
         self.transfers.poll()  # before the new copies, which cannot be done yet
-        leaving: list[tuple[SavedStorage, HostBlock]] = []
+        storages: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
             block = self._find_block(saved, group)
             if block is not None:
                 saved.stats = stats
-                leaving.append((saved, block))
-        if leaving:
-            size_bytes = self.transfers.offload(leaving, place=group.place, stats=stats)
+                storages.append((saved, block))
+        if storages:
+            size_bytes = self.transfers.offload(storages, place=group.place, stats=stats)
             stats.d2h_bytes += size_bytes
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("offloading group %d of %d: %s", group.position + 1, self.most_groups, group.place)
-                logger.debug("offload %s: %d storages, %s", group.place, len(leaving), format_bytes(size_bytes))
+                logger.debug("offload %s: %d storages, %s", group.place, len(storages), format_bytes(size_bytes))
         if self.device.has_blocking_copies or self._must_wait(stats):
             self.transfers.poll()
             while self._must_wait(stats):
@@ -103,15 +103,15 @@ class Execution:
             return None
         if saved.find_change("it was offloaded") is not None:
             stats.add_kept(KeptReason.CHANGED, saved.size_bytes)
-            return None  # only a backward that needs it raises
-        if saved.storage.key in group.filtered:  # filtered after it was saved
+            return None  # backward raises an error if it needs the tensor
+        if saved.storage.key in group.filtered:  # the filter later kept another tensor of this storage
             for view in saved.views:
                 group.count_kept(saved.get_alias(view), KeptReason.FILTERED)
             return None
         if self.rules.is_too_small(saved):
             stats.add_kept(KeptReason.TOO_SMALL, min(saved.covered_bytes, saved.size_bytes))
             return None
-        saved.choose_form()
+        saved.choose_format()
         block = self.arena.find_block(saved.moved_bytes)
         if block is None:
             stats.add_kept(KeptReason.HOST_BUDGET, saved.size_bytes)
@@ -120,26 +120,26 @@ class Execution:
     # Backward.
 
     def approach(self, lane: Lane, group: Group) -> None:
-        """Reload the next groups, since backward has reached `group` and left the later ones."""
+        """Reload the next groups after backward has reached `group`."""
         for ledger in self.observers:
             ledger.reach_backward(place=group.place)
         if lane is not self.schedule.current:
-            self._drop_untaken(self.schedule.enter(lane))
+            self._drop_unused(self.schedule.enter(lane))
             self.schedule.announce(self.order.begin_backward(lane), during=lane)
         self.leave(lane, group.end_position)
         self.execute(self.schedule.reach(lane, group))
 
     def leave(self, lane: Lane, position: int) -> None:
-        """Drop the tensors that backward no longer needs, since it has left the groups from `position` on."""
+        """Release tensors that backward no longer needs after it has finished the groups from `position` on."""
         for group in lane.leave(position):
-            # A retained graph may still need them. Their host blocks keep the bytes.
+            # A retained graph may still need them, and their host blocks still contain the bytes.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self.transfers.drop_reloaded(saved)
         self.transfers.poll()
 
-    def _drop_untaken(self, groups: Iterable[Group]) -> None:
-        """Drop tensors that were reloaded for a backward that does not come next, unless another backward has used them."""
+    def _drop_unused(self, groups: Iterable[Group]) -> None:
+        """Release tensors that were reloaded for a backward that does not run next, unless another backward used them."""
         for group in groups:
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.reload is not None and not saved.reload.taken_on:
@@ -157,8 +157,8 @@ class Execution:
         elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
-            # During the copy to the host the storage is still there. It is freed only after a wait for that copy.
-            saved.check_unchanged("backward took it", view)
+            # During the copy to the host, the storage is still on the device. It is freed only after a wait for that copy.
+            saved.check_unchanged("backward used it", view)
             if saved.state is SavedState.OFFLOADING:
                 saved.streams.add(self.device.current_stream())  # this stream reads it
             return saved.get_alias(view)
@@ -172,7 +172,7 @@ class Execution:
         for decision in decisions:
             for saved in decision.cancelled:
                 saved.stats.recalled_bytes += saved.moved_bytes
-                saved.recall()
+                saved.cancel_offload()
             storages = decision.reloaded
             if decision.is_late and storages:
                 next(iter(storages.values())).stats.prefetch_misses += len(storages)
@@ -183,7 +183,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in storages.items()})
 
     def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Reload `storages`, which are on the host only, in order. Each has the place of its group."""
+        """Reload `storages`, which are only on the host, in order. The values are the places of the groups that need them."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)

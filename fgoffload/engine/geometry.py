@@ -1,4 +1,4 @@
-"""Describes where tensors lie in their storages, and packs and rebuilds them."""
+"""Describes the layout of tensors in their storages, and packs and rebuilds them."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,27 +7,27 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT_BYTES = 512
-"""Bytes to which the start of a copied range is aligned, as torch's device allocator aligns blocks. A reloaded tensor with
-another alignment could use another kernel, whose results differ in the last bit."""
+"""Alignment of the start of a copied range in bytes. Torch's device allocator aligns its blocks in the same way. With another
+alignment, an op on the reloaded tensor could select another kernel, whose results differ in the last bit."""
 
 
 class View(NamedTuple):
-    """View of a storage. Equal views of one storage have the same bytes."""
+    """Layout of a tensor in its storage. Equal views of one storage have the same bytes."""
 
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    """Elements."""
+    """Stride in elements."""
     start: int
-    """Bytes from the start of the storage."""
+    """Offset of the first byte in the storage."""
     end: int
-    """Bytes from the start of the storage to the end of the view's last byte."""
+    """Offset just past the last byte in the storage."""
     dense_bytes: int
-    """Bytes of the view's elements when packed. Elements of an expanded dimension count once."""
+    """Size of the packed elements. Repeated elements of an expanded dimension count once."""
     covered_bytes: int
-    """Upper bound of the storage's bytes that the view reaches."""
+    """Upper bound on the number of bytes of the storage that the view covers."""
     is_contiguous: bool
-    """Whether the elements lie in order and without gaps. A dimension of size 1 may have any stride."""
+    """Whether the elements are in order and without gaps. A dimension of size 1 may have any stride."""
 
     def covers(self, other: "View") -> bool:
         """Return whether this view has no gaps and covers `other` from start to end."""
@@ -39,13 +39,13 @@ def get_view(tensor: torch.Tensor) -> View:
     return _make_view(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
-@functools.lru_cache(maxsize=4096)  # steps save the same views, and this runs for every saved tensor
+@functools.lru_cache(maxsize=4096)  # this runs for every saved tensor, and all steps save the same views
 def _make_view(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> View:
     start = offset * dtype.itemsize
     reach = count = 1
     is_contiguous = True
     for n, step in zip(reversed(size), reversed(stride), strict=True):
-        # `count` has the elements of the inner dimensions here, which is this dimension's stride without gaps.
+        # `count` is the number of elements of the inner dimensions, which is this dimension's stride if there are no gaps.
         is_contiguous &= n == 1 or step == count
         reach += (n - 1) * step
         count *= n if step else 1
@@ -66,10 +66,10 @@ def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tenso
 
 
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
-    """Return the tensor that `view` describes, over `buffer`, a copy of its storage's bytes.
+    """Rebuild the tensor that `view` describes, on top of `buffer`, a copy of its storage's bytes.
 
-    Tensors over one buffer share its version counter, as views of one storage do. `buffer` is contiguous, of any type, and at
-    the start of its own storage. `buffer_start`, its offset in bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.
+    All tensors of a buffer share its version counter. `buffer` is contiguous, has any type, and begins at the start of its own
+    storage. `buffer_start`, the offset of its bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.
     """
     itemsize = view.dtype.itemsize
     offset = (view.start - buffer_start) // itemsize
@@ -81,41 +81,41 @@ def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Ten
 
 
 def get_gathered_bytes(views: Sequence[View]) -> int:
-    """Return the size in bytes of all `views` packed, alignment included."""
+    """Return the packed size of `views` in bytes, including alignment."""
     return sum(round_up(view.dense_bytes) for view in views)
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return distinct `views` in packing order if they take less than half of `size_bytes`, otherwise none."""
+    """Return the distinct `views` in packing order if their packed size is below half of `size_bytes`, otherwise none."""
     packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
     return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 
 
 def gather(views: Sequence[View], tensor: torch.Tensor, dense: torch.Tensor) -> None:
-    """Pack `views`, in packing order, of the storage of `tensor` into `dense`, on the current stream.
+    """Pack `views` of the storage of `tensor` into `dense`, on the current stream.
 
-    `dense` is uint8 `[get_gathered_bytes(views)]`.
+    `views` are in packing order, and `dense` is uint8 `[get_gathered_bytes(views)]`.
     """
     for view, values in _pair(views, dense):
-        values.copy_(_look(view, tensor, start=0))
+        values.copy_(_select(view, tensor, start=0))
 
 
 def scatter(views: Sequence[View], dense: torch.Tensor, target: torch.Tensor, *, target_start: int) -> None:
-    """Unpack the views that `gather` packed, on the current stream. The bytes in between stay unchanged.
+    """Unpack the views that `gather` packed, on the current stream. The bytes between views do not change.
 
-    All views lie in `target`, uint8 `[n]`, which begins at byte `target_start` of the saved storage.
+    `target`, uint8 `[n]`, contains all views, and begins at byte `target_start` of the saved storage.
     """
     for view, values in _pair(views, dense):
-        _look(view, target, start=target_start).copy_(values)
+        _select(view, target, start=target_start).copy_(values)
 
 
-def _look(view: View, tensor: torch.Tensor, *, start: int) -> torch.Tensor:
+def _select(view: View, tensor: torch.Tensor, *, start: int) -> torch.Tensor:
     offset = (view.start - start) // view.dtype.itemsize
     return torch.empty(0, dtype=view.dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, view.size, view.stride)
 
 
 def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, torch.Tensor]]:
-    """Yield each view, without repeated elements, and its values in `dense`."""
+    """Yield each view, without repeated elements, and its packed values in `dense`."""
     offset = 0
     for view in map(_reduce, views):
         yield view, dense[offset : offset + view.dense_bytes].view(view.dtype).view(view.size)
@@ -123,7 +123,7 @@ def _pair(views: Sequence[View], dense: torch.Tensor) -> Iterator[tuple[View, to
 
 
 def _reduce(view: View) -> View:
-    """Return `view` with expanded dimensions of size 1 and bools as bytes, so that it has each byte once."""
+    """Shrink the expanded dimensions of `view` to size 1, so that each byte occurs once, and treat bools as bytes."""
     size = torch.Size(n if step else min(n, 1) for n, step in zip(view.size, view.stride, strict=True))
     return view._replace(size=size, dtype=torch.uint8 if view.dtype is torch.bool else view.dtype)
 

@@ -30,26 +30,26 @@ class Group(ScheduledGroup):
         self.moved_bytes = 0
         """Bytes offloaded with this group."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
-        """Bytes counted by `count_kept`, by storage key and by address and size of the tensor."""
+        """Bytes that `count_kept` has counted: by storage key, then by address and size of the tensor."""
         self.filtered: set[int] = set()
         """Keys of the lane's filtered storages."""
         self.saved_tensors = 0
         """Number of tensors saved through the engine."""
         self.passed_tensors = 0
-        """Number of saved tensors that are never offloaded, so they skip the engine. Added to the tag when the group ends."""
+        """Number of saved tensors that bypass the engine because they cannot be offloaded. `end` adds it to the statistics."""
         self.passed_bytes = 0
         """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
-        """Keys of the storages that `pass_small` has counted. Their handles keep these keys in use."""
+        """Keys of the storages that `count_small` has counted. Their handles keep the storages alive."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
 
     def add(self, saved: SavedStorage) -> None:
-        """Offload `saved` with this group."""
+        """Add `saved` to the storages that this group offloads, unless the group has ended."""
         if self.state is GroupState.SAVING:
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count `tensor`, which stays on the device. Each tensor counts once, and a storage at most its size."""
+        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, up to the size of its storage."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
@@ -60,8 +60,8 @@ class Group(ScheduledGroup):
             kept[where] = size_bytes
         self.stats.add_kept(reason, size_bytes)
 
-    def pass_small(self, tensor: torch.Tensor) -> None:
-        """Count `tensor`, whose storage is too small to be offloaded with any group. Each storage counts once."""
+    def count_small(self, tensor: torch.Tensor) -> None:
+        """Count `tensor`, whose storage is too small for any group to offload. The bytes of a storage count once."""
         self.passed_tensors += 1
         key = get_key(tensor)
         if key not in self._passed:
@@ -78,14 +78,14 @@ class Group(ScheduledGroup):
         return living
 
     def spend(self) -> None:
-        """Note that backward has left the group. From now on only autograd decides how long its tensors are needed."""
+        """Mark the group as finished by backward. From now on, only autograd decides how long its tensors are needed."""
         if self.state is GroupState.SUBMITTED:
             for saved in self.list_saved():
                 saved.uses -= 1
         super().spend()
 
     def list_saved(self, *states: SavedState) -> list[SavedStorage]:
-        """Return the saved storages that autograd still needs, in save order: all, or only storages in one of `states`."""
+        """Return the saved storages that autograd still needs, in save order. If `states` are given, filter by them."""
         living = [saved for reference in self._saved.values() if (saved := reference()) is not None]
         return [saved for saved in living if saved.state in states] if states else living
 
@@ -99,7 +99,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         super().__init__()
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         self.place = Place(None, self._name)
-        """Microbatch, and the chunk unless it is the first."""
+        """Place of the lane: its microbatch, and its chunk if this is not chunk 0."""
         self.number = -1
         """Number of forwards before this one in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()
@@ -113,11 +113,11 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         return group
 
     def list_remaining(self, group: int) -> list[SavedStorage]:
-        """Return the storages of a group to reload, or to cancel the offload of, that autograd still needs."""
+        """Return a group's storages that are on the host or in flight to it, and that autograd still needs."""
         return self.groups[group].list_saved(SavedState.OFFLOADING, SavedState.OFFLOADED)
 
     def is_offloaded(self, saved: SavedStorage) -> bool:
-        """Return whether `saved` is on the host only."""
+        """Return whether `saved` is only on the host."""
         return saved.state is SavedState.OFFLOADED
 
     def count_bytes(self, remaining: Iterable[SavedStorage]) -> int:

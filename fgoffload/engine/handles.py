@@ -1,11 +1,11 @@
-"""Handles that autograd holds in place of saved tensors and unpacks later.
+"""Handles that autograd stores in place of saved tensors and unpacks later.
 
 [Note: Unpacked tensors]
 While the bytes are on the device, the handle of a saved tensor that requires no gradient returns the saved object itself, with
-its Python attributes, as plain torch does. Autograd may reuse a tensor as a gradient if its object has no other reference. For
-the same reason, every unpack of one view of a reloaded storage returns one object. A saved tensor that requires a gradient is
-held detached, since its graph could close a reference cycle. Torch wraps it in a new object anyway, see [Note: A gradient that
-is a saved tensor].
+its Python attributes, like plain torch. The identity of the object matters, because autograd may reuse a tensor as a gradient
+if nothing else references its object. So all unpacks of one view of a reloaded storage also return the same object. If a saved
+tensor requires a gradient, the handle holds a detached tensor, because the graph of the original could close a reference cycle.
+Torch wraps such a tensor in a new object anyway, see [Note: A gradient that is a saved tensor].
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fgoffload.engine.group import Group, Lane
 
 
-class _TakingEngine(Protocol):
-    """The interface of an engine that handles use. See `OffloadEngine`."""
+class _Engine(Protocol):
+    """The methods of `OffloadEngine` that handles call."""
 
     def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor: ...
 
@@ -41,7 +41,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: _TakingEngine,
+        engine: _Engine,
         saved: SavedStorage,
         view: View,
         tensor: torch.Tensor,
@@ -60,20 +60,20 @@ class Handle:
         self.place = lane.place if group is None else group.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd, with the saved bytes."""
+        """Return the tensor with its saved bytes."""
         taken = self._engine.take(self._saved, self._view, self._lane, self._group)
         if self._origin is not None:
             origin = self._origin()
             if origin is not None and self._saved.state in ON_DEVICE:
                 return origin
             if self._attributes and taken is not origin:
-                taken = taken.clone()  # other handles return this object, without the attributes
+                taken = taken.clone()  # other handles return the same object, which must not get the attributes
                 taken.__dict__.update(self._attributes)
         return taken
 
 
 class WrappedHandle:
-    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` rebuilds the subclass around an inner tensor."""
+    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` wraps an inner tensor in the subclass."""
 
     __slots__ = ("_inner", "_wrap", "place")
 
@@ -83,40 +83,40 @@ class WrappedHandle:
         self.place: Place = inner.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd, with the saved bytes."""
+        """Return the tensor with its saved bytes."""
         return self._wrap(self._inner.take())
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class KeptHandle:
-    """Handle of a saved tensor that stays on the device. Autograd unpacks `tensor`, which has no graph."""
+    """Handle of a saved tensor that stays on the device. It unpacks to `tensor`, which has no graph."""
 
     tensor: torch.Tensor
     version: int
     """Version of the tensor, which must not change."""
     nbytes: int | None
-    """Bytes of its storage, which must not change. None if the tensor has no storage, or may get another one."""
+    """Bytes of its storage, which must not change. None if the tensor has no storage or its storage may be replaced."""
     place: Place
-    """Place of the save."""
+    """Site and microbatch that saved the tensor."""
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd. Raises `StateError` if it was changed in place or its storage was resized."""
+        """Return the saved tensor. Raises `StateError` if it was changed in place or its storage was resized."""
         tensor, nbytes = self.tensor, self.nbytes
-        # Checked here for speed. `find_change` checks again for the message.
+        # A fast check. `find_change` repeats it to create the message.
         if get_version(tensor) != self.version or (nbytes is not None and tensor.untyped_storage().nbytes() != nbytes):
-            raise StateError(find_change(tensor, version=self.version, nbytes=nbytes, place=self.place, act="backward took it"))
+            raise StateError(find_change(tensor, self.version, nbytes, place=self.place, next_use="backward used it"))
         return tensor
 
 
 class FollowedHandle:
-    """Handle of a saved tensor that stays on the device and tells the engine when backward unpacks it.
+    """Handle of a saved tensor that stays on the device. It calls `follow_backward` when backward unpacks the tensor.
 
-    `size_bytes` are the bytes of its storage, counted by only one handle.
+    `size_bytes` is the size of its storage. Other handles of the storage do not count it.
     """
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")
 
-    def __init__(self, engine: _TakingEngine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
+    def __init__(self, engine: _Engine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
         self._engine = engine
         self._kept = kept
         self._size_bytes = size_bytes
@@ -124,14 +124,14 @@ class FollowedHandle:
         self.place = kept.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor for autograd. Raises as `KeptHandle.take` does."""
-        size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases no more
+        """Return the saved tensor. Raises the same errors as `KeptHandle.take`."""
+        size_bytes, self._size_bytes = self._size_bytes, 0  # a second backward of a retained graph releases nothing
         self._engine.follow_backward(self._lane, size_bytes)
         return self._kept.take()
 
 
 Packed = Handle | KeptHandle | FollowedHandle | WrappedHandle
-"""Result of a pack hook."""
+"""Result of the engine's pack hooks."""
 
 
 def keep_tensor(tensor: torch.Tensor, place: Place) -> KeptHandle:
@@ -158,7 +158,7 @@ def find_local_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or type(tensor) is not kind or isinstance(tensor, torch.nn.Parameter):
         return None
-    local = getattr(tensor, _LOCAL)  # `to_local` is an op with a graph
+    local = getattr(tensor, _LOCAL)  # `to_local` would add a node to the graph
     return local if type(local) is torch.Tensor else None
 
 

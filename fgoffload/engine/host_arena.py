@@ -1,24 +1,23 @@
 """Allocates host memory for offloaded storages, from slabs within a budget.
 
 [Note: A host block that is still being read]
-A block returns to the arena when its last reference dies. A copy to the device may still have to read it then. So a free range
-keeps that copy's event, and the next writer waits for it. A copy to the host that still writes the range needs no event, since
-those copies run in order on one stream.
+A block returns to the arena when its last reference is gone, but a queued copy to the device may still read it. So the free
+range keeps the event of that copy, and the next writer waits for it. A copy to the host that still writes the range needs no
+event, because these copies run in order on one stream.
 
 [Note: A block of several parts]
-Pinned memory grows in slabs, since pinning all of it at once would stall a step. A contiguous block cannot span two slabs. With
-the varying shapes of mixture-of-experts routing, a fifth to a half of the reserved memory would stay unused (simulated). So a
-block that fits into no free range takes several, the largest first, and only the missing bytes are reserved. Each part needs
-its own copy.
+The arena pins memory in slabs, because pinning all of it at once would stall a step. With contiguous blocks, which cannot span
+two slabs, the varying shapes of MoE routing would leave 20 to 50% of the reserved memory unused (simulated). So if no free
+range is large enough, the arena splits a block over several ranges, the largest first. Each part needs its own copy.
 
 [Note: Returned blocks]
-Most steps request the same sizes in the same order, and a search costs several times the CPU time of a copy. So a returned
-block is cached for the next request of its size. If there is no such block, all cached blocks are joined to the free ranges,
-which are then searched.
+Most steps request the same sizes in the same order, and a search takes several times the CPU time of queuing a copy. So the
+arena caches a returned block for the next request of its size. If no cached block has the requested size, the arena merges all
+cached blocks into the free ranges and searches these.
 
 [Note: Interrupted arenas]
-Ctrl-C may occur between any two lines. So a weak reference returns a block by appending itself to a queue, without Python code
-that could be skipped. After an exception, the free ranges are rebuilt from all memory that no living block has.
+Ctrl-C may interrupt Python code between any two lines. So each block is returned by a weak reference, which appends itself to a
+queue without any Python code. After an exception, the arena rebuilds its free ranges from all memory outside the blocks in use.
 """
 
 import bisect
@@ -28,26 +27,26 @@ from collections.abc import Iterable, Sequence
 
 from fgoffload.engine.device import Device, Event, HostSlab, as_normal_tensors
 from fgoffload.engine.geometry import ALIGNMENT_BYTES, round_up
-from fgoffload.engine.host_block import BlockPlace, FreeRange, HostBlock, LentBlock
+from fgoffload.engine.host_block import BlockPlace, BlockReference, FreeRange, HostBlock
 from fgoffload.errors import InternalError
 from fgoffload.units import MIB
 
 MAX_SLAB_BYTES = 256 * MIB
-"""Bytes. Pinning takes 0.34 s per GiB with huge pages and 0.67 s without (H100 hosts), so a larger slab would stall a step."""
+"""Maximum size of a slab. A step waits for the pinning: 0.34 s per GiB with huge pages and 0.67 s without (H100 hosts)."""
 
 MIN_SLAB_BYTES = 4 * MIB
-"""Bytes. A smaller slab is not worth a driver call."""
+"""Minimum size of a slab. A smaller slab is not worth a CUDA call."""
 
 GROWTH_FRACTION = 1 / 16
-"""Size of a new slab as a fraction of the reserved memory, within the sizes above and if no more bytes are missing. So less
-than 1/17 of the memory is unused."""
+"""Size of a new slab as a fraction of the reserved memory, within the limits above. A slab is larger if a block needs more.
+Less than 1/17 of the memory is therefore unused."""
 
 MIN_PART_BYTES = 4 * MIB
-"""Bytes. At 50 GB/s a copy of this size takes 84 us, several times the CPU time to queue it."""
+"""Minimum size of a block's part. At 50 GB/s, a copy of this size takes 84 us, several times the CPU time of queuing it."""
 
 
 class HostBudget:
-    """Host budget of `total_bytes` that arenas share."""
+    """Limit on host memory that arenas share."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -60,20 +59,20 @@ class HostBudget:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of an equal share for each arena."""
+        """Equal share of each arena in bytes."""
         return self.total_bytes // max(1, len(self.arenas))
 
 
 class HostArena:
-    """Allocates host blocks by best fit, and joins returned ranges with their neighbours.
+    """Best-fit allocator of host blocks. It merges returned ranges with their neighbours.
 
-    Only the return of blocks is thread-safe. The engine calls the rest under its lock.
+    Blocks may be returned on any thread. The engine calls all methods under its lock.
 
     Args:
         device: Device that allocates the slabs.
-        budget: Limit for the bytes of all slabs. An int is a budget that no other arena shares.
-        slab_bytes: Maximum bytes of a slab, unless one block needs more.
-        min_part_bytes: Minimum bytes of a block's part, except the last.
+        budget: Limit on the bytes of all slabs. An int creates a budget for this arena alone.
+        slab_bytes: Maximum size of a slab, unless one block needs more.
+        min_part_bytes: Minimum size of each part of a block except the last.
     """
 
     def __init__(
@@ -90,23 +89,23 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
-        self._lent: dict[int, LentBlock] = {}
-        """Blocks in use and blocks in `_returned`, by id."""
-        self._returned: collections.deque[LentBlock] = collections.deque()
-        """Returned blocks that are not cached yet."""
+        self._in_use: dict[int, BlockReference] = {}
+        """References to blocks in use, including those in `_returned`, by id."""
+        self._returned: collections.deque[BlockReference] = collections.deque()
+        """References to returned blocks that are not cached yet."""
         self._cached: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
-        """Cached returned blocks, by size. See [Note: Returned blocks]."""
-        # The same free ranges, indexed by size for the best fit and by either end to find neighbours.
+        """Cached blocks, by size. See [Note: Returned blocks]."""
+        # Each index contains all free ranges: by size for the best fit, and by start and end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], FreeRange] = {}
         self._by_end: dict[tuple[int, int], FreeRange] = {}
         self._used_bytes = 0
         self.peak_bytes = 0
-        """Peak bytes in use, alignment included."""
+        """Peak bytes in use, including alignment."""
 
     @property
     def budget_bytes(self) -> int:
-        """Equal share of the budget for each of its arenas. An arena may use more while others use less."""
+        """This arena's equal share of the budget. It may use more while other arenas use less."""
         return self._budget.part_bytes
 
     @property
@@ -116,7 +115,7 @@ class HostArena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, alignment included."""
+        """Bytes in use, including alignment."""
         try:
             self._cache_returned()
         except BaseException:
@@ -125,11 +124,11 @@ class HostArena:
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Return a block of `size_bytes`, in use until its last reference dies. Return None if the budget is used up."""
+        """Allocate a block of `size_bytes`, in use until its last reference is gone. Return None if the budget is used up."""
         try:
             self._cache_returned()
             found = self._find_cached(size_bytes) or self._find_free(size_bytes)
-            return None if found is None else self._lend(*found)
+            return None if found is None else self._start_use(*found)
         except BaseException:
             self._rebuild()
             raise
@@ -156,13 +155,13 @@ class HostArena:
             parts.append(self._slabs[part.slab].buffer[part.start : min(part.end, part.start + left_bytes)])
             left_bytes -= parts[-1].numel()
         place = BlockPlace(size_bytes, used_bytes, taken, tuple(parts))
-        return place, _unite(part.reads for part in taken)
+        return place, _merge(part.reads for part in taken)
 
-    def _lend(self, place: BlockPlace, reads: Sequence[Event]) -> HostBlock:
+    def _start_use(self, place: BlockPlace, reads: Sequence[Event]) -> HostBlock:
         block = HostBlock(place, reads)
-        lent = LentBlock(block, self._returned.append)
-        lent.place, lent.reads = place, block.reads_to_wait_for
-        self._lent[id(lent)] = lent
+        reference = BlockReference(block, self._returned.append)
+        reference.place, reference.reads = place, block.reads_to_wait_for
+        self._in_use[id(reference)] = reference
         self._used_bytes += place.used_bytes
         if self._used_bytes > self.peak_bytes:
             self.peak_bytes = self._used_bytes
@@ -170,20 +169,21 @@ class HostArena:
 
     def _rebuild(self) -> None:
         """Rebuild the free ranges after an exception interrupted a change. See [Note: Interrupted arenas]."""
-        reads = [self._device.record_event(self._device.h2d_stream)]  # every earlier read is done before this event
+        reads = [self._device.record_event(self._device.h2d_stream)]  # completes after every earlier read
         for index in (self._cached, self._by_size, self._by_start, self._by_end):
             index.clear()
-        taken = sorted((part.slab, part.start, part.end) for lent in self._lent.values() for part in lent.place.ranges)
+        places = [reference.place for reference in self._in_use.values()]
+        taken = sorted((part.slab, part.start, part.end) for place in places for part in place.ranges)
         for slab, memory in enumerate(self._slabs):
             start, end = 0, memory.buffer.numel()
             for _, taken_start, taken_end in [*(part for part in taken if part[0] == slab), (slab, end, end)]:
                 if start < taken_start:
                     self._add(FreeRange(slab, start, taken_start, reads))
                 start = taken_end
-        self._used_bytes = sum(lent.place.used_bytes for lent in self._lent.values())
+        self._used_bytes = sum(place.used_bytes for place in places)
 
     def forget_reads(self) -> None:
-        """Drop the events of all reads, so that no writer waits for them. The reads, or their graphs, must be done."""
+        """Drop the events of all reads, so that no writer waits for them. All reads, or their graphs, must be done."""
         self._cache_returned()
         for free in self._by_start.values():
             free.reads = []
@@ -191,7 +191,7 @@ class HostArena:
             cached[:] = [(place, ()) for place, _ in cached]
 
     def close(self) -> None:
-        """Release all slabs. No block may be in use and no copy to the host in flight."""
+        """Release all slabs. No block may be in use, and no copy to the host may be in flight."""
         if self.used_bytes:
             raise InternalError(f"The host arena was closed with {self._used_bytes} bytes in use.")
         self._join_cached()
@@ -205,9 +205,9 @@ class HostArena:
             index.clear()
 
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
-        """Return free ranges for a block, and the number of bytes that do not fit into them.
+        """Choose free ranges for a block. Return them and the number of bytes that do not fit.
 
-        The smallest range that holds the block is best. Otherwise take the largest, then the smallest that holds the rest.
+        The smallest range with enough space is best. If none has, take the largest range and repeat for the remaining bytes.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)
@@ -238,7 +238,7 @@ class HostArena:
 
     def _grow(self, missing_bytes: int) -> bool:
         if self._device.is_capturing():
-            return False  # the driver pins no memory during a capture
+            return False  # CUDA cannot pin memory during a capture
         left_bytes = self._budget.left_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if missing_bytes > left_bytes:
             return False
@@ -251,13 +251,13 @@ class HostArena:
 
     def _cache_returned(self) -> None:
         while self._returned:
-            lent = self._returned[0]
-            if id(lent) in self._lent:  # else an exception interrupted this loop after the block was cached
-                place = lent.place
-                reads = lent.reads if place.last_read is None else (*lent.reads, place.last_read)
+            reference = self._returned[0]
+            if id(reference) in self._in_use:  # else an exception interrupted this loop after the block was cached
+                place = reference.place
+                reads = reference.reads if place.last_read is None else (*reference.reads, place.last_read)
                 self._cached.setdefault(place.size_bytes, []).append((place, reads))
                 self._used_bytes -= place.used_bytes
-                del self._lent[id(lent)]
+                del self._in_use[id(reference)]
             self._returned.popleft()
 
     def _join_cached(self) -> None:
@@ -276,7 +276,7 @@ class HostArena:
         for neighbour in joined[1:]:
             self._remove(neighbour)
         start, end = min(part.start for part in joined), max(part.end for part in joined)
-        self._add(FreeRange(free.slab, start, end, _unite(part.reads for part in joined)))
+        self._add(FreeRange(free.slab, start, end, _merge(part.reads for part in joined)))
 
     def _list_unfinished(self, reads: Sequence[Event]) -> Sequence[Event]:
         return [event for event in reads if not self._device.is_done(event)]
@@ -292,6 +292,6 @@ class HostArena:
         del self._by_end[free.slab, free.end]
 
 
-def _unite(reads: Iterable[Sequence[Event]]) -> Sequence[Event]:
+def _merge(reads: Iterable[Sequence[Event]]) -> Sequence[Event]:
     """Return the distinct events of `reads`."""
     return list({id(event): event for events in reads for event in events}.values())

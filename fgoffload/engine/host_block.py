@@ -17,7 +17,7 @@ class FreeRange:
     slab: int
     start: int
     end: int
-    reads: Sequence[Event]  # copies to the device that may still read a part of the range
+    reads: Sequence[Event]  # events of copies to the device that may still read a part of the range
 
     @property
     def size_bytes(self) -> int:
@@ -31,15 +31,15 @@ class BlockPlace:
 
     size_bytes: int
     used_bytes: int
-    """Bytes taken from the slabs, alignment included."""
+    """Bytes that the block occupies in the slabs, including alignment."""
     ranges: Sequence[FreeRange]
     parts: tuple[torch.Tensor, ...]
     last_read: Event | None = None
-    """Event after the last copy to the device that reads this block."""
+    """Event after the last copy from this block to the device."""
 
 
 class HostBlock:
-    """Host memory of one offloaded storage. It returns to the arena when its last reference dies."""
+    """Host memory of one offloaded storage. It returns to the arena when its last reference is gone."""
 
     __slots__ = ("__weakref__", "parts", "place", "reads_to_wait_for")
 
@@ -47,20 +47,20 @@ class HostBlock:
         self.place = place
         place.last_read = None
         self.parts = place.parts
-        """Parts of the block in order, each uint8 `[n]` on the host. See [Note: A block of several parts]."""
+        """Parts of the block in order, each uint8 `[n]`. See [Note: A block of several parts]."""
         self.reads_to_wait_for = tuple(reads)
-        """Events after which the block may be written. See [Note: A host block that is still being read]."""
+        """Events that must complete before the block is written. See [Note: A host block that is still being read]."""
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part of the block with the range of the contiguous `tensor` to copy to or from it, in the same type."""
+        """Pair each part of the block with the range of the contiguous `tensor` that it stores. Both have the same type."""
         if len(self.parts) == 1:
             return ((self.parts[0].view(tensor.dtype).view(tensor.size()), tensor),)
         ranges = torch.split(get_bytes(tensor), [part.numel() for part in self.parts])
         return tuple(zip(self.parts, ranges, strict=True))
 
 
-class LentBlock(weakref.ref[HostBlock]):
-    """Weak reference to a block in use. When the block dies, on any thread, this is appended to the arena's queue.
+class BlockReference(weakref.ref[HostBlock]):
+    """Weak reference to a block in use. When the block is freed, on any thread, the reference joins the arena's queue.
 
     See [Note: Interrupted arenas].
     """
@@ -69,4 +69,4 @@ class LentBlock(weakref.ref[HostBlock]):
 
     place: BlockPlace
     reads: Sequence[Event]
-    """Events of reads before this use. Nothing has waited for them if the block was never written."""
+    """Events of earlier reads of this memory. If the block was never written, nothing has waited for them."""

@@ -1,7 +1,7 @@
 """Computes the default host budget of a rank.
 
-The tightest limit among a process's control group and its ancestors applies. A container sees only its own part of the tree of
-groups. Versions 1 and 2 may be mounted side by side.
+The tightest memory limit of a process's control group (cgroup) and its ancestors applies. A container only sees its own part of
+the cgroup tree. Both cgroup versions may be mounted at the same time.
 """
 
 import os
@@ -15,16 +15,16 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set counts. Each torchrun agent may be one Slurm task."""
+"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies: a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""Budgets by process id, since a fork is another process."""
+"""Budgets by process id, because a forked process needs its own."""
 
 
 def get_process_budget() -> HostBudget:
-    """Return the budget that all engines of this process share. It is computed again after the last of them is gone."""
+    """Return the budget that all engines of this process share. If no engine exists, compute a new budget."""
     process = os.getpid()
     budget = _process_budgets.get(process)
     if budget is None:
@@ -35,7 +35,7 @@ def get_process_budget() -> HostBudget:
 def get_default_budget_bytes(*, root: Path = Path("/")) -> int:
     """Return this rank's share of the free host memory, within the limits of its control groups.
 
-    Without any of `RANKS_PER_NODE_VARIABLES`, the rank counts as alone on its node. `root` contains `proc` and `sys`.
+    If none of `RANKS_PER_NODE_VARIABLES` is set, the rank is assumed to be alone on its node. `root` contains `proc` and `sys`.
 
     Raises:
         ConfigError: One of the variables is not a number of ranks.
@@ -50,8 +50,8 @@ def _read_ranks_per_node() -> int:
         if text is not None:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise ConfigError(
-                    f"The environment has {name}={text!r}, which is not a number of ranks per node. The host memory is divided "
-                    "by it. Set it to 1 or more, unset it, or use --offload-host-budget."
+                    f"The environment variable {name}={text!r} is not a number of ranks per node, by which fgoffload divides "
+                    "the host memory. Set it to 1 or more, unset it, or use --offload-host-budget."
                 )
             return int(text)
     return 1
@@ -67,8 +67,8 @@ def _read_available_bytes(root: Path) -> int:
 def _read_cgroup_free_bytes(root: Path) -> int:
     free_bytes = _NO_LIMIT
     for kind, mount, group in _list_own_groups(root):
-        # A mount may begin at an ancestor of the group, whose path then continues below the mount. A group outside the mount
-        # is hidden, so we read the mount itself.
+        # The mount may start at any ancestor of the group, so we try each suffix of the group's path below it. If the group is
+        # not visible there, we read the mount itself.
         names = [] if ".." in group.parts else group.parts[1:]
         paths = (mount.joinpath(*names[first:]) for first in range(len(names)))
         own = next((path for path in paths if path.is_dir()), mount)
@@ -81,10 +81,10 @@ def _read_cgroup_free_bytes(root: Path) -> int:
 def _read_free_bytes(folder: Path, kind: str) -> int:
     """Return the free bytes of one control group.
 
-    Inactive file cache counts as free. The kernel drops it first, and data loaders fill a group with it.
+    Inactive file cache counts as free, because the kernel reclaims it first and data loaders create a lot of it.
     """
     if kind == "cgroup2":
-        # Above `high` the kernel throttles the group to reclaim memory, and pinned memory cannot be reclaimed.
+        # Above `memory.high`, the kernel throttles the group to reclaim memory, but it cannot reclaim pinned memory.
         limits, usage, cache = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     else:
         limits, usage, cache = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
@@ -95,7 +95,7 @@ def _read_free_bytes(folder: Path, kind: str) -> int:
 
 
 def _list_own_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield the version, usual mount point and path of each control group of this process that may limit its memory."""
+    """Yield the version, possible mount point and path of each control group that may limit this process's memory."""
     mounts = root / "sys/fs/cgroup"
     for line in _read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -107,7 +107,7 @@ def _list_own_groups(root: Path) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield name and first number of each line that has both."""
+    """Yield the name and the number at the start of each line that has both."""
     for line in _read_lines(path):
         words = line.split()
         if len(words) > 1 and words[1].isdigit():
@@ -115,7 +115,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _read_numbers(path: Path) -> list[int]:
-    """Return the number in a file, or nothing if the file says `max` or is missing."""
+    """Return the number in a file, or an empty list if the file contains `max` or is missing."""
     return [int(text) for text in _read_lines(path) if text.isdigit()]
 
 

@@ -1,6 +1,6 @@
 """Counts the device bytes that autograd keeps alive, independently of the engine.
 
-A ledger asks torch which storages are alive at each saved tensor, so it slows a step down.
+A ledger checks at each saved tensor which storages are alive, so it slows down the step.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from fgoffload.engine.identity import StorageRef, get_key
 
 
 class LedgerSample(NamedTuple):
-    """Bytes alive at one moment."""
+    """Number of bytes that were alive at one moment."""
 
     position: int
-    """Number of tensors that autograd has saved and unpacked so far. Unlike a time, it is the same in every run."""
+    """Number of tensors that autograd has saved or unpacked so far. Unlike a time, it is the same in every run."""
     resident_bytes: int
     place: str
     """Place of the last save, such as `layers.3.core_attn mb=2`, or unpack, such as `backward of layers.3.core_attn mb=2`.
-    Empty outside of the engine's regions."""
+    Empty outside the engine's regions."""
 
 
 class ActivationLedger:
-    """Counts the bytes of every living storage that autograd saved or the engine reloaded.
+    """Counts the bytes of live storages that autograd saved or the engine reloaded.
 
     Args:
-        parameters: Parameters, whose storages are not activations and are not counted.
+        parameters: Parameters of the model. Their storages are not counted, because they are not activations.
     """
 
     def __init__(self, *, parameters: Iterable[torch.Tensor]) -> None:
@@ -41,7 +41,7 @@ class ActivationLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes alive over all samples; 0 before the first."""
+        """Peak bytes over all samples, or 0 before the first sample."""
         return max((sample.resident_bytes for sample in self.samples), default=0)
 
     def find_peak(self) -> LedgerSample | None:
@@ -50,7 +50,7 @@ class ActivationLedger:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count tensors that autograd saves in the body. Engine regions there report to the engine's ledgers instead."""
+        """Count the tensors that autograd saves in the body. The engine's regions report to the engine's ledgers instead."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()
@@ -68,11 +68,11 @@ class ActivationLedger:
         self.sample()
 
     def reach_backward(self, *, place: object) -> None:
-        """Note that backward has reached `place`."""
+        """Label the next samples as the backward of `place`."""
         self._place = f"backward of {place}" if str(place) else ""
 
     def observe(self, tensor: torch.Tensor) -> None:
-        """Count the storage of `tensor` from now until it is freed, and record a sample."""
+        """Count the storage of `tensor` until it is freed, and record a sample."""
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
             key = get_key(tensor)
             if key not in self._ignored and key not in self._alive:
@@ -83,7 +83,7 @@ class ActivationLedger:
         """Record the bytes that are alive now."""
         resident_bytes = 0
         for key, reference in tuple(self._alive.items()):
-            # Read each time, since a recompute empties storages that stay alive.
+            # The size may change, because a recompute empties storages without freeing them.
             storage = reference.find_storage()
             if storage is None:
                 del self._alive[key]

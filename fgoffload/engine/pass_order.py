@@ -1,6 +1,6 @@
-"""Predicts the next backward from the step before, since pipeline schedules repeat.
+"""Predicts the next backward from the previous step, because pipeline schedules repeat.
 
-A step ends when a forward begins and no lane waits for its backward. A wrong prediction only costs time, see [Note: Prefetch
+A step ends when a forward begins while no lane waits for its backward. A wrong prediction only costs time, see [Note: Prefetch
 across passes] in `fgoffload.transfer_schedule`.
 """
 
@@ -10,51 +10,51 @@ from typing import NamedTuple
 from fgoffload.engine.group import Lane
 
 MOST_FORWARDS = 1 << 16
-"""Maximum number of recorded forwards of a step. Large steps have thousands. With a retained graph a step never ends."""
+"""Maximum number of forwards to record per step. Large steps have thousands. With a retained graph, a step may never end."""
 
 
 class _Pass(NamedTuple):
     is_backward: bool
     number: int
-    """Number of the lane, which is the number of forwards before it in the step."""
+    """Number of the lane: how many forwards came before it in the step."""
 
 
 class PassOrder:
-    """Records the passes of this step, and predicts the next backward from the step before."""
+    """Records the passes of the current step, and predicts the next backward from those of the previous step."""
 
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """Number of the lane whose backward followed each pass of the step before, directly or after one forward."""
+        """For each pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """Lanes whose backward has not begun, by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward directly follows the forward of `lane`, if there is one and it is known."""
+        """Record the forward of `lane`. Return the lane whose backward is predicted to follow directly, or None."""
         if not self._lanes or self._forwards >= MOST_FORWARDS:
-            self._learn()
+            self._start_step()
         lane.number = self._forwards
         self._lanes[lane.number] = lane
         self._forwards += 1
-        return self._note(_Pass(is_backward=False, number=lane.number))
+        return self._record(_Pass(is_backward=False, number=lane.number))
 
     def begin_backward(self, lane: Lane) -> Lane | None:
-        """Return the lane whose backward follows that of `lane`, directly or after one forward, if it is known."""
+        """Record the backward of `lane`. Return the lane whose backward is predicted to follow, or None."""
         if self._lanes.get(lane.number) is not lane:  # another backward of a retained graph
             return None
         del self._lanes[lane.number]
-        return self._note(_Pass(is_backward=True, number=lane.number))
+        return self._record(_Pass(is_backward=True, number=lane.number))
 
-    def _note(self, one: _Pass) -> Lane | None:
-        self._passes.append(one)
-        number = self._next.get(one)
+    def _record(self, current: _Pass) -> Lane | None:
+        self._passes.append(current)
+        number = self._next.get(current)
         return None if number is None else self._lanes.get(number)
 
-    def _learn(self) -> None:
+    def _start_step(self) -> None:
         passes, self._passes, self._next, self._forwards = self._passes, [], {}, 0
         self._lanes.clear()
-        for one, after, later in zip(passes, passes[1:], [*passes[2:], None], strict=False):
-            coming = later if one.is_backward and not after.is_backward else after
-            if coming is not None and coming.is_backward and coming.number != one.number:
-                self._next[one] = coming.number
+        for current, second, third in zip(passes, passes[1:], [*passes[2:], None], strict=False):
+            following = third if current.is_backward and not second.is_backward else second
+            if following is not None and following.is_backward and following.number != current.number:
+                self._next[current] = following.number

@@ -1,4 +1,4 @@
-"""Names the place in a step where something was saved, for errors, logs and profiler ranges."""
+"""Identifies where in a step a tensor was saved, for errors, logs and profiler ranges."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from fgoffload.plan import Site
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Place:
-    """Site, or None between sites, and microbatch. The text, rarely needed, is made on demand."""
+    """Site (None between sites) and microbatch of a save. The text is created on demand, because it is rarely needed."""
 
     site: Site | None
     lane: str

@@ -1,17 +1,17 @@
-"""Regions of forward whose saves form a group, and the marks that show the position of backward.
+"""Regions of forward whose saves form a group, and the marks that track the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached it. A mark, which is a hook on the gradient of the site's
-output, shows it earlier. A hook on the gradient of a lane's first input shows that backward has left the lane. A mark adds
-nothing to the graph. An identity autograd function would change results: if a site uses its input more than once, and a
-residual connection uses it too, the site's gradients would be summed before the residual's is added, and floating-point sums
-depend on their order. The end mark is a separate call, since some groups are offloaded after their region: the input of a norm
-is also the residual, which is used again after attention.
+The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the gradient of the
+site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change
+the graph. An identity autograd function would, and it could change results: if a site uses its input more than once, and a
+residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
+floating-point sums depend on their order. `end` sets the end mark, because some groups are offloaded only after their region.
+For example, the input of a norm is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
-A region does nothing without grad mode; during backward, where a recompute needs its tensors at once; while `torch.jit` traces;
-inside a `torch.func` transform and wherever else hooks are forbidden; and below foreign hooks. Only the innermost saved-tensor
-hooks run, so a region inside a non-reentrant checkpoint would take the tensors from it and undo the checkpoint.
+A region does nothing in no-grad mode; during backward, because a recompute needs its tensors at once; during `torch.jit`
+tracing; where saved-tensor hooks are forbidden, such as in a `torch.func` transform; and inside other saved-tensor hooks. Only
+the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and undo its savings.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from fgoffload.engine.handles import KeptHandle, Packed, keep_tensor
 from fgoffload.engine.identity import is_without_bytes
 from fgoffload.engine.ledger import ActivationLedger, LedgerHook
 from fgoffload.engine.torch_internals import (
-    find_forbidding_message,
+    find_disabled_message,
     find_top_hooks,
     get_graph_task,
     is_tracing,
@@ -38,17 +38,17 @@ from fgoffload.plan import Site
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs a node of a backward."""
+    """Return whether this thread is running backward."""
     return get_graph_task() != -1
 
 
 def is_inert() -> bool:
     """Return whether a region that begins here would do nothing. See [Note: When a region is inert]."""
-    if not torch.is_grad_enabled() or get_graph_task() != -1 or is_tracing() or find_forbidding_message() is not None:
+    if not torch.is_grad_enabled() or get_graph_task() != -1 or is_tracing() or find_disabled_message() is not None:
         return True
     if peek_transform() is not None:
         return True
-    hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
+    hooks = find_top_hooks(False)  # noqa: FBT003 - respect an active tracer
     return hooks is not None and not is_engine_hook(hooks[0])
 
 
@@ -58,7 +58,7 @@ def is_engine_hook(pack: Any) -> bool:
 
 
 class _SavingEngine(Protocol):
-    """The interface of an engine that regions use. See `OffloadEngine`."""
+    """The members of `OffloadEngine` that regions use."""
 
     observers: list[ActivationLedger]
 
@@ -78,9 +78,9 @@ class _SavingEngine(Protocol):
 
 
 class Saving:
-    """Context and pack hook of a segment of forward whose saves join `group`. Without a group the segment is only watched.
+    """Context and pack hook of a segment of forward, whose saves join `group`. It can be entered several times.
 
-    The context may be entered again.
+    If `group` is None, saves join the group that owns their storage, see `OffloadEngine.watch`.
     """
 
     __slots__ = ("_engine", "group", "lane")
@@ -91,26 +91,26 @@ class Saving:
         self.group = group
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle that autograd unpacks later."""
+        """Pack `tensor` into a handle, as the pack hook."""
         engine, lane, group = self._engine, self.lane, self.group
-        # Tensors that are never offloaded must cost little host time: a linear of many experts saves dozens of weights and of
-        # missing biases.
+        # Tensors that are never offloaded must take little CPU time: a grouped linear layer saves dozens of weights and empty
+        # biases.
         if not engine.observers:
             if type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor)):
                 if group is not None:
                     group.passed_tensors += 1
                 held = tensor if tensor.is_leaf else tensor.detach()
                 place = lane.place if group is None else group.place
-                return KeptHandle(held, tensor._version, None, place)  # noqa: SLF001 - the only name
+                return KeptHandle(held, tensor._version, None, place)  # noqa: SLF001 - no public name
             if engine.is_always_too_small(tensor):
                 if group is None:
                     return keep_tensor(tensor, lane.place)
-                group.pass_small(tensor)
+                group.count_small(tensor)
                 return keep_tensor(tensor, group.place)
         return engine.save(tensor, lane=lane, group=group)
 
     def unpack(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`. This is the unpack hook."""
+        """Unpack `handle`, as the unpack hook."""
         tensor = handle.take()
         for ledger in self._engine.observers:
             ledger.count_take(place=handle.place)
@@ -126,7 +126,7 @@ class Saving:
 
 
 class Following(Saving):
-    """Segment of forward whose saves only show the position of backward. See `OffloadEngine.follow`."""
+    """Context and pack hook of a segment whose saves only show the position of backward. See `OffloadEngine.follow`."""
 
     __slots__ = ("_seen",)
 
@@ -135,7 +135,7 @@ class Following(Saving):
         self._seen: set[int] = set()
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle that autograd unpacks later."""
+        """Pack `tensor` into a handle, as the pack hook."""
         engine = self._engine
         if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
             return super().__call__(tensor)
@@ -143,7 +143,7 @@ class Following(Saving):
 
 
 class Region(Saving):
-    """One run of a site: `enter` marks its input, `saving` is the context of its saves, and `end` marks its output."""
+    """One run of a site: `enter` marks its input, `saving` returns the context of its saves, and `end` marks its output."""
 
     __slots__ = ()
 
@@ -152,25 +152,25 @@ class Region(Saving):
     def enter(self, tensor: torch.Tensor) -> None:
         """Put the start mark on `tensor`, the input of the site.
 
-        Only the first site of a lane needs it. Backward has left any other site when it reaches the one before.
+        Only the first site of a lane gets one. For other sites, the end mark of the previous site has the same effect.
         """
         mark_start(self._engine, self.lane, self.group, tensor)
 
     def saving(self) -> Saving:
-        """Return the context whose saves go to the group."""
-        return self  # no second object for each region
+        """Return the context whose saves join the group."""
+        return self  # without creating a second object per region
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Offload the group, and put the end mark on `tensor`.
 
         Args:
-            tensor: Output of the site, or of a later op that no longer needs the group's tensors. None sets no mark, which
-                costs less CPU time: the first unpacked tensor then shows the position of backward, later than a mark would if
-                the last ops of the site save nothing.
-            is_held: Whether to hold the group until `OffloadEngine.flush`.
+            tensor: Output of the site, or of a later op that does not need the group's tensors. Pass None to set no mark, which
+                takes less CPU time. The first unpacked tensor then shows the position of backward, but later than a mark if the
+                last ops of the site save nothing.
+            is_held: Whether to delay the offload until `OffloadEngine.flush`.
 
         Raises:
-            StateError: The region was already ended, or one of its saved tensors was changed in place or resized.
+            StateError: The region was already ended, or host memory cannot be allocated or pinned.
         """
         engine, lane, group = self._engine, self.lane, self.group
         engine.end(lane, group, is_held=is_held)
@@ -190,6 +190,6 @@ def mark_end(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tens
 
 
 def add_mark(tensor: torch.Tensor, reach: Callable[[torch.Tensor], None]) -> None:
-    """Call `reach` when backward has the whole gradient of `tensor`. See [Note: Marks]."""
+    """Call `reach` when backward has computed the complete gradient of `tensor`. See [Note: Marks]."""
     if tensor.requires_grad and not tensor.is_leaf:  # marks would accumulate on a leaf, which outlives the graph
         tensor.register_hook(reach)  # type: ignore[no-untyped-call]

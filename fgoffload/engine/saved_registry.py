@@ -1,15 +1,15 @@
-"""Finds the saved storage of each saved tensor, or the reason why the tensor stays on the device.
+"""Maps each saved tensor to its saved storage, or to the reason why it stays on the device.
 
-A storage is offloaded once, however many saves and groups share it. It is identified by its address, which a saved storage
-keeps in use. Another version of its bytes, or bytes outside of the offloaded range, get their own saved storage.
+A storage is offloaded once, however many saves and groups share it. The registry identifies a storage by its address, which a
+saved storage reserves. Another version of the bytes, or bytes outside the offloaded range, get their own saved storage.
 
 [Note: Writes that torch does not count]
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
-the version, and plain torch then gives backward the current bytes. Liger's cross entropy, for example, overwrites the logits
-with their gradient and saves them again. So the first re-saves at each pair of places, at an unchanged version and after the
-copy to the host has begun, are compared with the copied bytes. If they differ, all saves of the storage get its current bytes,
-now and at later re-saves of this pair. If they agree, one copy serves all saves, and the comparisons end. A storage that is not
-saved again after the write is reloaded as copied.
+the version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
+with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
+begun, the engine compares its bytes with the copy, for the first saves at each pair of places. If the bytes differ, all saves
+use the current bytes, now and whenever the storage is saved again at this pair. If they are equal, all saves share the copy.
+A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -30,41 +30,41 @@ from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
 COMPARISONS = 8
-"""Number of re-saves to compare for a pair of places. A comparison blocks the host and copies the tensor over the link."""
+"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies the tensor to the device."""
 
 
 class SavedRegistry:
-    """Saved storages of an engine. Called under the engine's lock."""
+    """Saved storages of an engine. Its methods are called under the engine's lock."""
 
     def __init__(self, device: Device, transfers: Transfers, rules: KeepRules) -> None:
         self._device = device
         self._transfers = transfers
         self._rules = rules
-        self._staying: dict[int, tuple[StorageRef, KeptReason]] = {}
+        self._excluded: dict[int, tuple[StorageRef, KeptReason]] = {}
         """Storages that are never offloaded, by key."""
         self._limit = 1024
-        """Number of entries above which freed storages are removed."""
+        """Number of entries in `_excluded` above which freed storages are removed."""
         self._outlived: list[StorageRef] = []
         """Offloaded storages that autograd has released but that are still alive."""
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
-        """Number of compared re-saves, by the pair of places. See [Note: Writes that torch does not count]."""
+        """Number of comparisons, by pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
         """Pairs of places between which a storage is overwritten."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         self._watched = TagStats()
-        """Statistics of saves between regions that belong to no group."""
+        """Statistics of saves that belong to no group."""
 
-    def stays(self, key: int) -> bool:
-        """Return whether the storage with `key` stays on the device."""
-        return key in self._staying
+    def is_excluded(self, key: int) -> bool:
+        """Return whether the storage with `key` is never offloaded."""
+        return key in self._excluded
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. Within `lane`, the filter keeps a storage as a whole."""
-        reason = self._rules.find_kind_to_keep(tensor)
+        """Return the reason why `tensor` stays on the device, or None. In `lane`, the filter applies to whole storages."""
+        reason = self._rules.find_unsupported_kind(tensor)
         if reason is None:
             key = get_key(tensor)
-            if key in self._staying:
-                reason = self._staying[key][1]
+            if key in self._excluded:
+                reason = self._excluded[key][1]
             elif (lane is not None and key in lane.filtered) or self._rules.is_filtered(tensor):
                 reason = KeptReason.FILTERED
                 if lane is not None:
@@ -77,20 +77,20 @@ class SavedRegistry:
         reference = self._saved.get(key)
         saved = None if reference is None else reference()
         if saved is not None and not (
-            saved.contents == contents and saved.holds(view) and saved.counts_changes_of(tensor, view)
+            saved.contents == contents and saved.holds(view) and saved.shares_counter_with(tensor, view)
         ):
             saved = None
         if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
-            # A table or a buffer, which stays alive, so another offload would free nothing. An earlier copy must not be used,
-            # since ops such as batch norm change their buffers at the same version.
-            self._keep(saved.storage, KeptReason.REFERENCED)
+            # A table or a buffer stays alive, so another offload would free nothing. An earlier copy may be stale, because ops
+            # such as batch norm change their buffers without changing the version.
+            self._exclude(saved.storage, KeptReason.REFERENCED)
             return KeptReason.REFERENCED
         stream = self._device.current_stream()
         place, stats = (lane.place, self._watched) if group is None else (group.place, group.stats)
         if saved is not None and saved.is_ordered_on(stream):
             saved.streams.add(stream)
             if saved.state is not SavedState.RESIDENT:
-                self._follow_rewrite(saved, tensor, place)
+                self._check_rewrite(saved, tensor, place)
             return saved
         added = SavedStorage(self._transfers, tensor, contents, place, stats, owner=stream)
         added.lane = lane.place
@@ -99,33 +99,33 @@ class SavedRegistry:
         self._saved[key] = weakref.ref(added)
         return added
 
-    def _follow_rewrite(self, saved: SavedStorage, tensor: torch.Tensor, place: Place) -> None:
+    def _check_rewrite(self, saved: SavedStorage, tensor: torch.Tensor, place: Place) -> None:
         """Make `saved` use its storage's current bytes if they were overwritten after the copy.
 
-        `saved` is offloaded or in flight to the host, and `tensor`, on the same storage, is now saved at `place`.
+        `saved` is offloaded or in flight to the host. `tensor`, which has the same storage, is being saved at `place`.
 
         Streams:
-            For the first re-saves at a pair of places, the host blocks until the copy to the host and the work queued on the
+            For the first saves at a pair of places, the host blocks until the copy to the host and the work queued on the
             current stream are done.
         """
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._comparisons.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # steps before the capture did the comparisons
+            if count < COMPARISONS and not self._device.is_capturing():  # the steps before the capture have compared
                 self._comparisons[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)
         if pair in self._rewriting:
             saved.stats.recalled_bytes += saved.moved_bytes
             self._transfers.drop_reloaded(saved)
-            saved.return_to(tensor)
+            saved.use_storage_of(tensor)
 
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
-            return True  # nothing was copied, as in an estimate
+            return True  # an estimate copies nothing
         byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
-            # The padding between the views is arbitrary, so it comes from the copy.
+            # The padding between the packed views is arbitrary, so we use the copy's.
             if saved.d2h_done is not None:
                 self._device.synchronize(saved.d2h_done)
             byte_range = torch.cat(saved.block.parts).to(tensor.device)
@@ -136,46 +136,46 @@ class SavedRegistry:
         )
 
     def make(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
-        """Return a saved storage for `tensor`, saved on the current stream, without registering it."""
+        """Return an unregistered saved storage for `tensor`, which is saved on the current stream."""
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Forget storages that autograd released. Storages still alive stay on the device from now on."""
+        """Remove storages that autograd has released. Those that are still alive are never offloaded again."""
         dropped = self._transfers.dropped
         while dropped:
-            storage, has_left = dropped.popleft()
+            storage, was_offloaded = dropped.popleft()
             key = storage.key
             reference = self._saved.get(key)
             if reference is not None and reference() is None:
                 del self._saved[key]
-            if has_left and not storage.is_freed:
+            if was_offloaded and not storage.is_freed:
                 self._outlived.append(storage)
         if self._outlived:
             self._transfers.poll()
             self._outlived = [storage for storage in self._outlived if not storage.is_freed]
-            if not self._transfers.in_flight_bytes:  # a copy in flight may reference one
-                # The other reference, such as a buffer or a table of all layers, will exist in the next step too.
+            if not self._transfers.in_flight_bytes:  # a copy in flight may hold the reference
+                # The other reference, such as a buffer or a table that all layers use, will exist in the next step too.
                 for storage in self._outlived:
-                    self._keep(storage, KeptReason.REFERENCED)
+                    self._exclude(storage, KeptReason.REFERENCED)
                 self._outlived.clear()
 
     def note_reload(self, saved: SavedStorage) -> None:
-        """Keep the storage of `saved` on the device from now on if something else still references it."""
+        """Exclude the storage of `saved` from offload if something else still references it."""
         if not saved.storage.is_freed:
             saved.stats.held_elsewhere_bytes += saved.size_bytes
-            self._keep(saved.storage, KeptReason.REFERENCED)
+            self._exclude(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
-        """Keep the storages of `tensors` on the device as long as they live, and report `reason`."""
+        """Exclude the storages of `tensors` from offload for `reason`, as long as they are alive."""
         for tensor in tensors:
-            entry = self._staying.get(get_key(tensor))
+            entry = self._excluded.get(get_key(tensor))
             if entry is None or entry[1] is not reason:
-                self._keep(StorageRef(tensor), reason)
+                self._exclude(StorageRef(tensor), reason)
 
-    def _keep(self, storage: StorageRef, reason: KeptReason) -> None:
+    def _exclude(self, storage: StorageRef, reason: KeptReason) -> None:
         if storage.is_freed:
             return
-        self._staying[storage.key] = (storage, reason)
-        if len(self._staying) > self._limit:
-            self._staying = {key: entry for key, entry in self._staying.items() if not entry[0].is_freed}
-            self._limit = max(1024, 2 * len(self._staying))
+        self._excluded[storage.key] = (storage, reason)
+        if len(self._excluded) > self._limit:
+            self._excluded = {key: entry for key, entry in self._excluded.items() if not entry[0].is_freed}
+            self._limit = max(1024, 2 * len(self._excluded))

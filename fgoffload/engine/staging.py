@@ -1,16 +1,15 @@
-"""Offloads tensors of captured graphs: a replay stages them on the device, and copies run between replays.
+"""Offloads tensors of captured graphs. Replays stage them on the device, and the engine copies them between replays.
 
 [Note: Staging]
-A CUDA graph replays its kernels on the addresses of its capture, and no Python runs. So a captured forward ends by copying its
-regions' saved tensors into a staging slot, on its own stream, and their memory returns to the graph's pool. After the replay
-the engine copies the slot to the host. Before the backward is replayed, the engine fills the slot that this backward was
-captured to read. A graph contains no copy to or from the host, no event and no second stream, so any CUDA version can capture
-it. Host memory is in use only between the two copies.
+A CUDA graph replays its kernels at the addresses of its capture, without running Python. So a captured forward ends by copying
+its regions' saved tensors into a staging slot, on its own stream, and releasing their memory to the graph's pool. After the
+replay, the engine copies the slot to the host. Before it replays the backward, it fills the slot that the backward reads. The
+graph contains no host copy, no event and no second stream, so any CUDA version can capture it.
 
-All graphs share a ring of slots. Graphs are captured in the order in which a step replays them. Each forward and each backward
-takes the least recently used slot. So while one graph runs, the slot of the graph before it is copied to the host, or the slot
-of the next backward is filled. If no other pass took the forward's slot, the backward reads it in place, so the last forwards
-before a backward copy nothing. Replays in another order stay correct, since a slot's bytes are offloaded before it is reused.
+All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and backward
+gets the least recently used slot. So while one graph runs, the engine can copy the slot of the previous graph to the host or
+fill the slot of the next backward. If no pass in between gets the forward's slot, the backward reads it in place, without any
+copy. Replays in another order also give correct results, because the engine offloads a slot's bytes before it reuses the slot.
 """
 
 import collections
@@ -38,35 +37,35 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address, which passes use in turn."""
+    """Device memory at a fixed address that passes use in turn."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""
     captured_for: "CapturedForward | None" = None
-    """During the capture: forward whose bytes are in the slot."""
+    """Forward whose bytes are in the slot during the capture."""
     holder: "CapturedForward | None" = None
-    """During replays: forward whose bytes are in the slot."""
+    """Forward whose bytes are in the slot during replays."""
     last_use: Event | None = None
-    """Event after which the slot may be written."""
+    """Event that must complete before the slot is written again."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagedPart:
-    """Storage of a captured forward, staged or kept on the device."""
+    """Storage that a captured forward saved. It is staged, or stays on the device."""
 
     saved: SavedStorage
     stats: TagStats | None = None
     """Statistics of the region's tag. None between regions."""
     forward: "CapturedForward | None" = None
-    """Forward that staged the storage. None if it stays on the device."""
+    """Forward that staged the storage. None if the storage stays on the device."""
     start: int = 0
     """Offset of the storage in a slot, in bytes."""
     _views: dict[View, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def take(self, view: View) -> torch.Tensor:
-        """Return the saved tensor of `view`. Raises `StateError` if it stayed on the device and was changed in place."""
+        """Return the saved tensor of `view`. Raises `StateError` if a tensor that is not staged was changed in place."""
         if self.forward is None:
-            self.saved.check_unchanged("backward took it", view)
+            self.saved.check_unchanged("backward used it", view)
             return self.saved.get_alias(view)
         tensor = self._views.get(view)
         if tensor is None:
@@ -78,19 +77,19 @@ class StagedPart:
 class ForwardState(enum.Enum):
     """Location of the bytes that the last replay of a captured forward saved."""
 
-    SPENT = enum.auto()  # nowhere: its backward has run, or it never ran
+    SPENT = enum.auto()  # nowhere: the forward has not run, or its backward has run
     STAGED = enum.auto()  # in the slot that the forward wrote
     OFFLOADED = enum.auto()  # on the host, or in flight to it
     RELOADED = enum.auto()  # in the slot that the backward reads, or in flight to it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Turn:
-    """Pass, linked to the next one in the order of the capture."""
+class _CapturedPass:
+    """Captured forward or backward, linked to the next pass in capture order."""
 
     forward: "CapturedForward"
     is_backward: bool
-    next: "_Turn | None" = None
+    next: "_CapturedPass | None" = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,17 +101,17 @@ class CapturedForward:
     """Slot that the forward writes."""
     size_bytes: int
     tags: Sequence[tuple[TagStats, int]]
-    """Statistics and bytes of each tag that saved a part."""
+    """Statistics of each tag that saved a part, and its number of bytes."""
     read_slot: StagingSlot | None = None
     """Slot that the backward reads. None before the backward is captured."""
     reads_in_place: bool = False
-    """Whether the backward reads the forward's slot, since no pass takes the slot in between."""
+    """Whether the backward reads the forward's slot, which no other pass uses in between."""
     state: ForwardState = ForwardState.SPENT
     block: HostBlock | None = None
     d2h_done: Event | None = None
     filled: Event | None = None
-    """Event after which the backward's slot has the bytes. None if the forward wrote that slot."""
-    turns: list[_Turn] = dataclasses.field(default_factory=list)
+    """Event after which the backward's slot contains the bytes. None if the forward wrote that slot."""
+    passes: list[_CapturedPass] = dataclasses.field(default_factory=list)
 
 
 class Staging:
@@ -123,7 +122,7 @@ class Staging:
         self._arena = arena
         self._lock = lock
         self._ring: collections.deque[StagingSlot] = collections.deque()
-        self._last_turn: _Turn | None = None
+        self._last_pass: _CapturedPass | None = None
         self._d2h_done: Event | None = None
         """Event after the last copy to the host."""
 
@@ -133,7 +132,7 @@ class Staging:
             self._d2h_done = None
         return self._d2h_done is not None
 
-    # While graphs are captured.
+    # Methods for the capture.
 
     def reserve(self, size_bytes: int) -> None:
         """Allocate slots of at least `size_bytes` before a capture begins. Captured graphs keep the slots that they use."""
@@ -144,10 +143,10 @@ class Staging:
                 )
 
     def stage(self, parts: Sequence[StagedPart]) -> CapturedForward | None:
-        """Capture copies of those `parts` that fit into a slot, and release their storages. Return None if none fits.
+        """Capture copies of the `parts` that fit into a slot, and release their storages. Return None if no part fits.
 
         Streams:
-            Queued on the current stream, which must be the stream that saved them.
+            The copies are queued on the current stream, on which the parts were saved.
         """
         with self._lock:
             fitting, size_bytes = [], 0
@@ -171,11 +170,11 @@ class Staging:
                 slot.buffer[part.start : part.start + part.saved.size_bytes].copy_(part.saved.get_byte_range())
                 part.saved.drop_aliases()
                 part.forward = forward
-            self._add_turn(_Turn(forward, is_backward=False))
+            self._add_pass(_CapturedPass(forward, is_backward=False))
             return forward
 
     def find_read_slot(self, forward: CapturedForward) -> StagingSlot:
-        """Return the slot that the backward of `forward` reads in each replay. The first call is during the capture."""
+        """Return the slot that the backward of `forward` reads in each replay. The first call must be during the capture."""
         with self._lock:
             if forward.read_slot is None:
                 if forward.slot.captured_for is forward:
@@ -185,7 +184,7 @@ class Staging:
                 else:
                     forward.read_slot = self._take_slot()
                 forward.read_slot.captured_for = None
-                self._add_turn(_Turn(forward, is_backward=True))
+                self._add_pass(_CapturedPass(forward, is_backward=True))
             return forward.read_slot
 
     def _take_slot(self) -> StagingSlot:
@@ -193,16 +192,16 @@ class Staging:
         self._ring.append(slot)
         return slot
 
-    def _add_turn(self, turn: _Turn) -> None:
-        turn.forward.turns.append(turn)
-        if self._last_turn is not None:
-            self._last_turn.next = turn
-        self._last_turn = turn
+    def _add_pass(self, added: _CapturedPass) -> None:
+        added.forward.passes.append(added)
+        if self._last_pass is not None:
+            self._last_pass.next = added
+        self._last_pass = added
 
-    # While they are replayed.
+    # Methods for replays.
 
     def replay_forward(self, forward: CapturedForward, replay: Callable[[], Result]) -> Result:
-        """Replay a captured forward by calling `replay`, and offload the staged bytes.
+        """Replay a captured forward with `replay`, and offload the staged bytes.
 
         Streams:
             The current stream, on which the graph is replayed, waits for earlier copies of its slot. The host does not block.
@@ -225,11 +224,11 @@ class Staging:
                     stats.recalled_bytes += size_bytes
             if not forward.reads_in_place:
                 self._copy_out(forward)
-            self._reload(self._list_next(forward.turns[0]))
+            self._reload(self._list_next(forward.passes[0]))
         return result
 
     def enter_backward(self, forward: CapturedForward) -> None:
-        """Fill the slot that the backward of `forward` reads, since it is replayed next.
+        """Fill the slot that the backward of `forward` reads. Call this before each replay of the backward.
 
         Streams:
             The current stream, on which the graph is replayed, waits for the copy. The host does not block.
@@ -241,12 +240,12 @@ class Staging:
             wanted = [forward] if forward.state is ForwardState.OFFLOADED else []
             for stats, _ in forward.tags:
                 stats.prefetch_misses += len(wanted)
-            self._reload([*wanted, *self._list_next(forward.turns[1])])
+            self._reload([*wanted, *self._list_next(forward.passes[1])])
             if forward.filled is not None:
                 self._device.wait_event(self._device.current_stream(), forward.filled, Hazard.SLOT_UNFILLED)
 
     def leave_backward(self, forward: CapturedForward) -> None:
-        """Release the slot of `forward`, whose backward has been replayed on the current stream."""
+        """Release the slot of `forward`. Call this after each replay of the backward on the current stream."""
         with self._lock:
             slot = forward.read_slot or forward.slot
             forward.state, forward.block, forward.filled = ForwardState.SPENT, None, None
@@ -255,7 +254,7 @@ class Staging:
                 slot.last_use = self._device.record_event(self._device.current_stream())
 
     def _evict(self, slot: StagingSlot, forward: CapturedForward) -> None:
-        """Take `slot` from its holder for `forward`. Bytes that are only in the slot are offloaded first."""
+        """Make `slot` available to `forward`. If another forward has bytes only in this slot, offload them first."""
         holder, slot.holder = slot.holder, None
         if holder is None or holder is forward:
             return
@@ -284,14 +283,15 @@ class Staging:
         for stats, size_bytes in forward.tags:
             stats.d2h_bytes += size_bytes
 
-    def _list_next(self, turn: _Turn) -> list[CapturedForward]:
-        """Return the forward of the backward right after `turn`, if there is one and its bytes are on the host."""
-        behind = turn.next  # it has another slot: two consecutive passes never take the same one
-        is_wanted = behind is not None and behind.is_backward and behind.forward.state is ForwardState.OFFLOADED
-        return [behind.forward] if behind is not None and is_wanted else []
+    def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
+        """Return the forward whose backward directly follows `current` if its bytes are on the host, else an empty list."""
+        following = current.next  # uses another slot, unless it reads the slot of `current` in place
+        if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
+            return []
+        return [following.forward]
 
     def _reload(self, forwards: Sequence[CapturedForward]) -> None:
-        """Fill the slots that the backwards of `forwards` read. Their bytes are on the host."""
+        """Fill the slots that the backwards of `forwards` read. The bytes must be on the host."""
         device, h2d = self._device, self._device.h2d_stream
         for forward in forwards:
             slot, block = forward.read_slot, forward.block

@@ -1,4 +1,4 @@
-"""Statistics of a step: bytes that each tag offloaded, reloaded and kept, and waits."""
+"""Statistics of a step: bytes that each tag offloads, reloads and keeps on the device, and times of copies and waits."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ class KeptReason(enum.Enum):
     """Reason why a saved tensor stays on the device."""
 
     PARAMETER = "a parameter or a view of one"
-    MARKED = "marked to stay"
+    MARKED = "excluded from offload"
     FILTERED = "the user's filter kept it"
     RECOMPUTED = "its storage belongs to a recompute, which empties and refills it"
     REFERENCED = "something else still references its storage"
@@ -29,7 +29,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """Kind of time measured on the GPU for each tag."""
+    """Kind of GPU work that the engine times for each tag."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"
@@ -49,11 +49,11 @@ class TagStats:
     h2d_bytes: int = 0
     """Bytes reloaded."""
     shared_bytes: int = 0
-    """Bytes that another group had already offloaded, since it saved the same storage."""
+    """Bytes that another group with the same storage had already offloaded."""
     recalled_bytes: int = 0
-    """Bytes whose offload backward cancelled, since they were still on the GPU when it needed them."""
+    """Bytes whose offload was cancelled, because they were still on the GPU when backward needed them."""
     held_elsewhere_bytes: int = 0
-    """Bytes whose offload freed nothing, since something else still referenced their storage."""
+    """Bytes whose offload freed nothing, because something else still referenced their storage."""
     prefetch_misses: int = 0
     """Number of storages that were reloaded only after backward had reached their group."""
     dropped_storages: int = 0
@@ -75,7 +75,7 @@ class StepStats:
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
     """Statistics by tag, in order of first use."""
     window_waits: int = 0
-    """Number of times that compute waited because more bytes than the window were in flight to the host."""
+    """Number of times that compute waited because the bytes in flight to the host exceeded the window."""
     host_bytes: int = 0
     """Host bytes in use at the end of the step."""
     host_peak_bytes: int = 0
@@ -103,16 +103,16 @@ class StepStats:
         from rich.table import Table
 
         table = Table(
-            caption=f"host {format_bytes(self.host_bytes)} in use, {format_bytes(self.host_peak_bytes)} at peak, "
-            f"{format_bytes(self.host_reserved_bytes)} reserved; compute waited {self.window_waits} times for the window"
+            caption=f"host memory: {format_bytes(self.host_bytes)} in use, {format_bytes(self.host_peak_bytes)} at peak, "
+            f"{format_bytes(self.host_reserved_bytes)} reserved; window waits: {self.window_waits}"
         )
         table.add_column("tag")
-        for heading in ("groups", "to host", "back", "shared", "recalled", "held elsewhere", "misses"):
+        for heading in ("groups", "offloaded", "reloaded", "shared", "cancelled", "still referenced", "prefetch misses"):
             table.add_column(heading, justify="right")
         kinds = [kind for kind in TimeKind if any(kind in tag.seconds for tag in self.tags.values())]
         for kind in kinds:
             table.add_column(f"{kind.name.lower()} ms", justify="right")
-        table.add_column("kept, and why")
+        table.add_column("kept on the GPU")
         for name, tag in self.tags.items():
             sizes = (tag.d2h_bytes, tag.h2d_bytes, tag.shared_bytes, tag.recalled_bytes, tag.held_elsewhere_bytes)
             table.add_row(
@@ -127,7 +127,7 @@ class StepStats:
 
 
 class Counters:
-    """Statistics of the current step. Groups may hold the `TagStats`, which live as long as the engine."""
+    """Statistics of the current step. Each `TagStats` exists as long as the engine, so groups may hold it."""
 
     def __init__(self) -> None:
         self._tags: collections.defaultdict[str, TagStats] = collections.defaultdict(TagStats)
@@ -138,7 +138,7 @@ class Counters:
         return self._tags[tag]
 
     def read_tags(self) -> dict[str, TagStats]:
-        """Return the statistics of every active tag."""
+        """Return a copy of the statistics of every active tag."""
         return {name: dataclasses.replace(tag) for name, tag in self._tags.items() if tag != TagStats()}
 
     def finish(self) -> StepStats:

@@ -24,7 +24,7 @@ from fgoffload.transfer_schedule import SavedState
 
 
 class _InFlight(NamedTuple):
-    """Copies of one group to the host, with the tensors and streams to hold or order until they are done."""
+    """Copies of one group to the host, the source tensors to keep alive, and the streams that use them."""
 
     saved: Sequence["weakref.ref[SavedStorage]"]
     sources: Sequence[torch.Tensor]
@@ -36,7 +36,7 @@ class _InFlight(NamedTuple):
 
 
 class StopWatch:
-    """Measures work on streams by the device's clock."""
+    """Times work on streams with events of the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -44,13 +44,13 @@ class StopWatch:
 
     @contextlib.contextmanager
     def measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> Iterator[None]:
-        """Measure the work that the body queues on `stream`."""
+        """Time the work that the body queues on `stream`."""
         start = self._device.record_event(stream, is_timed=True)
         yield
         self._spans.append((start, self._device.record_event(stream, is_timed=True), stats, kind))
 
     def collect(self) -> None:
-        """Add the seconds measured so far to the statistics. The host blocks until the measured work is done."""
+        """Add the times measured so far to the statistics. The host blocks until the timed work is done."""
         while self._spans:
             start, end, stats, kind = self._spans.popleft()
             self._device.synchronize(end)
@@ -58,7 +58,7 @@ class StopWatch:
 
 
 class Transfers:
-    """Copies in both directions on one device. Ledgers in `observers` count its buffers."""
+    """Queues copies in both directions on one device. Ledgers in `observers` count its device buffers."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
@@ -69,55 +69,55 @@ class Transfers:
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.abandoned: collections.deque[Reload] = collections.deque()
-        """Unneeded device buffers that other streams may still use."""
+        """Device buffers that autograd has released but other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages that autograd released, and whether they had been offloaded."""
         self._used: set[Stream] = set()
         """Streams on which copies were queued since `close` or the last `join`."""
         self._filling: list[torch.Tensor] = []
-        """Buffers with a queued copy and no event yet. After an exception they live until `close`."""
+        """Buffers with a queued copy and no event yet. After an exception, they are kept until `close`."""
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in flight to the host. They are summed each time, since an interrupt could leave a separate counter wrong."""
+        """Bytes in flight to the host, summed on each call, because an interrupt could corrupt a separate counter."""
         return sum(entry.size_bytes for entry in self._in_flight)
 
-    def offload(self, leaving: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
-        """Queue the copies of one group's storages to their host blocks, and return their bytes.
+    def offload(self, storages: Sequence[tuple[SavedStorage, HostBlock]], *, place: Place, stats: TagStats) -> int:
+        """Queue the copies of one group's storages to their host blocks, and return the number of bytes.
 
         Streams:
-            Queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note: Ordering of a
-            copy to the host]. The host does not block.
+            The copies are queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note:
+            Ordering of a copy to the host]. The host does not block.
 
         Lifetime:
-            The sources live until they are released.
+            The sources stay alive until `poll`, `release_oldest`, `join` or `close` releases them.
         """
         device, d2h = self._device, self._device.d2h_stream
-        streams = {device.current_stream()}.union(*(saved.streams for saved, _ in leaving))
-        gathers = any(saved.gathered for saved, _ in leaving)
+        streams = {device.current_stream()}.union(*(saved.streams for saved, _ in storages))
+        gathers = any(saved.gathered for saved, _ in storages)
         if gathers:
             self._join(streams, Hazard.GATHER_UNWRITTEN)
-        sources = [self._gather(saved) if saved.gathered else saved.get_byte_range() for saved, _ in leaving]
+        sources = [self._gather(saved) if saved.gathered else saved.get_byte_range() for saved, _ in storages]
         if gathers:
-            # A gathered storage is freed before the copy is done, and its memory may belong to another stream.
+            # A gathered storage is freed before the copy is done, and another stream may own its memory.
             self._join(streams, Hazard.SOURCE_STILL_USED)
         for stream in streams:
             device.wait_stream(d2h, stream, Hazard.SOURCE_UNWRITTEN)
-        for _, block in leaving:
+        for _, block in storages:
             for event in block.reads_to_wait_for:
                 device.wait_event(d2h, event, Hazard.BLOCK_STILL_READ)
         with self._measure(d2h, stats, TimeKind.D2H), _name_range("offload", place), device.copying_on(d2h):
-            for (_, block), source in zip(leaving, sources, strict=True):
+            for (_, block), source in zip(storages, sources, strict=True):
                 for part, byte_range in block.pair(source):
                     device.copy_bytes(destination=part, source=byte_range, stream=d2h)
         d2h_done = device.record_event(d2h)
         self._used.add(d2h)
-        size_bytes = sum(saved.moved_bytes for saved, _ in leaving)
-        references = [weakref.ref(saved) for saved, _ in leaving]
-        # Appended first: an interrupt then leaves storages that count as on the device, never a copy without an entry.
+        size_bytes = sum(saved.moved_bytes for saved, _ in storages)
+        references = [weakref.ref(saved) for saved, _ in storages]
+        # Appended first, so that an interrupt cannot leave a copy without an entry. It may leave storages marked as resident.
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
-        for saved, block in leaving:
-            saved.leave(block, d2h_done)
+        for saved, block in storages:
+            saved.start_offload(block, d2h_done)
         return size_bytes
 
     def poll(self) -> None:
@@ -126,14 +126,14 @@ class Transfers:
             self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
             self._order(self.abandoned[0])
-            self.abandoned.popleft()  # last: an exception above must not drop a buffer in use
+            self.abandoned.popleft()  # last, because an exception above must not free a buffer in use
 
     def count_in_flight(self, stats: TagStats) -> int:
         """Return how many groups of the tag of `stats` are in flight to the host."""
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
-        """Release the sources of the oldest copies to the host, which may still be in flight.
+        """Release the sources of the oldest copies to the host. The copies may still be in flight.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
@@ -141,19 +141,19 @@ class Transfers:
         entry = self._in_flight[0]
         current = self._device.current_stream()
         with self._measure(current, entry.stats, TimeKind.WAIT):
-            # The current stream waits too, since it is ahead of the copies.
-            for stream in {current} | _unite_streams(entry, _list_living(entry)):
+            # The current stream also waits, so that compute does not run further ahead of the copies.
+            for stream in {current} | _collect_streams(entry, _list_living(entry)):
                 self._device.wait_event(stream, entry.d2h_done, Hazard.SOURCE_STILL_COPIED)
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue the copies of `storages`, which are on the host only, to the device, in order. Profilers show their places.
+        """Queue the copies of `storages`, which are only on the host, to the device, in order. Profilers show the places.
 
         Streams:
-            Queued on the host-to-device stream. See [Note: Ordering of a copy to the device]. The host does not block.
+            The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.
 
         Lifetime:
-            The device buffers live as long as autograd needs them, or until `drop_reloaded`.
+            The device buffers stay alive as long as autograd needs them, or until `drop_reloaded`.
         """
         device, h2d = self._device, self._device.h2d_stream
         current = device.current_stream()
@@ -184,12 +184,12 @@ class Transfers:
                 self._device.wait_event(stream, reload.filled, Hazard.BUFFER_UNFILLED)
             reload.taken_on.add(stream)
         if reload.is_dense:
-            reload = saved.reload = self._put_in_place(saved, reload, stream)
+            reload = saved.reload = self._scatter(saved, reload, stream)
         version = get_version(reload.buffer)
         if reload.version is None:
             reload.version = version
         elif reload.version != version:
-            raise StateError(_say_changed(saved))
+            raise StateError(_describe_change(saved))
         if view is saved.whole or view == saved.whole:
             return reload.buffer
         tensor = reload.views.get(view)
@@ -198,16 +198,16 @@ class Transfers:
         return tensor
 
     def drop_reloaded(self, saved: SavedStorage) -> None:
-        """Release the device buffer of `saved`. The host block still has the bytes.
+        """Release the device buffer of `saved`. The host block still contains the bytes.
 
         Streams:
-            The buffer's stream waits for all its users. The host does not block.
+            The buffer's own stream waits for all streams that use the buffer. The host does not block.
         """
         reload, saved.reload = saved.reload, None
         if reload is not None:
             saved.state = SavedState.OFFLOADED
             if reload.version is not None and reload.version != get_version(reload.buffer):
-                saved.fault = _say_changed(saved)  # the host block has the old bytes, and torch would raise too
+                saved.fault = _describe_change(saved)  # the host block has the old bytes; plain torch also raises an error
             self._order(reload)
 
     def join(self) -> None:
@@ -238,23 +238,23 @@ class Transfers:
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
         """Release the sources of `entry`, the oldest one.
 
-        Its copies are done if `is_done`, so no stream needs to wait for them. Otherwise the compute streams already wait.
+        `is_done` means that its copies are done. Otherwise, the compute streams must already wait for them.
         """
         living = _list_living(entry)
-        self._join(_unite_streams(entry, living), Hazard.SOURCE_STILL_USED)
-        self._in_flight.popleft()  # last: a wait above may raise, and the entry may hold the last reference to a source
+        self._join(_collect_streams(entry, living), Hazard.SOURCE_STILL_USED)
+        self._in_flight.popleft()  # last, because a wait above may raise and the entry may hold the last reference to a source
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
                 continue  # its offload was cancelled, and it may have been offloaded again
             if saved.state is SavedState.OFFLOADING:
-                saved.fault = saved.find_change("its copy to the host was done")
+                saved.fault = saved.find_change("its copy to the host was finished")
                 saved.drop_aliases()
                 saved.state = SavedState.OFFLOADED
             if is_done:
                 saved.d2h_done = None
 
     def _fill(self, saved: SavedStorage, buffer: torch.Tensor) -> None:
-        """Queue the copy of `saved` into `buffer`, inside of `copying_on` for the host-to-device stream."""
+        """Queue the copy of `saved` into `buffer`. Call this within `copying_on` for the host-to-device stream."""
         device, h2d = self._device, self._device.h2d_stream
         if saved.block is None:
             raise InternalError(f"A tensor that {saved.place} saved is on the host but has no host block.")
@@ -278,20 +278,20 @@ class Transfers:
         gather(saved.gathered, saved.get_any_alias(), dense)
         return dense
 
-    def _put_in_place(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
-        """Return a buffer with the gathered views at their offsets in the saved storage."""
+    def _scatter(self, saved: SavedStorage, dense: Reload, stream: Stream) -> Reload:
+        """Unpack the gathered views into a new buffer, at their offsets in the saved storage."""
         byte_range = self._allocate(saved.size_bytes)
         scatter(saved.gathered, dense.buffer, byte_range, target_start=saved.start)
-        placed = Reload(byte_range, self._device.record_event(stream), stream, is_dense=False)
-        placed.taken_on.add(stream)
+        unpacked = Reload(byte_range, self._device.record_event(stream), stream, is_dense=False)
+        unpacked.taken_on.add(stream)
         self._order(dense)
-        return placed
+        return unpacked
 
     def _allocate_for(self, saved: SavedStorage, current: Stream) -> torch.Tensor:
-        """Return a buffer for `saved`, allocated on the stream of its first save, on which autograd also runs backward.
+        """Allocate a buffer for `saved` on the stream of its first save, on which autograd also runs backward.
 
-        Autograd may return the unpacked tensor as a gradient, which the engine cannot track. With another owner stream, the
-        allocator could reuse the memory before that gradient's readers are done.
+        Autograd may return the unpacked tensor as a gradient, which the engine cannot track. If another stream owned the
+        buffer, the allocator could reuse the memory before the kernels that read the gradient are done.
         """
         if saved.owner == current:
             return self._allocate(saved.moved_bytes, saved.whole)
@@ -299,7 +299,7 @@ class Transfers:
             return self._allocate(saved.moved_bytes, saved.whole)
 
     def _allocate(self, size_bytes: int, whole: View | None = None) -> torch.Tensor:
-        """Return a device buffer like the view `whole`, or uint8 `[size_bytes]` if None."""
+        """Allocate a device buffer like the view `whole`, or uint8 `[size_bytes]` if `whole` is None."""
         with as_normal_tensors():
             buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
         for ledger in self._observers:
@@ -314,7 +314,7 @@ class Transfers:
                     self._device.wait_event(stream, events[other], hazard)
 
     def _order(self, reload: Reload) -> None:
-        """Make a buffer's own stream wait for all its users before the buffer is dropped."""
+        """Make a buffer's own stream wait for all streams that use the buffer. Call this before the buffer is freed."""
         device = self._device
         if not reload.taken_on:
             device.wait_event(reload.owner, reload.filled, Hazard.BUFFER_STILL_FILLED)
@@ -326,8 +326,8 @@ def _list_living(entry: _InFlight) -> list[SavedStorage]:
     return [saved for reference in entry.saved if (saved := reference()) is not None]
 
 
-def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stream]:
-    """Return the compute streams that used the sources of `entry`, before and after the start of the copies."""
+def _collect_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stream]:
+    """Return all compute streams that have used the sources of `entry`, before or after the copies were queued."""
     streams = entry.streams
     for saved in living:
         if saved.streams != streams:
@@ -335,13 +335,13 @@ def _unite_streams(entry: _InFlight, living: Sequence[SavedStorage]) -> Set[Stre
     return streams
 
 
-def _say_changed(saved: SavedStorage) -> str:
+def _describe_change(saved: SavedStorage) -> str:
     return (
-        f"A tensor that {saved.place} saved for backward was changed in place by a backward that used it. "
-        "Change a clone in that backward."
+        f"A tensor that {saved.place} saved for backward was changed in place during backward. "
+        "Change a clone of the tensor instead."
     )
 
 
-def _name_range(act: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range with the text of the debug log, if a profiler runs."""
-    return torch.profiler.record_function(f"fgoffload::{act} ({place})") if is_profiled() else NO_CONTEXT
+def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
+    """Return a profiler range that is named like the debug log, or an empty context if no profiler runs."""
+    return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

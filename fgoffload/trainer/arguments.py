@@ -1,7 +1,7 @@
 """Parses the flags of `fgoffload train`: Megatron's model flags, training flags and offload flags.
 
 The model flags are derived from the fields of Megatron's config classes, and the training flags from the fields of
-`TrainingArguments`. This file only lists flags that Megatron-LM spells differently from the field.
+`TrainingArguments`. This file only lists flags whose name in Megatron-LM differs from the field.
 """
 
 import argparse
@@ -41,26 +41,26 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""Megatron-LM's spelling of flags by config field, where it differs from the field."""
+"""Megatron-LM's flags by config field, where their names differ."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Megatron-LM fuses SwiGLU by default, and the fused kernel saves less for backward.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Megatron-LM's flags that set other fields, with their values. Flags for these fields override them."""
+"""Fields that a single flag of Megatron-LM sets, with their values. The flag of a field takes precedence."""
 
-_LAUNCHER = ("--nproc", "--nnodes", "--help")
-"""Prefixes of flags that must not be ignored, since the user expects more processes or help."""
+_NEVER_IGNORED = ("--nproc", "--nnodes", "--help")
+"""Prefixes of flags that raise an error, because the user expects more processes or a help text."""
 
-_OF_OPTIMIZER = frozenset(
+_OPTIMIZER_FLAGS = frozenset(
     f"--{name}"
     for name in (
         *("use-distributed-optimizer", "use-precision-aware-optimizer", "optimizer", "grad-reduce-in-bf16"),
         *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
     )
 )
-"""Flags that the planner reads and the trainer ignores, since it has its own optimizer."""
+"""Flags that the planner reads and the trainer ignores, because it has its own optimizer."""
 
 _OFFLOAD_FIELDS = {field.name for field in dataclasses.fields(OffloadConfig)} | {"fine_grained_activation_offloading"}
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
@@ -79,12 +79,11 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "mscale_all_dim": 0.0,
     "normalization": "LayerNorm",
 }
-"""Megatron-LM's defaults with latent attention, which differ from the defaults of Megatron-Core's config. Source:
-`_add_mla_args` of megatron/training/arguments.py, and for norms `TransformerConfig`, of Megatron-LM core 0.16.1; unchanged in
-0.20."""
+"""Megatron-LM's defaults for latent attention, which differ from those of Megatron-Core's config. Source: `_add_mla_args` in
+megatron/training/arguments.py, and `TransformerConfig` for norms, both core 0.16.1 and unchanged in 0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
-"""Required fields, with examples."""
+"""Required fields with example values."""
 
 
 def parse_arguments(
@@ -102,10 +101,10 @@ def parse_arguments(
         source: Name of the source of `argv`, for errors.
         world_size: Number of processes; None for the minimum that holds one copy of the model.
         typed: More flags from the command line, which override `argv`.
-        known_elsewhere: Command-line flags that other code parses, to suggest after a typing error.
+        known_elsewhere: Command-line flags that other code parses. Errors may suggest them after a typo.
 
     Raises:
-        ConfigError: A flag is unknown or has an invalid value. The error names source, flag, value and fix.
+        ConfigError: A flag is unknown or has an invalid value. The message contains the source, the flag and a fix.
     """
     parser, typed_parser = _build_parser(source), _build_parser(COMMAND_LINE, known_elsewhere)
     values = _parse_and_skip(typed_parser, typed, earlier=_parse_and_skip(parser, argv))
@@ -142,16 +141,16 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
 
     Args:
         arguments: The training run.
-        offload: Offload options; None disables offload. The config receives only the tags that Megatron knows.
+        offload: Offload options; None disables offload. The config only contains the tags that Megatron accepts.
 
     Raises:
-        ConfigError: Megatron refuses the combination. The error includes Megatron's message.
+        ConfigError: Megatron rejects the combination. The error includes Megatron's message.
     """
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)
     dtype = torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
-    # With two stages, the interleaved schedule sends to the same rank in both directions. Batched sends match by order only and
-    # would silently swap an activation and a gradient; overlapped sends use two groups. Megatron-LM does the same.
+    # With two stages, the interleaved schedule sends to the same rank in both directions. Batched sends are matched only by
+    # order and would silently swap an activation and a gradient. Overlapped sends use two groups, as in Megatron-LM.
     fields.setdefault("overlap_p2p_comm", arguments.virtual_pipeline_size is not None)
     fields.setdefault("transformer_impl", "local")
     fields |= {"batch_p2p_comm": not fields["overlap_p2p_comm"], "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -175,7 +174,7 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
         with ignore_expected_warnings():
             return config_class(**fields)
     except (ValueError, AssertionError, NotImplementedError, TypeError) as error:
-        raise arguments.source.refuse(f"Megatron-Core refuses this combination of flags: {error}") from error
+        raise arguments.source.refuse(f"Megatron-Core rejects this combination of flags: {error}") from error
 
 
 def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagParser:
@@ -196,25 +195,26 @@ def _build_parser(source: str, known_elsewhere: Collection[str] = ()) -> FlagPar
 
 
 def _parse_and_skip(parser: FlagParser, words: Sequence[str], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the values of the flags, and warn once about flags that are ignored."""
+    """Return the values of the flags, and log one warning about all ignored flags."""
     values, left = parser.parse_known_args(list(words), argparse.Namespace(**(earlier or {})))
     ignored: list[str] = []
     skips = False
     for word in left:
         if word.startswith("--"):
             flag = word.partition("=")[0]
-            skips = not flag.startswith(_LAUNCHER) and (has_no_effect(flag) or flag.replace("--no-", "--") in _OF_OPTIMIZER)
+            is_ignored = has_no_effect(flag) or flag.replace("--no-", "--") in _OPTIMIZER_FLAGS
+            skips = is_ignored and not flag.startswith(_NEVER_IGNORED)
             if skips and flag not in ignored:
                 ignored.append(flag)
         if not skips:
-            parser.parse_flags([word])  # raises
+            parser.parse_flags([word])  # raises an error for an unknown flag
     if ignored:
-        _logger.warning("%s: this command ignores %s: its small trainer does not need them.", parser.source, " ".join(ignored))
+        _logger.warning("%s: this command ignores flags that its trainer does not need: %s", parser.source, " ".join(ignored))
     return vars(values)
 
 
 def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources) -> dict[str, Any]:
-    """Return the fields of Megatron's config that flags set."""
+    """Return the fields of Megatron's config that the flags set."""
     module = load_module(_CONFIG_MODULE)
     known = {field.name for field in dataclasses.fields(module.TransformerConfig)}
     latent_only = {field.name for field in dataclasses.fields(module.MLATransformerConfig)} - known - _MLA_FIELDS_OF_TRAINING
@@ -241,7 +241,7 @@ def _collect_transformer_fields(values: Mapping[str, Any], sources: FlagSources)
             raise sources.refuse(str(error)) from error
     if (fields.get(virtual) or 1) > 1 and stages < 2:
         raise sources.refuse(
-            "the interleaved schedule (virtual pipeline) needs 2 stages or more. "
+            "the interleaved schedule (virtual pipeline) needs at least 2 stages. "
             "Add --pipeline-model-parallel-size 2 or remove the virtual pipeline."
         )
     return fields

@@ -1,9 +1,9 @@
-"""Times steps with plans, alternating with baseline steps, to find how much copies slow a launch-bound step.
+"""Times steps with plans and baseline steps in alternation, to measure how much copies slow down a launch-bound step.
 
-[Note: Which plans are compared]
-There are two plans. The first offloads as many tags in all layers as compute can hide, which adds little CPU work besides
-copies. The second is for a budget halfway between full recompute and the baseline, which adds a lot of CPU work. A plan without
-copies is skipped. Plans and the baseline take turns, a few steps each, since the speed of a host changes from minute to minute.
+[Note: Compared plans]
+The first plan offloads, in all layers, as many tags as compute can hide. Besides copies, it adds little CPU work. The second
+plan is for a budget halfway between full recompute and the baseline, and adds much more CPU work. Plans without copies are
+skipped. The baseline and the plans alternate every few steps, because the speed of a host changes from minute to minute.
 """
 
 import collections
@@ -33,16 +33,16 @@ from fgoffload.trainer.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 MAX_SLOWDOWN = 0.02
-"""Maximum simulated slowdown of the plan whose copies compute hides, as a fraction of the baseline step."""
+"""Maximum simulated slowdown of the first plan, as a fraction of the baseline step time."""
 
 TIMED_STEPS = 2
 """Number of timed steps per plan and round."""
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 4
-"""Number of rounds. With four, the median of a plan's steps is within 2% even if single steps differ by 10%."""
+"""Number of rounds. With four rounds, the median step time of a plan is within 2% even if single steps vary by 10%."""
 
-ENOUGH_S = 30.0
-"""Seconds after which no new round starts, once `MIN_ROUNDS` are done."""
+TIME_LIMIT_S = 30.0
+"""After `MIN_ROUNDS` rounds and this many seconds, no new round starts."""
 
 
 def compare_steps(
@@ -53,9 +53,9 @@ def compare_steps(
     host_budget_bytes: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[ComparedStep, ...]:
-    """Time steps with plans and baseline steps in alternation. All processes must call this, and return the same result.
+    """Time steps with plans and baseline steps in alternation. All processes must call this and get the same result.
 
-    If planning fails or memory runs out, logs a warning and returns nothing, since the profile is useful without these steps.
+    If planning fails or memory runs out, log a warning and return an empty tuple. The profile is useful without these steps.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
@@ -63,22 +63,22 @@ def compare_steps(
         # Link times differ between processes, so the first process plans for all.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
     except OffloadError as error:  # raised on all processes
-        logger.warning("no steps are compared, so the profile does not show whether training is launch-bound: %s", error)
+        logger.warning("no steps were compared, so the profile does not show whether training is launch-bound: %s", error)
         return ()
     if not plans:
         return ()
     try:
-        return _take_turns(trainer, measurement, plans, on_step)
+        return _time_steps(trainer, measurement, plans, on_step)
     except torch.OutOfMemoryError as error:
         if not is_alone():
             raise  # the other processes are in the middle of a step
-        logger.warning("no steps are compared, because one ran out of GPU memory: %s", error)
+        logger.warning("no steps were compared, because one ran out of GPU memory: %s", error)
         return ()
     finally:
         measurement.apply(NOTHING)
 
 
-def _take_turns(
+def _time_steps(
     trainer: Trainer, measurement: StepMeasurement, plans: Sequence[OffloadPlan], on_step: Callable[[], None]
 ) -> tuple[ComparedStep, ...]:
     start_s = time.perf_counter()
@@ -90,9 +90,9 @@ def _take_turns(
                 settle()
                 step_s = trainer.run_step(with_digests=False).seconds
                 on_step()
-                if step > 0:  # memory settles in the first step after a change
+                if step > 0:  # the first step after a change of plan is a warm-up
                     seconds.append(step_s)
-        if number + 1 >= MIN_ROUNDS and broadcast(time.perf_counter() - start_s) > ENOUGH_S:
+        if number + 1 >= MIN_ROUNDS and broadcast(time.perf_counter() - start_s) > TIME_LIMIT_S:
             break
     keeping_s, *steps_s = [statistics.median(max(step) for step in zip(*gather(seconds), strict=True)) for seconds in times]
     return tuple(
@@ -109,7 +109,7 @@ def settle() -> None:
 
 
 def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan, ...]:
-    """Return the plans to time. See [Note: Which plans are compared]."""
+    """Return the plans to time. See [Note: Compared plans]."""
     ranks = make_rank_models(profile)
     found = (_offload_hidden_tags(ranks, host_budget_bytes), _plan_for_middle(ranks, host_budget_bytes))
     limited = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]
@@ -117,7 +117,7 @@ def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan,
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan that offloads the largest tags whose copies compute can hide, in all layers."""
+    """Return a plan that offloads, in all layers, the largest tags whose copies compute can hide."""
     tags = default_tags()
     keeping_s = simulate(ranks, NOTHING).step_s
     best = NOTHING
@@ -128,17 +128,17 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
             if not tensor.is_below(rank.min_offloaded_numel):
                 saved.update({tag: tensor.size_bytes for tag in tensor.tags if tag in tags.names})
     for tag, _ in saved.most_common():
-        wanted = tuple(dict.fromkeys((*chosen, tag, *tags.get(tag).requires)))
+        candidate = tuple(dict.fromkeys((*chosen, tag, *tags.get(tag).requires)))
         try:
-            tags.check(wanted)
+            tags.check(candidate)
         except ConfigError:
             continue  # the tag is for another kind of attention or MLP
-        flags = MegatronFlags(offload_modules=wanted)
+        flags = MegatronFlags(offload_modules=candidate)
         plan = flags.make_plan(ranks)
         result = simulate(flags.adapt(ranks), plan)
         is_hidden = result.step_s <= (1 + MAX_SLOWDOWN) * keeping_s
         if is_hidden and all(rank.host_peak_bytes <= host_budget_bytes for rank in result.ranks):
-            best, chosen = plan, wanted
+            best, chosen = plan, candidate
     return best
 
 

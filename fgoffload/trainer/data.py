@@ -18,38 +18,38 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
 MAX_TEXT_BYTES = 4 * MIB
-"""Maximum bytes to read."""
+"""Maximum number of bytes to load."""
 
 
 class Microbatch(NamedTuple):
-    """Inputs of one forward pass. Shapes are `[b, s]`: sequences, tokens."""
+    """Inputs of one forward pass. All tensors are `[b, s]` (sequences, tokens)."""
 
     tokens: torch.Tensor
     """Model input, int64."""
     labels: torch.Tensor
-    """Successor of each token, int64."""
+    """Next token at each position, int64."""
     loss_mask: torch.Tensor
-    """Weight of each token's loss, float32: 1 everywhere, since text has no padding."""
+    """Weight of each token's loss, float32. All weights are 1, because the text has no padding."""
     position_ids: torch.Tensor
-    """Positions, int64, from 0 in every sequence."""
+    """Positions, int64, starting at 0 in every sequence."""
 
 
 class TokenSource(abc.ABC):
     """Source of a training run's microbatches."""
 
     def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens have no length
-        """Raise ConfigError if there is not enough text for one sequence."""
+        """Raise ConfigError if the text is too short for one sequence."""
 
     @abc.abstractmethod
     def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return int64 tokens, `[sequences, length]`, which only depend on the state of `generator`."""
+        """Return int64 tokens `[sequences, length]` that only depend on the state of `generator`."""
 
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
     ) -> Microbatch:
-        """Return a microbatch of whole sequences. The same source and arguments give identical bits.
+        """Return a microbatch of whole sequences. For one source, it only depends on the arguments.
 
-        Steps and microbatches are counted from 0. Data-parallel ranks and splits get different text.
+        Steps and microbatches are counted from 0. Each data-parallel rank and each split gets different text.
         """
         self.check_length(arguments.seq_length)
         # `random` hashes a string seed with SHA-512, so no two microbatches share a seed. torch's random state is unchanged.
@@ -65,9 +65,9 @@ class TokenSource(abc.ABC):
 
 
 class RandomTokens(TokenSource):
-    """Random tokens from the whole vocabulary. They are drawn once and then reused in every step, already on the device.
+    """Random tokens from the whole vocabulary, drawn once and kept on the device. Every step reuses them.
 
-    So experts receive about equal numbers of tokens. All training runs that share this source must have the same shapes.
+    Experts then receive about equal numbers of tokens. All training runs that share this source must have the same shapes.
     """
 
     def __init__(self, *, vocab_size: int, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class RandomTokens(TokenSource):
 
 
 class TextData(TokenSource):
-    """Text in memory, with a token for each byte. `name` is the name of the text in errors."""
+    """Text in memory, with one token per byte. Errors refer to the text as `name`."""
 
     def __init__(self, text: bytes, *, name: str) -> None:
         self.name = name

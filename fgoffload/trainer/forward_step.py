@@ -1,4 +1,4 @@
-"""Runs microbatches through model chunks, as Megatron's schedules require."""
+"""Forward step for Megatron's schedules, which runs a microbatch through a model chunk."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ LOSS = "lm loss"
 class ForwardStep:
     """Runs a chunk on the next microbatch from `prepare`.
 
-    A CUDA graph can capture a call, since only `prepare` copies to the device and synchronizes with it.
+    A CUDA graph can capture a call, because only `prepare` copies to the device and synchronizes with it.
     """
 
     def __init__(self, arguments: TrainingArguments, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class ForwardStep:
         output = run(
             batch["tokens"],
             batch["position_ids"],
-            None,  # attention makes its own causal mask
+            None,  # attention creates its own causal mask
             labels=batch["labels"],
             loss_mask=loss_mask,
             packed_seq_params=batch["packed_seq_params"],
@@ -80,7 +80,7 @@ def _unwrap(chunk: Any) -> Any:
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
-    """Return the bounds of packed sequences that take a half, a quarter and a quarter of `length` tokens."""
+    """Return the bounds of three packed sequences: a half, a quarter and a quarter of `length` tokens."""
     parts = length // multiple
     return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
 
@@ -88,8 +88,8 @@ def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
 def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int) -> torch.Tensor:
     """Return the token indices of one context-parallel rank, split as in Megatron and Transformer Engine.
 
-    Each sequence between two `bounds` is split into `2 * size` parts. A rank gets one part from the front and the matching one
-    from the back, since later parts cost more in causal attention.
+    Each sequence between two `bounds` is split into `2 * size` parts. A rank gets one part from the front and the mirrored part
+    from the back, because later parts take more time in causal attention.
     """
     indices = []
     for begin, end in itertools.pairwise(bounds):
@@ -110,7 +110,7 @@ def _restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> tor
 def _compute_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the summed loss of a microbatch, its number of tokens, and the mean loss. Both arguments are `[b, s]`.
 
-    Megatron divides the sum in place, by the tokens and by the number of microbatches.
+    Megatron divides the sum in place by the numbers of tokens and microbatches.
     """
     loss = (output.float() * loss_mask).sum()
     tokens = loss_mask.sum()

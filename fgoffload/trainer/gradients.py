@@ -13,7 +13,7 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _MAX_DIGEST_THREADS = 8
-"""Maximum number of threads. Each copies one tensor to host memory, and the ranks of a machine share its cores."""
+"""Maximum number of threads. Each holds a copy of one tensor, and all ranks of a machine share its memory and cores."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: TrainingArguments) -> list[Any]:
@@ -37,9 +37,9 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: Train
 
 
 def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
-    """Release the autograd graph of the last microbatch, which token dispatchers hold through their routing probabilities.
+    """Release the autograd graph of the last microbatch, which token dispatchers reference through routing probabilities.
 
-    The graph holds the model, and so the dispatchers. Python's garbage collector cannot see this cycle through autograd.
+    The graph also references the dispatchers. Python's garbage collector cannot detect this cycle through autograd.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "token_dispatcher"):
@@ -64,7 +64,7 @@ class MainGradOptimizer:
 
 
 def get_main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a wrapped chunk's parameter, a view of the wrapper's buffer."""
+    """Return the gradient of a wrapped chunk's parameter. It is a view of the wrapper's buffer."""
     gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 
@@ -78,7 +78,7 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return `digest_tensor` of each tensor, in order. The device must be done with the tensors.
 
-    Copies and hashes run in threads and release the GIL. In one thread, they would take longer than a step.
+    Copies and hashes run in several threads and release the GIL. In one thread, they would take longer than a step.
     """
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_DIGEST_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip(tensors, pool.map(digest_tensor, tensors.values()), strict=True))

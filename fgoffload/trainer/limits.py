@@ -1,4 +1,4 @@
-"""Refuses training runs and plans that this version or the installed packages do not support, before a model is built."""
+"""Checks that this version and the installed packages support a training run or a plan, before the model is built."""
 
 import os
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 _INSTALL = "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]', or"
 
 
-def refuse_what_is_not_built(arguments: TrainingArguments) -> None:
-    """Raise ConfigError with the flag and the fix if this version or machine does not support `arguments`."""
+def check_supported(arguments: TrainingArguments) -> None:
+    """Raise ConfigError with the flag and a fix if this version or machine does not support `arguments`."""
     for check in (_list_unsupported, _list_missing_packages, _list_local_layer_faults, _list_graph_faults):
         for fault in check(arguments):
             raise arguments.source.refuse(fault)
@@ -42,8 +42,8 @@ def _list_unsupported(arguments: TrainingArguments) -> Iterator[str]:
     ):
         if is_given:
             yield f"{flag} is not supported in this version: {fix}."
-    # The checkpointed MLP returns its bias, a parameter, and autograd then takes the checkpoint for the node that computed the
-    # bias. In backward, the recompute recurses until memory is full. Seen with megatron-core 0.16.1.
+    # The checkpointed MLP returns its bias, a parameter, so autograd treats the checkpoint as the node that computed the bias.
+    # In backward, the recompute then recurses until memory is full. Seen with megatron-core 0.16.1.
     recomputes_mlp = given.get("recompute_granularity") == "selective" and "mlp" in (given.get("recompute_modules") or ())
     if recomputes_mlp and given.get("add_bias_linear", True):
         yield (
@@ -58,17 +58,17 @@ def _list_missing_packages(arguments: TrainingArguments) -> Iterator[str]:
         if not has_transformer_engine():
             yield f"{flag} {_INSTALL} use --transformer-impl local."
         if needs_cpu_support():
-            yield f"{flag} needs a GPU, and there is none. Use --transformer-impl local."
+            yield f"{flag} needs a GPU, but this machine has none. Use --transformer-impl local."
 
 
 def _list_graph_faults(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that CUDA graphs do not support, if any are captured."""
+    """Yield an error for each setting that CUDA graphs do not support, if graphs are captured."""
     impl = arguments.cuda_graph_impl
     if not arguments.captures_graphs:
         return
     flag = f"--cuda-graph-impl {impl}"
     if needs_cpu_support():
-        yield f"{flag} needs a GPU, and there is none. Remove it."
+        yield f"{flag} needs a GPU, but this machine has none. Remove it."
     if impl == TRANSFORMER_ENGINE and not has_transformer_engine():
         yield f"{flag} {_INSTALL} remove it."
     expandable = "expandable_segments:True"
@@ -88,11 +88,11 @@ def _list_graph_faults(arguments: TrainingArguments) -> Iterator[str]:
 
 
 def _list_local_layer_faults(arguments: TrainingArguments) -> Iterator[str]:
-    """Yield settings that need Transformer Engine's layers, if the layers are Megatron's local ones."""
+    """Yield an error for each setting that needs Transformer Engine's layers, if the model uses Megatron's local layers."""
     if arguments.uses_transformer_engine:
         return
     given, size = arguments.transformer, arguments.context_parallel_size
-    # The user may have replaced the attention of local layers with one that supports more.
+    # The user may have replaced the attention of local layers with one that supports more settings.
     attention = load_module("megatron.core.transformer.dot_product_attention").DotProductAttention
     is_megatrons = load_module("megatron.core.models.backends").LocalSpecProvider().core_attention() is attention
     for flag, is_given in (
@@ -117,7 +117,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
-        MICROBATCHES: arguments.num_microbatches,  # after the batch has ramped up
+        MICROBATCHES: arguments.num_microbatches,  # after the batch-size ramp-up
     }
     with naming_plan_file(path):
         plan.check_made_for({**read_facts(config), **step})
@@ -129,5 +129,5 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
         if site.layer not in range(layers) or site.chunk not in range(chunks):
             raise PlanError(
                 f"{name} contains {site} in chunk {site.chunk}, but the model has {layers} layers and {chunks} chunk(s) per "
-                "rank, counted from 0. Plan for this model."
+                "rank, counted from 0. Create a plan for this model."
             )

@@ -1,6 +1,6 @@
 """Runs Megatron-Core's own offload engine, for comparison with ours.
 
-It needs a process of its own, in which Transformer Engine reads `NVTE_CPU_OFFLOAD_V1=1` at import.
+It needs a separate process, because Transformer Engine reads `NVTE_CPU_OFFLOAD_V1=1` only at import.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 
 
 def prepare(offload: OffloadConfig, config: Any) -> None:
-    """Check that Megatron's engine supports `offload`, and reset it. Call this before the model is built.
+    """Check that Megatron's engine supports `offload`, and reset the engine. Call this before the model is built.
 
-    The fraction to offload is set in Megatron's `config`.
+    This also sets the fraction to offload in Megatron's `config`.
 
     Raises:
         ConfigError: The engine does not support an option of `offload`.
@@ -27,15 +27,15 @@ def prepare(offload: OffloadConfig, config: Any) -> None:
     """
     for fault in _list_faults():
         raise IntegrationError(f"Megatron-Core's own offload engine {fault}.")
-    fraction, older = offload.activation_offload_fraction, f"the engine of megatron-core {get_version()} does not support it"
+    fraction, name = offload.activation_offload_fraction, f"The engine of megatron-core {get_version()}"
     if offload.delay_offload_until_cuda_graph and not hasattr(config, "delay_offload_until_cuda_graph"):
-        raise ConfigError(f"--delay-offload-until-cuda-graph: {older}. Remove it, or install 0.19 or newer.")
+        raise ConfigError(f"{name} does not support --delay-offload-until-cuda-graph. Remove it, or install 0.19 or newer.")
     if fraction != 1.0 and not hasattr(config, "activation_offload_fraction"):
-        raise ConfigError(f"--activation-offload-fraction {fraction}: {older}. Use 1, or install 0.19 or newer.")
+        raise ConfigError(f"{name} does not support --activation-offload-fraction {fraction}. Use 1, or install 0.19 or newer.")
     accepted = list_accepted(offload.offload_modules)
     if missing := [tag for tag in offload.offload_modules if tag not in accepted]:
         raise ConfigError(
-            f"--offload-modules {missing[0]!r} is not a module of Megatron-Core's engine. Use one, for example core_attn."
+            f"Megatron-Core's engine does not support --offload-modules {missing[0]}. Use another module, such as core_attn."
         )
     config.activation_offload_fraction = fraction
     reset()
@@ -48,7 +48,7 @@ def reset() -> None:
 
 def _list_faults() -> Iterator[str]:
     if needs_cpu_support():
-        yield "needs a GPU, but there is none. Run it on a machine with a GPU"
+        yield "needs a GPU, but this machine has none. Run it on a machine with a GPU"
     if not has_transformer_engine():
         yield "needs Transformer Engine, which cannot be imported here. Install it: pip install 'fgoffload[te]'"
     if is_replaced():

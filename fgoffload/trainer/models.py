@@ -8,10 +8,10 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 
 
 def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
-    """Return this rank's model chunks: one, or with a virtual pipeline its size.
+    """Build this rank's model chunks: one, or `virtual_pipeline_size` chunks with a virtual pipeline.
 
     Raises:
-        ConfigError: Megatron refuses to build the model. The error includes Megatron's message.
+        ConfigError: Megatron rejects the model. The error includes Megatron's message.
     """
     count = arguments.virtual_pipeline_size
     try:
@@ -21,15 +21,15 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
         raise arguments.source.refuse(f"Megatron-Core cannot build this model: {error}") from error
 
 
-def forget_embeddings(chunks: Iterable[Any]) -> None:
-    """Clear Megatron's cached rotary embeddings.
+def clear_rotary_caches(chunks: Iterable[Any]) -> None:
+    """Clear the caches of Megatron's rotary embeddings.
 
-    Their forward is an `lru_cache` of the class, which would keep these modules and tensors `[s, 1, 1, d]` on the device.
+    Their class caches `forward` with `lru_cache`, which would keep these modules and tensors `[s, 1, 1, d]` on the device.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
-        forget = getattr(type(module).forward, "cache_clear", None)
-        if forget is not None:
-            forget()
+        clear = getattr(type(module).forward, "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def _build_chunk(arguments: TrainingArguments, config: Any, vp_stage: int | None) -> Any:
@@ -66,7 +66,7 @@ def _build_mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
     specs = load_module("megatron.core.models.gpt.gpt_layer_specs")
     uses_transformer_engine = config.transformer_impl == "transformer_engine"
     if not layer_spec.layer_specs:
-        # The last stage has no decoder layers. Build them like the last layer of the decoder.
+        # This stage has no decoder layers, so we use the spec of the decoder's last layer.
         layer_spec = specs.get_gpt_decoder_layer_specs(
             config, uses_transformer_engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
         )[-1]

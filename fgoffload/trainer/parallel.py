@@ -17,7 +17,7 @@ from fgoffload.planner.timing.profile import CPU
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that Megatron's model sets for Transformer Engine. A later model with another backend refuses them."""
+"""Variables that Megatron's model sets for Transformer Engine. A later model with another backend would reject them."""
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
@@ -26,7 +26,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
     The processes connect through the file `store`, which must not exist yet. None uses the address that `torchrun` sets.
 
     Raises:
-        ConfigError: The machine has no GPU of that number, or the environment has no address.
+        ConfigError: The machine has no GPU with that number, or the environment contains no address.
     """
     if not needs_cpu_support():
         if local_rank >= torch.cuda.device_count():
@@ -35,7 +35,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
                 "Start one process per GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)
-        # Bitwise comparison needs a fixed order of summation, which NVLS does not have.
+        # Bitwise comparison needs a fixed order of summation, which NVLS does not guarantee.
         os.environ.setdefault("NCCL_ALGO", "^NVLS")
     try:
         shared = None if store is None else torch.distributed.FileStore(str(store), world_size)  # type: ignore[attr-defined]
@@ -47,9 +47,9 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
 
 
 def initialize_parallel(arguments: TrainingArguments) -> None:
-    """Create Megatron's process groups, within the existing process group or else for this process only.
+    """Create Megatron's process groups within the existing process group, or for this process alone if none exists.
 
-    Ignores the variables of a launcher, such as `WORLD_SIZE` and `RANK`. Call `join_processes` before it to use them.
+    This ignores launcher variables such as `WORLD_SIZE` and `RANK`. To use them, call `join_processes` first.
 
     Raises:
         ConfigError: The arguments are for another number of processes.
@@ -71,7 +71,7 @@ def initialize_parallel(arguments: TrainingArguments) -> None:
         context_parallel_size=arguments.context_parallel_size,
         expert_model_parallel_size=arguments.expert_parallel_size,
         expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # for checkpoints, which this package does not write
+        create_gloo_process_groups=False,  # only needed for checkpoints, which this package does not write
     )
 
 
@@ -88,12 +88,12 @@ def get_device() -> torch.device:
 
 
 def name_device() -> str:
-    """Return the driver's name of this process's device, or `CPU`."""
+    """Return the driver's name for this process's GPU, or `CPU`."""
     return CPU if needs_cpu_support() else torch.cuda.get_device_name()
 
 
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Seed all random states like Megatron-LM: pipeline stages differ, and all copies of the model are identical."""
+    """Seed all random states like Megatron-LM: differently per pipeline stage, but equally for all copies of the model."""
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
     random.seed(rank_seed)
@@ -108,7 +108,7 @@ def seed_everything(arguments: TrainingArguments) -> None:
 
 
 def clear_megatron_buffers() -> None:
-    """Clear global state of Megatron and Transformer Engine: scratch memory, losses by layer, FP8 scales."""
+    """Clear the global state of Megatron and Transformer Engine: scratch memory, per-layer losses, and FP8 scales."""
     parallel_state = load_module("megatron.core.parallel_state")
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
@@ -120,13 +120,13 @@ def clear_megatron_buffers() -> None:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. torch warns about operators without one."""
+    """Make torch and Transformer Engine use deterministic kernels. Torch only warns about ops that have none."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Deterministic matrix products need this before the first CUDA matrix product.
+    # cuBLAS reads this variable at the first matrix product. Its results are deterministic only with this setting.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
-    # At 0, Transformer Engine only uses attention kernels with a deterministic backward.
+    # With 0, Transformer Engine only uses attention kernels with a deterministic backward.
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     try:
         with keep_environment((variable,)):

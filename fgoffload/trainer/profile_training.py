@@ -1,4 +1,4 @@
-"""Profiles a training run: a few unmeasured steps, a warm-up step, the measured step, and on a GPU steps with plans."""
+"""Profiles a training run: a few plain steps, a warm-up step, the measured step and, on a GPU, steps with plans."""
 
 import contextlib
 import dataclasses
@@ -30,11 +30,11 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Number of steps to time without a measurement, after one warm-up step."""
+"""Number of plain steps, timed without profiling, after one warm-up step."""
 
 
 def profile_link() -> Profile:
-    """Measure the link of this process's device, and return a profile of the link alone."""
+    """Measure the link between host and device, and return a profile that contains only the link."""
     return _make_profile(measure_link(find_device("cpu" if needs_cpu_support() else "cuda")), ())
 
 
@@ -45,23 +45,22 @@ def profile_training(
     has_optimizer: bool = True,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Profile a training run. All processes of the run must call this, and all return the profile.
+    """Profile a training run. All processes of the run must call this, and each gets the same profile.
 
-    Of the offload options, only the minimum tensor size and the host budget matter. `on_step` is called after each step except
-    the unmeasured ones.
+    Of the offload options, only the minimum tensor size and the host budget are used. `on_step` is called after each step
+    except the plain steps.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
-        IntegrationError: The model cannot be measured as it is.
+        IntegrationError: The model cannot be profiled.
     """
     if arguments.captures_graphs:
         logger.warning(
-            "a profile is measured without --cuda-graph-impl %s: replayed graphs cannot be measured.",
-            arguments.cuda_graph_impl,
+            "profiling ignores --cuda-graph-impl %s, because replayed graphs cannot be measured.", arguments.cuda_graph_impl
         )
         arguments = arguments.without_graphs()
     link = profile_link().link
-    # Deterministic kernels take longer, and some save other tensors.
+    # Deterministic kernels are slower, and some save other tensors.
     policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
@@ -77,7 +76,7 @@ def profile_training(
                 has_optimizer=has_optimizer,
                 plain_step_s=plain_step_s,
             )
-            # Steps cannot be compared if the batch grows or sequence lengths vary.
+            # Step times are not comparable if the batch grows or sequence lengths vary.
             if engine.device.type != "cpu" and arguments.rampup_batch_size is None and not arguments.has_variable_lengths:
                 profile = _add_compared_steps(trainer, measurement, profile, on_step)
     return profile
@@ -106,18 +105,18 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Add steps with plans to `profile`, and average the unmeasured steps of both models."""
+    """Add timed steps with plans to `profile`, and average the baseline step times of both models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # Each newly built model is faster or slower as a whole, by 2 to 3% if launch-bound (docs/decisions.md).
+        # Step times differ between builds of the same model, by 2 to 3% if launch-bound (docs/decisions.md).
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:
-    """Return the median seconds of an unmeasured baseline step, and free its model."""
+    """Return the median time in seconds of plain baseline steps, and free their model."""
     with contextlib.closing(Trainer(arguments, text, offload=None, policy=policy)) as trainer:
         trainer.run_step(with_digests=False)
         seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]

@@ -1,4 +1,4 @@
-"""Results of steps, and the first differences between two training runs."""
+"""Results of steps, and a comparison of two training runs."""
 
 import dataclasses
 import math
@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Results of one step, on this rank unless they are merged."""
+    """Results of one step, on this rank or merged over all ranks."""
 
     step: int = 0
-    """Number of the step, from 0."""
+    """Number of the step, counted from 0."""
     losses: tuple[float, ...]
-    """Mean loss of each microbatch, in order; empty on all pipeline stages except the last."""
+    """Mean loss of each microbatch, in order. Empty on all pipeline stages except the last."""
     gradient_digests: Mapping[str, str]
     """SHA-256 of each reduced gradient's bytes, by parameter name with its chunk. Empty if not requested."""
     seconds: float
-    """Seconds from the start of forward until the device finished the optimizer, without digests."""
+    """Seconds from the start of forward until the device has finished the optimizer step, without the digests."""
 
     @property
     def loss(self) -> float:
@@ -27,7 +27,7 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step, from 1, in which two training runs differ, and the microbatch or the parameter with the difference."""
+    """First step, counted from 1, in which two training runs differ, and the microbatch or parameter that differs."""
 
     step: int
     what: str
@@ -46,13 +46,13 @@ def find_differences(before: Sequence[StepResult], after: Sequence[StepResult]) 
 def _find_loss(one: StepResult, other: StepResult) -> str | None:
     if len(one.losses) != len(other.losses):
         return f"{len(one.losses)} and {len(other.losses)} losses"
-    # Compare hex forms: for `==`, -0.0 equals 0.0, and a NaN differs from itself.
+    # Compare the hex forms, because for `==`, -0.0 equals 0.0 and a NaN differs from itself.
     pairs = enumerate(zip(one.losses, other.losses, strict=True))
     return next((f"microbatch {index + 1}" for index, (first, second) in pairs if first.hex() != second.hex()), None)
 
 
 def _find_gradient(one: StepResult, other: StepResult) -> str | None:
-    """Return the first gradient, in parameter order, that differs or exists only in one step."""
+    """Return the name of the first gradient, in parameter order, that differs or exists only in one step."""
     names = dict.fromkeys((*one.gradient_digests, *other.gradient_digests))
     return next((name for name in names if one.gradient_digests.get(name) != other.gradient_digests.get(name)), None)
 

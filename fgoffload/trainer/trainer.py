@@ -1,4 +1,4 @@
-"""Trains Megatron-Core's GPT model with its schedules and parallel layouts, and a plain optimizer.
+"""Trains Megatron-Core's GPT model with its schedules and parallelism, and a plain optimizer.
 
 By default, two trainers with the same arguments and text compute bitwise identical losses and gradients, with and without
 offload.
@@ -24,8 +24,8 @@ from fgoffload.trainer.arguments import build_transformer_config
 from fgoffload.trainer.data import TokenSource
 from fgoffload.trainer.forward_step import LOSS, ForwardStep
 from fgoffload.trainer.gradients import MainGradOptimizer, digest_tensors, get_main_grad, release_graphs, wrap_chunks
-from fgoffload.trainer.limits import refuse_what_is_not_built
-from fgoffload.trainer.models import build_chunks, forget_embeddings
+from fgoffload.trainer.limits import check_supported
+from fgoffload.trainer.models import build_chunks, clear_rotary_caches
 from fgoffload.trainer.steps import StepResult
 from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.trainer.training_graphs import choose_graphs
@@ -38,7 +38,7 @@ class TrainingPolicy:
     is_deterministic: bool = True
     """Use bitwise reproducible kernels, which are slower."""
     has_optimizer: bool = True
-    """Update the parameters with AdamW. Otherwise a step is only forward and backward."""
+    """Update the parameters with AdamW. Otherwise, a step only runs forward and backward."""
     uses_megatrons_engine: bool = False
     """Offload with Megatron-Core's own engine instead of ours; see `megatron_engine`."""
 
@@ -61,7 +61,7 @@ class Trainer:
 
         Args:
             arguments: The training run. `arguments.offload` is ignored.
-            text: Training text.
+            text: Source of the microbatches.
             offload: Offload options, or None for no offload.
             policy: Kernels, optimizer, and the engine that offloads.
 
@@ -70,7 +70,7 @@ class Trainer:
             IntegrationError: Megatron-Core lacks a required symbol.
             StateError: `initialize_parallel` was not called.
         """
-        refuse_what_is_not_built(arguments)
+        check_supported(arguments)
         text.check_length(arguments.seq_length)
         if not torch.distributed.is_initialized():
             raise StateError(
@@ -80,7 +80,7 @@ class Trainer:
         self.text = text
         self.policy = policy
         self.integration: Any = None
-        """Our engine in Megatron-Core; None without offload or with Megatron's own engine."""
+        """Our integration in Megatron-Core; None without offload or with Megatron's own engine."""
         self.chunks: list[torch.nn.Module] = []
         """Model chunks of this rank, without the data-parallel wrapper."""
         self.graphs = choose_graphs(arguments)
@@ -131,16 +131,16 @@ class Trainer:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters of this rank, with names such as `0.output_layer.weight` that begin with the chunk."""
+        """Iterate over the parameters of this rank, with names such as `0.output_layer.weight`, prefixed by the chunk."""
         for index, chunk in enumerate(self.chunks):
             yield from chunk.named_parameters(prefix=str(index))
 
     def run_step(self, *, with_digests: bool = True) -> StepResult:
-        """Run one optimizer step: all microbatches forward and backward, then the update."""
+        """Run one optimizer step: forward and backward of all microbatches, then the update."""
         self._check_open()
         for chunk in self._wrapped_chunks:
             chunk.train()
-        self.graphs.prepare_step(self._step)  # may capture graphs, which is not timed
+        self.graphs.prepare_step(self._step)  # not timed, because it may capture graphs
         start = time.perf_counter()
         for chunk in self._wrapped_chunks:
             chunk.zero_grad_buffer()
@@ -164,9 +164,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, ...]:
-        """Run one global batch forward in eval mode, before, between or after steps, and return `StepResult.losses`.
+        """Run forward on one global batch in eval mode, and return its losses as in `StepResult.losses`.
 
-        Each call uses new text that no training step uses.
+        Call this at any time between training steps. Each call uses new text, which no training step uses.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:
@@ -177,7 +177,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the activation bytes of the body in `ledger`, except bytes from other saved-tensor hooks."""
+        """Count the activation bytes of the body in `ledger`, except tensors that other saved-tensor hooks handle."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield
@@ -187,7 +187,7 @@ class Trainer:
         self._is_closed = True
         self.graphs.close()
         release_graphs(self.chunks)
-        forget_embeddings(self.chunks)
+        clear_rotary_caches(self.chunks)
         self.chunks = []
         self._wrapped_chunks = []
         self._optimizer = None

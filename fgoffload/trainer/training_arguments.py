@@ -15,7 +15,7 @@ from fgoffload.integrations.megatron.flags.graph_flags import GRAPH_FIELDS
 from fgoffload.integrations.megatron.flags.tag_checks import check_tags
 
 _BYTE_VALUES = 256
-"""Minimum vocabulary size, since each byte of the text is a token."""
+"""Minimum vocabulary size, because each byte of the text is a token."""
 
 _ROUTER_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
@@ -32,9 +32,9 @@ class TrainingArguments:
     """A training run, as described by Megatron's flags."""
 
     transformer: Mapping[str, Any]
-    """Fields of Megatron's TransformerConfig that flags set; the others have their defaults."""
+    """Fields of Megatron's TransformerConfig that flags set. The other fields have their defaults."""
     offload: OffloadConfig | None
-    """Fine-grained activation offload options, or None if it is off."""
+    """Options of activation offload, or None without offload."""
     source: FlagSources
     """Source of the flags, for errors."""
     world_size: int
@@ -42,7 +42,7 @@ class TrainingArguments:
     seq_length: int
     """Tokens per sequence."""
     max_position_embeddings: int
-    """Number of positions of the model."""
+    """Maximum number of positions that the model supports."""
     micro_batch_size: int
     """Sequences per microbatch."""
     global_batch_size: int
@@ -66,7 +66,7 @@ class TrainingArguments:
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Pack several sequences into each, which do not attend to each other. Megatron-LM has no such flag."""
+    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no such flag."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that Megatron's own config does not check."""
@@ -107,7 +107,7 @@ class TrainingArguments:
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """Number of processes that share each expert; by default the tensor-parallel size."""
+        """Number of processes that share each expert. The default is the tensor-parallel size."""
         return int(self.transformer.get("expert_tensor_parallel_size") or self.tensor_parallel_size)
 
     @property
@@ -117,7 +117,7 @@ class TrainingArguments:
 
     @property
     def uses_transformer_engine(self) -> bool:
-        """Whether the layers are Transformer Engine's."""
+        """Whether the model uses Transformer Engine's layers."""
         return bool(self.transformer.get("transformer_impl", "local") == TRANSFORMER_ENGINE)
 
     @property
@@ -132,7 +132,7 @@ class TrainingArguments:
 
     @property
     def steps_until_replay(self) -> int:
-        """Number of eager steps and capture steps before all steps replay graphs. 0 without graphs."""
+        """Number of eager steps and capture steps before all steps replay graphs; 0 without graphs."""
         return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
 
     @property
@@ -142,18 +142,18 @@ class TrainingArguments:
 
     @property
     def uses_te_rng_tracker(self) -> bool:
-        """Whether Transformer Engine keeps the random states, which it must if it captures graphs or graphs hold its layers."""
+        """Whether Transformer Engine tracks the random states. Required if it captures graphs or graphs contain its layers."""
         has_te_graphs = self.cuda_graph_impl == TRANSFORMER_ENGINE or (self.captures_graphs and self.uses_transformer_engine)
         return has_te_graphs or bool(self.transformer.get("use_te_rng_tracker", False))
 
     @property
     def has_variable_lengths(self) -> bool:
-        """Whether each microbatch has its own sequence length, between half of `seq_length` and all of it."""
+        """Whether each microbatch has its own sequence length, from half of `seq_length` up to `seq_length`."""
         return bool(self.transformer.get("variable_seq_lengths", False))
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per rank and step, after the batch has ramped up."""
+        """Number of microbatches per rank and step, after the batch-size ramp-up."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -164,12 +164,12 @@ class TrainingArguments:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide the length."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide `seq_length`."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
     def count_microbatches(self, consumed_samples: int) -> int:
-        """Return the microbatches per rank in the step after `consumed_samples` sequences, while the batch ramps up.
+        """Return the number of microbatches per rank in the step after `consumed_samples` sequences, with the ramp-up.
 
         Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core 0.16.1.
         """
@@ -185,7 +185,7 @@ class TrainingArguments:
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
-    # Each check yields its faults. We raise the first.
+    # Each check yields error messages. `__post_init__` raises the first one.
 
     def _check_sizes(self) -> Iterator[str]:
         training = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "vocab_size")
@@ -195,7 +195,7 @@ class TrainingArguments:
         sizes |= {name: size for name, size in self.transformer.items() if name.endswith("_size") or name in others}
         for name, size in (*sizes.items(), ("world_size", self.world_size)):
             if isinstance(size, int) and size < 1:
-                yield f"{_spell(name)} {size} is below 1. Use 1 or more."
+                yield f"{_name_flag(name)} {size} is below 1. Use 1 or more."
 
     def _check_ranges(self) -> Iterator[str]:
         if not (math.isfinite(self.lr) and self.lr >= 0):
@@ -223,8 +223,8 @@ class TrainingArguments:
         is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
         if channels < 1 or (is_rotary and channels % 2):
             yield (
-                f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0, and even with "
-                f"--position-embedding-type rope, which rotates pairs of channels. Use --kv-channels {channels + 1}."
+                f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0 and, with "
+                f"--position-embedding-type rope, even. Use --kv-channels {channels + 1}."
             )
         experts = self.transformer.get("num_moe_experts")
         topk = self.transformer.get("moe_router_topk", _ROUTER_TOPK)
@@ -237,16 +237,16 @@ class TrainingArguments:
 
     def _check_processes(self) -> Iterator[str]:
         model, experts = count_processes(self.transformer)
-        for what, size, factors in (
+        for subject, size, factors in (
             ("one copy of the model needs", model, "tensor x pipeline x context"),
             ("the experts of a model need", experts, "expert-tensor x expert x pipeline"),
         ):
             if self.world_size % size:
                 needed = math.lcm(model, experts)
-                started = "there is 1" if self.world_size == 1 else f"there are {self.world_size}"
                 yield (
-                    f"{what} {size} processes ({factors} parallel sizes), but {started}. Start a multiple of {needed} with "
-                    f"torchrun --nproc-per-node {needed} -m fgoffload train, or plan without GPUs with fgoffload plan."
+                    f"{subject} {size} processes ({factors} parallel sizes), but this run has {self.world_size}. "
+                    f"Start a multiple of {needed} with torchrun --nproc-per-node {needed} -m fgoffload train, "
+                    "or plan without GPUs with fgoffload plan."
                 )
 
     def _check_batch(self) -> Iterator[str]:
@@ -259,8 +259,8 @@ class TrainingArguments:
             )
         if self.packed_sequences and self.micro_batch_size > 1:
             yield (
-                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: packed sequences form "
-                "one sequence. Use --micro-batch-size 1."
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: a packed microbatch "
+                "is one long sequence. Use --micro-batch-size 1."
             )
         if self.seq_length > self.max_position_embeddings:
             yield (
@@ -289,13 +289,13 @@ class TrainingArguments:
 
 
 def count_processes(transformer: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many processes one copy of the model needs, and how many its experts need."""
+    """Return the number of processes that one copy of the model needs, and the number that its experts need."""
     names = ("tensor_model", "pipeline_model", "context", "expert_model")
     tensor, pipeline, context, expert = (max(1, int(transformer.get(f"{name}_parallel_size", 1))) for name in names)
     expert_tensor = int(transformer.get("expert_tensor_parallel_size") or tensor)
     return tensor * pipeline * context, max(1, expert_tensor) * expert * pipeline
 
 
-def _spell(name: str) -> str:
-    # Megatron-LM's spelling, which users type.
+def _name_flag(name: str) -> str:
+    # Megatron-LM's name, which users type.
     return "--num-experts" if name == "num_moe_experts" else to_flag(name)

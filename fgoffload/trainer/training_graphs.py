@@ -1,7 +1,7 @@
 """Captures the CUDA graphs of a training run with Megatron-Core's own code, and releases them at the end.
 
-Megatron keeps graphs, their inputs and their memory pool in global state, so a trainer must release them before the next one
-can capture. Only this file uses Megatron's private names for graphs.
+Megatron keeps graphs, their inputs and their memory pool in global state, so a trainer must release them before the next
+trainer can capture. Only this file uses Megatron's private names for graphs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _STEP_GRAPH = "megatron.core.full_cuda_graph"
 
 
 class Graphs:
-    """Runs all steps eagerly. Base of the classes that capture graphs."""
+    """Runs all steps eagerly. Its subclasses capture graphs."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         self._arguments = arguments
@@ -39,7 +39,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        """Run the body, which builds the data-parallel wrapper, on a stream that is allowed during capture."""
+        """Run the body, which creates the data-parallel wrapper, on a stream that is allowed during capture."""
         if not self._arguments.captures_graphs:
             yield
             return
@@ -52,16 +52,16 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
-        """Receive this rank's wrapped chunks and their config."""
+        """Store this rank's wrapped chunks and their config."""
         self._chunks, self._config = chunks, config
 
     def get_schedule(self) -> Callable[..., Any]:
-        """Return Megatron's schedule."""
+        """Return Megatron's function that runs forward and backward of all microbatches."""
         schedule: Callable[..., Any] = load_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         return schedule
 
     def prepare_step(self, step: int) -> None:
-        """Capture graphs if this must happen before `step`, counted from 0. Chunks must be in training mode.
+        """Capture graphs if `step`, counted from 0, is the first to replay them. Chunks must be in training mode.
 
         Raises:
             IntegrationError: This step should replay graphs, but none was captured.
@@ -88,13 +88,13 @@ class _LocalGraphs(Graphs):
 
     @property
     def is_captured(self) -> bool:
-        record = load_module(_LAYER_GRAPHS)._CudagraphGlobalRecord  # noqa: SLF001 - the only name
+        record = load_module(_LAYER_GRAPHS)._CudagraphGlobalRecord  # noqa: SLF001 - no public name
         return bool(record.cudagraph_created)
 
     def close(self) -> None:
         module = load_module(_LAYER_GRAPHS)
         module.delete_cuda_graphs()
-        # Megatron has dropped the runners, but their outputs hold the autograd graph, and so the runners and the whole model.
+        # Megatron no longer references the runners, but their outputs keep the autograd graph, the runners and the model alive.
         managers = [one for chunk in self._chunks for one in chunk.modules() if isinstance(one, module.CudaGraphManager)]
         for manager in managers:
             for runner in manager.cudagraph_runners:
@@ -119,7 +119,7 @@ class _LayerGraphs(Graphs):
         super().start(chunks, config)
         # The capture reads the number of microbatches per step.
         load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
-            rank=1,  # rank 1 logs nothing
+            rank=1,  # only rank 0 logs
             rampup_batch_size=None,
             global_batch_size=self._arguments.global_batch_size,
             micro_batch_size=self._arguments.micro_batch_size,
@@ -145,17 +145,17 @@ class _LayerGraphs(Graphs):
                 config=self._config,
                 seq_length=self._arguments.seq_length,
                 micro_batch_size=self._arguments.micro_batch_size,
-                optimizers=[],  # only needed to zero gradients, and our optimizer keeps none
+                optimizers=[],  # only needed to zero gradients, which our optimizer does after each step
             )
-            # Megatron-LM then creates hooks, but only to gather sharded parameters.
+            # Megatron-LM also creates hooks, but only to gather sharded parameters.
             self._helper.create_cudagraphs()
-        # A stage may have no layer to capture.
+        # Some stages may have no layer to capture.
         self._is_captured = any(gather(bool(self._helper.graphs_created())))
-        _logger.info("CUDA graphs of the layers are captured.")
+        _logger.info("Captured the CUDA graphs of the layers.")
 
 
 class _StepGraph(Graphs):
-    """One graph of forward and backward of all microbatches, which Megatron captures instead of running the schedule."""
+    """One graph of the forward and backward of all microbatches. Megatron's wrapper of the schedule captures it."""
 
     def __init__(self, arguments: TrainingArguments) -> None:
         super().__init__(arguments)
@@ -183,7 +183,7 @@ class _StepGraph(Graphs):
             (module.StaticBufferLoader.static_buffers, list),
         ):
             kept.update({stage: empty() for stage in kept})
-        # A pool cannot be used again after its graphs are gone.
+        # A pool cannot be reused after its graphs are destroyed.
         if hasattr(module, "_shared_graph_pool"):
             module._shared_graph_pool = None  # noqa: SLF001 - no public function resets it
         self._schedule = None

@@ -139,7 +139,7 @@ KINDS = {
     "offloaded": ({}, None),
     "below the minimum size": ({"min_offloaded_numel": SIZE * SIZE + 1}, KeptReason.TOO_SMALL),
     "beyond the host budget": ({"host_budget_bytes": 3 * NBYTES}, KeptReason.HOST_BUDGET),
-    "marked to stay": ({}, KeptReason.MARKED),
+    "excluded from offload": ({}, KeptReason.MARKED),
 }
 
 

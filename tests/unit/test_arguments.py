@@ -64,12 +64,12 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is above --num-experts 4"),
         (
             "--kv-channels 7 --position-embedding-type rope",
-            "--kv-channels 7 .* must be above 0, and even with .* Use --kv-channels 8",
+            "--kv-channels 7 .* must be above 0 and, with .*, even. Use --kv-channels 8",
         ),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
-        ("--virtual-pipeline-model-parallel-size 2", "needs 2 stages or more"),
+        ("--virtual-pipeline-model-parallel-size 2", "needs at least 2 stages"),
         ("--fine-grained-activation-offloading", "--offload-modules is empty"),
-        ("--recompute-granularity full", "Megatron-Core refuses this combination of flags: .*recompute_method"),
+        ("--recompute-granularity full", "Megatron-Core rejects this combination of flags: .*recompute_method"),
     ],
 )
 def test_invalid_flags_are_refused_with_flag_value_and_fix(flags: str, message: str) -> None:
@@ -130,4 +130,4 @@ def test_flags_that_the_trainer_does_not_need_are_ignored_and_named_in_one_line(
     build("--use-mcore-models --tokenizer-type X --weight-decay 0.1 --no-use-distributed-optimizer --use-mcore-models")
     (line,) = caplog.messages
     ignored = "--use-mcore-models --tokenizer-type --weight-decay --no-use-distributed-optimizer"
-    assert line == f"x.sh: this command ignores {ignored}: its small trainer does not need them."
+    assert line == f"x.sh: this command ignores flags that its trainer does not need: {ignored}"

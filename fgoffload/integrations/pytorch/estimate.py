@@ -193,7 +193,7 @@ class _CountingEngine(OffloadEngine):
         super().end(lane, group, is_held=is_held)
         for saved in waiting:
             found = self._storages[saved.storage.key]
-            if saved.has_left and not found.is_kept:
+            if saved.was_offloaded and not found.is_kept:
                 found.reason = None
             elif found.reason == OUTSIDE and not found.is_kept:
                 is_small = saved.covered_bytes < self._smallest_bytes

@@ -148,7 +148,7 @@ def test_a_change_in_place_after_a_save_is_refused_as_without_graphs(eager_runs)
             projected.add_(1)
         return output
 
-    with pytest.raises(StateError, match="was changed in place before backward took it"):
+    with pytest.raises(StateError, match="was changed in place before backward used it"):
         Model(make_engine(GraphDevice()), layer=layer)
 
 

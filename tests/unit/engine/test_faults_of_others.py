@@ -334,7 +334,7 @@ def test_fault_21_an_emptied_storage_is_kept_if_announced_and_refused_if_not(is_
     h.untyped_storage().resize_(0)
     engine.flush()
     if not is_announced:
-        with pytest.raises(StateError, match=r"was resized before backward took it.* had 16384 bytes .* now has 0"):
+        with pytest.raises(StateError, match=r"was resized before backward used it.* had 16384 bytes .* now has 0"):
             output.sum().backward()
         return
     h.untyped_storage().resize_(NBYTES)

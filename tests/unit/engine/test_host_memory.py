@@ -219,7 +219,7 @@ def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(m
 
 def test_memory_that_the_system_does_not_have_is_one_clear_error(make_cuda_device):
     device, _ = make_cuda_device(0)
-    with pytest.raises(StateError, match=r"no 2\.00 TiB|no \d+\.\d+ TiB of host memory") as caught:
+    with pytest.raises(StateError, match=r"could not allocate \d+\.\d+ TiB of host memory") as caught:
         device.allocate_host(1 << 55)
     assert "--offload-host-budget" in str(caught.value)
 

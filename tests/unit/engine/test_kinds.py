@@ -95,7 +95,7 @@ def test_a_weight_that_was_changed_in_place_is_not_given_to_backward():
     output = Sites(engine)(lambda h: h * weight, leaf(4) * 2).sum()
     with torch.no_grad():
         weight.mul_(2)
-    with pytest.raises(StateError, match=r"was changed in place before backward took it"):
+    with pytest.raises(StateError, match=r"was changed in place before backward used it"):
         output.backward()
 
 

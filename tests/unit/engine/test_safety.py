@@ -45,7 +45,7 @@ def test_a_backward_that_changes_what_another_op_saved_too_is_refused_as_torch_r
         x = leaf(64, 64)
         output = Sites(engine)(lambda h: h.cos() + DoublesWhatItSaved.apply(h), x * 2)
         with pytest.raises(
-            RuntimeError, match="changed in place by a backward" if engine else "modified by an inplace operation"
+            RuntimeError, match="changed in place during backward" if engine else "modified by an inplace operation"
         ):
             output.sum().backward()
 

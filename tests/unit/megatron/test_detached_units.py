@@ -50,7 +50,7 @@ def make_planned_trainer(name, actions, tmp_path):
 def stand_ins(name):
     """Give Megatron's local layers grouped experts and latent attention, which they are refused with, until the body ends."""
     attention = reference_attention() if "latent" in name else contextlib.nullcontext()
-    with grouped_experts(), mock.patch.object(training, "refuse_what_is_not_built"), attention:
+    with grouped_experts(), mock.patch.object(training, "check_supported"), attention:
         yield
 
 

@@ -8,7 +8,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.graph_flags import to_config_fields
 from fgoffload.trainer import limits
 from fgoffload.trainer.arguments import build_transformer_config, parse_arguments
-from fgoffload.trainer.limits import refuse_what_is_not_built
+from fgoffload.trainer.limits import check_supported
 
 TE = "--cuda-graph-impl transformer_engine"
 TE_LAYERS = "--transformer-impl transformer_engine"
@@ -117,15 +117,15 @@ def test_the_delay_reaches_the_config_where_there_is_one():
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
 def test_graphs_need_a_gpu(impl):
     with pytest.raises(ConfigError) as caught:
-        refuse_what_is_not_built(parse(f"--cuda-graph-impl {impl}"))
-    assert str(caught.value) == f"x.sh: --cuda-graph-impl {impl} needs a GPU, and there is none. Remove it."
+        check_supported(parse(f"--cuda-graph-impl {impl}"))
+    assert str(caught.value) == f"x.sh: --cuda-graph-impl {impl} needs a GPU, but this machine has none. Remove it."
 
 
 def test_graphs_of_transformer_engine_need_it(monkeypatch):
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: False)
     with pytest.raises(ConfigError, match=r"transformer_engine needs Transformer Engine, .* pip install 'fgoffload\[te\]'"):
-        refuse_what_is_not_built(parse(TE))
+        check_supported(parse(TE))
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -142,7 +142,7 @@ def test_graphs_of_transformer_engine_need_it(monkeypatch):
 )
 def test_settings_that_no_graph_can_contain_are_refused(flags, message):
     with pytest.raises(ConfigError) as caught:
-        refuse_what_is_not_built(parse(flags))
+        check_supported(parse(flags))
     assert message in str(caught.value)
 
 
@@ -151,6 +151,6 @@ def test_expandable_segments_need_nccl_to_leave_graphs_alone(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     with pytest.raises(ConfigError, match="Set NCCL_GRAPH_REGISTER=0"):
-        refuse_what_is_not_built(parse(TE))
+        check_supported(parse(TE))
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    refuse_what_is_not_built(parse(TE))
+    check_supported(parse(TE))

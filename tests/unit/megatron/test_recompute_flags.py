@@ -41,7 +41,7 @@ def stand_ins(flags):
         if "--moe-grouped-gemm" in flags:
             stack.enter_context(grouped_experts())
             # Megatron wants the flag for `moe_act`, and the local layers are refused with it.
-            stack.enter_context(mock.patch.object(training, "refuse_what_is_not_built"))
+            stack.enter_context(mock.patch.object(training, "check_supported"))
         yield
 
 

@@ -111,8 +111,8 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
-        ("--tensor-model-parallel-size 2", 1, r"one copy of the model needs 2 processes .* but there is 1\. Start a"),
-        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, r"needs 4 processes .* but there are 2\."),
+        ("--tensor-model-parallel-size 2", 1, r"one copy of the model needs 2 processes .* but this run has 1\. Start a"),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2, r"needs 4 processes .* but this run has 2\."),
         ("--expert-model-parallel-size 4", 2, r"the experts of a model need 4 processes .* torchrun --nproc-per-node 4"),
         ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 2, r"the experts of a model need 4 processes"),
         ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Use 2\."),
