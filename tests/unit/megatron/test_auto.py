@@ -352,7 +352,7 @@ def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"beyond": (0, 10**9)}, "a step under the plan from step 6 took"),
+        ({"beyond": (0, 10**9)}, "a step under the plan from step 6 used"),
         (
             {"second": ValueError("bounds cross")},
             "keeping the plan from the first step: .*the first process: ValueError: bounds",

@@ -125,7 +125,7 @@ class MegatronOffload:
         """Restore Megatron's symbols, and free all memory that no autograd graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                self.measurement.close()  # first, because its wrappers are outside those that `_undo` removes
+                self.measurement.close()  # first, because its wrappers enclose those that `_undo` removes
             self._undo()
         finally:
             self._open.clear()
@@ -239,7 +239,7 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        # Observers need every save of the layer and its place.
+        # Observers need every save of the layer, with its place.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
     def leave_block(self, block: torch.nn.Module) -> None:
@@ -282,7 +282,7 @@ class MegatronOffload:
         return region
 
     def open_region(self, tag: str) -> Region | CapturedRegion | None:
-        """Return the region that `find_region` returns. End it with `end_region` and the same tag."""
+        """Open a region as `find_region` does, for calls that end it by its tag. See `end_region`."""
         region = self.find_region(tag)
         if region is not None:
             self._open[tag] = region

@@ -130,7 +130,7 @@ def is_quantized(config: Any) -> bool:
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
     """Choose whether the grouped linears of `experts` save their whole input or a tensor per expert.
 
-    In bf16, they save the whole input. Views for 16 experts take the same memory, but cost the host 2 ms more per layer and
+    In bf16, they save the whole input. Views for 16 experts take no less memory, but cost the host 2 ms more per layer and
     microbatch. The device is idle meanwhile, because the host has just waited for the routing. In FP8, they save a tensor per
     expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
 

@@ -341,14 +341,14 @@ class AutoOffload(StepMeasurement):
             self._excess_bytes, *(self._checked_peaks[rank] - planned.peaks[rank] for rank in planned.peaks)
         )
         if self._first_tried is not None and peak_bytes > max(self._budget_bytes, self._first_tried.tried.peak_bytes):
-            logger.info("a step under the plan %s took %s: keeping the first plan", planned.origin, format_bytes(peak_bytes))
+            logger.info("a step under the plan %s used %s: keeping the first plan", planned.origin, format_bytes(peak_bytes))
             self._return_to(self._first_tried)
             return
         if peak_bytes <= self._budget_bytes or self._first_tried is not None:
             self._checks_left = 0
             return
         above_bytes = peak_bytes - self._budget_bytes
-        above = f"a step took {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
+        above = f"a step used {format_bytes(peak_bytes)} at peak, {format_bytes(above_bytes)} above the budget"
         if not self._checks_left:
             logger.warning("%s, after %d plans: keeping the last one. Lower the budget by that much.", above, MAX_CHECKS)
             return

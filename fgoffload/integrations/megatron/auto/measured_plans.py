@@ -6,13 +6,13 @@ from the first step may be far too high, because host memory was still being pin
 measured peaks of a plan. A newer measurement predicts peaks for the same plan, and its own plan leaves the difference free.
 
 [Note: Two plans]
-The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned. Its times include all this.
-The first plan is made from these times. It applies from the second step on, and a few of its steps are timed. Then one more
-step is measured, after warm-up. The second plan is made from this step, with the overhead during copies that the timed steps
-showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). The second plan is timed too, and the
-faster plan is kept. This comparison is a trial. All its steps are training steps with bitwise identical results. The timing of
-a step ends when the next step begins, so it includes the script's work in between. The first step under a plan is not timed,
-because the allocator still adapts. The median ignores one step with an evaluation or checkpoint.
+The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned, so it takes longer than
+later steps. The first plan is made from this step. It applies from the second step on, and a few of its steps are timed. Then
+one more step is measured, after warm-up. The second plan is made from that step, with the overhead during copies that the timed
+steps showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). The second plan is timed too, and
+the faster plan is kept. This comparison is called a trial. All its steps are training steps with bitwise identical results. The
+timing of a step ends when the next step begins, so it includes the script's work in between. The first step under a plan is not
+timed, because the allocator still adapts. The median ignores one step with an evaluation or checkpoint.
 
 A step with more or larger microbatches than planned ends a trial, and a plan for that step starts a new one. Smaller steps are
 neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails. It is also kept if there
@@ -78,7 +78,7 @@ class PlannedStep:
 
     @property
     def origin(self) -> str:
-        """Measured step that the plan is made from, as a phrase for a log."""
+        """Step that was measured for the plan, as text for a log."""
         return "from the first step" if self.measured_step == 1 else f"from step {self.measured_step}"
 
     def describe(self, budget_bytes: int) -> str:
@@ -113,7 +113,7 @@ class MeasuredStep:
     policy: TransferPolicy
 
     def join_extra_bytes(self, other: "MeasuredStep") -> "MeasuredStep":
-        """Return this step, but with the temporary bytes of each segment of the older step `other` if they are larger.
+        """Return a copy whose segments have the larger temporary bytes of this step and the older step `other`.
 
         The temporary bytes of an offloaded layer are unknown, but the layer may have stayed on the GPU in the older step.
         """
@@ -209,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own`, but with the temporary bytes of each segment of `older` if they are larger."""
+    """Return a copy of `own` whose segments have the larger temporary bytes of `own` and `older`."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)

@@ -105,7 +105,7 @@ _PIECE_NUMEL = 16
 
 @dataclasses.dataclass(slots=True)
 class _Page:
-    """Page with pieces for new tensors."""
+    """Page with free pieces."""
 
     host: torch.Tensor
     mapped: torch.Tensor

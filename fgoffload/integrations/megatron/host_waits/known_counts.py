@@ -1,7 +1,7 @@
 """Reuses the token counts of a forward in its recompute, so that the host does not wait for them a second time.
 
 A token dispatcher synchronizes on the token counts, because only the device has the sizes of the experts' inputs. Forward
-cannot avoid that. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts, so the host
+cannot avoid this. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts, so the host
 already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device, and this wait
 ends its lead. So kernels after the wait are launched while the device has little work left.
 
@@ -91,7 +91,7 @@ class KnownCounts:
 
     def _check(self) -> None:
         """Compare the counts that have arrived since the last call. The host does not block."""
-        while self._requested and _has_passed(self._requested[0][0]):
+        while self._requested and _is_complete(self._requested[0][0]):
             for known, own in self._requested.popleft()[1]:
                 before, again = torch.as_tensor(known), torch.as_tensor(own)
                 if not torch.equal(before, again):
@@ -136,16 +136,16 @@ class KnownCounts:
             # Megatron would wait for this event later, but the host already has the known counts.
             self._requested.append((dispatcher.d2h_event, stored.requested))
             stored.requested = []
-            dispatcher.d2h_event = _PASSED
+            dispatcher.d2h_event = _COMPLETE
         if stored is not None and stored.counts:
             stored.is_past_first = True
         return result
 
 
-_PASSED = types.SimpleNamespace(synchronize=lambda: None)
-"""Event that has already passed."""
+_COMPLETE = types.SimpleNamespace(synchronize=lambda: None)
+"""Event that is already complete."""
 
 
-def _has_passed(event: Any) -> bool:
+def _is_complete(event: Any) -> bool:
     # Without a GPU, the event has no `query`, and its work is done when it is queued.
     return bool(event.query()) if isinstance(event, torch.cuda.Event) else True  # type: ignore[no-untyped-call]

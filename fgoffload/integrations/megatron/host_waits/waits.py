@@ -28,7 +28,7 @@ class HeldWait(NamedTuple):
     """Method of a token dispatcher in which the host waits for a copy that uses the copy engine."""
 
     dispatcher: str
-    """Class of the dispatcher."""
+    """Class name of the dispatcher."""
     method: str
     occurs: Callable[[Any], bool] = lambda config: True
     """Function that returns whether the host waits in a model with this config."""
@@ -112,7 +112,7 @@ def _validate_result(original: Any, machine: Any, result: Any, rejection_func: A
 
 
 def _read_flag(flag: Any) -> Any:
-    """Read a CUDA tensor with one element without the copy engine. Return any other flag unchanged."""
+    """Read a one-element CUDA tensor without the copy engine. Return any other flag unchanged."""
     if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
         return flag
     return bool(read_on_host(flag.to(torch.int32)))

@@ -58,7 +58,7 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
                 f"{_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, but fgoffload does not "
                 f"support that. {_SUPPORTED}"
             )
-    # A method from a newer version would run Megatron's own engine next to ours, so it raises an error when it is called.
+    # A method that only newer versions have would run Megatron's own engine next to ours. So calls of it raise an error.
     for name, value in tuple(vars(interface).items()):
         if name not in methods and not name.startswith("_") and (callable(value) or isinstance(value, classmethod)):
             methods[name] = staticmethod(functools.partial(_raise_unsupported, name))

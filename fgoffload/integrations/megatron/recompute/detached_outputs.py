@@ -139,7 +139,7 @@ class DetachedOutputs:
                 _count(pack)
                 return placeholder
         elif pack is None and tensor.is_leaf and (type(tensor) is torch.nn.Parameter or is_without_bytes(tensor)):
-            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - no public name
         return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -166,7 +166,7 @@ def save_input(tensor: torch.Tensor, place: Place, outputs: Mapping[int, Output]
 
 
 def _count(pack: Any) -> None:
-    """Count a save in the enclosing region. Otherwise the region would be treated as empty."""
+    """Count a save in the enclosing region. Otherwise the engine would treat the region as empty."""
     if isinstance(pack, Saving) and pack.group is not None:
         pack.group.passed_tensors += 1
 

@@ -148,7 +148,7 @@ class Rerun:
         # A fast path: linears of many experts save dozens of weights and empty biases while the device waits for the host.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
-            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - no public name
         if is_of_leaf(tensor):
             self._dropped.append(None)
             return keep_tensor(tensor, self._place)
@@ -230,7 +230,7 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 
 def _get_states() -> tuple[Any, ...]:
     """Return the random states of the CPU, the GPU, and Megatron's tracker."""
-    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - the only name
+    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - no public name
     return states
 
 
@@ -241,8 +241,8 @@ def _random_states(states: tuple[Any, ...] | None) -> Iterator[None]:
         yield
         return
     random = load_module(_RANDOM)
-    with random._fork_rng():  # noqa: SLF001 - the only name
-        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
+    with random._fork_rng():  # noqa: SLF001 - no public name
+        random._set_all_rng_states(*states)  # noqa: SLF001 - no public name
         yield
 
 
