@@ -328,7 +328,7 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
 def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_beside_host, monkeypatch):
     profiles, real_solve = [], solver.solve
 
-    def grow(own, take=auto.AutoOffload._take_own):
+    def grow(own, take=auto.AutoOffload._take_measurement):
         measured = take(own)
         extra_bytes = 0 if profiles else 1000  # as if the layers were offloaded in the second measured step
         profiles.append(measured)
@@ -343,7 +343,7 @@ def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_
         return real_solve(ranks, **options)
 
     seen = []
-    monkeypatch.setattr(auto.AutoOffload, "_take_own", grow)
+    monkeypatch.setattr(auto.AutoOffload, "_take_measurement", grow)
     monkeypatch.setattr(solver, "solve", solve)
     run_beside_host(steps=12)
     assert (len(profiles), seen) == (2, [{1000}, {1000}])
