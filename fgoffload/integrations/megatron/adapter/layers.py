@@ -220,7 +220,7 @@ def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[st
         # In an MTP depth, one checkpoint covers all layers.
         begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
     else:
-        begins = index < layers and hasattr(stack, "pre_process")  # an MTP block, the stack of one-layer depths, lacks it
+        begins = index < layers and hasattr(stack, "pre_process")  # MTP blocks, which are stacks too, lack it
     return (LAYER_INPUT,) if begins else ()
 
 

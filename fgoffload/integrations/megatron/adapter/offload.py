@@ -183,7 +183,7 @@ class MegatronOffload:
         self.layer = -1
         self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self.chunk, microbatch=microbatch)
-        self._open.clear()  # regions that were never ended
+        self._open.clear()  # drops regions that were never ended
         self.engine.begin_forward(lane)
         return lane
 
@@ -223,7 +223,7 @@ class MegatronOffload:
         return contextlib.nullcontext()
 
     def watch_attention(self) -> _Context:
-        """Return the context for the current layer's attention. It watches saves if attention alone is watched."""
+        """Return the context for the current layer's attention. It watches saves in layers that watch only attention."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
         return self.engine.watch(self._lane)

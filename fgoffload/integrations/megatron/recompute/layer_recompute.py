@@ -152,7 +152,7 @@ def _save_original(linear: Any) -> None:
 
 
 def _recompute_if_input_has_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the layer's forward. Turn recompute off if the layer's input needs no gradient, as after frozen layers.
+    """Call the layer's forward. Turn recompute off if the layer's input needs no gradient, for example after frozen layers.
 
     Megatron's checkpoints are reentrant: if their input needs no gradient, the parameters silently get no gradients.
     """

@@ -1,4 +1,4 @@
-"""Recomputes the first part of a module's forward, up to the submodule that saves its result.
+"""Recomputes the first part of a module's forward, before the submodule that saves the part's result.
 
     forward     first part, which saves only its input  ->  submodule  ->  rest
     backward    rest  ->  recompute of the first part  ->  submodule  ->  first part
