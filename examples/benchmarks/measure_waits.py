@@ -132,7 +132,7 @@ class Run:
 def disable_remedies() -> Iterator[None]:
     """Disable the wait remedies in the body. The library has no such option, since no user needs it."""
     with Patches() as patches:
-        patches.replace("fgoffload.integrations.megatron.host_waits.waits", "step_aside", lambda *_: None)
+        patches.replace("fgoffload.integrations.megatron.host_waits.waits", "wrap_waits", lambda *_: None)
         patches.replace("fgoffload.integrations.megatron.adapter.layers", "has_held_wait", lambda _: False)
         yield
 

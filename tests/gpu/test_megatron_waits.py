@@ -10,7 +10,7 @@ import torch
 from fgoffload.errors import StateError
 from fgoffload.integrations.megatron.host_waits.host_writes import HostPages, write_to_host
 from fgoffload.integrations.megatron.host_waits.known_counts import KnownCounts
-from fgoffload.integrations.megatron.host_waits.waits import step_aside
+from fgoffload.integrations.megatron.host_waits.waits import wrap_waits
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
 
@@ -114,7 +114,7 @@ def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeyp
     for has_waiting_layers in (False, True):
         offload = types.SimpleNamespace(has_waiting_layers=has_waiting_layers)
         with Patches() as patches:
-            step_aside(patches, lambda offload=offload: offload)
+            wrap_waits(patches, lambda offload=offload: offload)
             assert exchange(communicator, torch.cuda.Event()) == (not has_waiting_layers, False)
     assert exchange(communicator, torch.cuda.Event()) == (True, True)
 
@@ -150,7 +150,7 @@ def check_goes_around(act, busy):
     measure_behind_copy(act, busy)  # the first calls load kernels
     expected, behind, _ = measure_behind_copy(act, busy)
     with Patches() as patches:
-        step_aside(patches, lambda: None)
+        wrap_waits(patches, lambda: None)
         measure_behind_copy(act, busy)
         found, around, was_busy = measure_behind_copy(act, busy)
     assert was_busy
@@ -169,7 +169,7 @@ def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy, monkeypatch):
 
     check_goes_around(check, busy)
     with Patches() as patches:
-        step_aside(patches, lambda: None)
+        wrap_waits(patches, lambda: None)
         with pytest.raises(RuntimeError, match="found NaN"):
             check(loss * float("nan"))
 
@@ -230,9 +230,9 @@ def test_a_recompute_waits_for_no_counts_and_compares_them_when_they_have_come()
 
     move = functools.partial(known._move, lambda tensor: tensor.to("cpu", non_blocking=True))
     wait = functools.partial(known._wait, ask)
-    function = known._remember(dispatch)
+    function = known._reuse_counts(dispatch)
     function()  # the first calls load kernels and pin memory
-    first, second = known._remember(dispatch), known._remember(dispatch)
+    first, second = known._reuse_counts(dispatch), known._reuse_counts(dispatch)
     (_, forward_s), (_, recompute_s) = first(), first()
     assert recompute_s < forward_s / 4
     torch.cuda.synchronize()
@@ -240,5 +240,5 @@ def test_a_recompute_waits_for_no_counts_and_compares_them_when_they_have_come()
     counts += 1
     assert second()[0] == [3, 5]
     torch.cuda.synchronize()
-    with pytest.raises(StateError, match=r"sent \[4, 6\] tokens to its experts or ranks, its forward \[3, 5\]"):
+    with pytest.raises(StateError, match=r"sent \[4, 6\] tokens to its experts or ranks, but its forward sent \[3, 5\]"):
         second()

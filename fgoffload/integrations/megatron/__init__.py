@@ -7,8 +7,8 @@
     ...  # build the model as usual, and train
     megatron.remove(offload)
 
-Call `apply` before the model's `TransformerConfig` is created. Megatron's layers read from it which of their sites are on, and
-`apply` sets that in every config created afterwards. Our own sites need no config, and are added in a model's first forward.
+Call `apply` before you create the model's `TransformerConfig`: it turns on Megatron's own offload sites in every config that is
+created afterwards. The sites that Megatron lacks need no config. They are added in the model's first forward.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _IMPORTED_LATER = {"MegatronOffload": "adapter.offload", "apply_cpu_support": "p
 
 
 def __getattr__(name: str) -> Any:
-    # Importing this package must not import torch, since the modules that read argument files are in it and do not need torch.
+    # This package must not import torch, because the modules that read argument files are in it and run without torch.
     if name not in _IMPORTED_LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_torch()
@@ -43,17 +43,17 @@ def __getattr__(name: str) -> Any:
 
 
 def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "MegatronOffload":
-    """Make our engine serve Megatron-Core's offload sites, and add sites that Megatron-Core lacks.
+    """Connect Megatron-Core's offload sites to our engine, and add the sites that Megatron-Core lacks.
 
     Args:
-        config: Settings of offload.
+        config: Offload settings.
         device: Device of the model; None selects CUDA if it is available, otherwise the CPU.
 
     Returns:
-        The integration, which holds the engine. `remove` undoes everything.
+        The integration, which owns the engine. Pass it to `remove` to undo everything.
 
     Raises:
-        IntegrationError: torch or Megatron-Core is not installed, Megatron-Core lacks a symbol, or offload is applied already.
+        IntegrationError: torch or Megatron-Core is not installed, Megatron-Core lacks a symbol, or offload is already applied.
         PlanError: The plan file cannot be read.
     """
     require_torch()
@@ -62,7 +62,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
 
     if is_replaced():
         raise IntegrationError(
-            "Activation offload is applied already in this process. First call `remove` on the object that `apply` returned."
+            "Activation offload is already applied in this process. First call `remove` on the object that `apply` returned."
         )
     with contextlib.ExitStack() as undo:
         patches = undo.enter_context(Patches())
@@ -74,24 +74,24 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
 
 def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -> "MegatronOffload":
     from fgoffload.engine import OffloadEngine, find_device
-    from fgoffload.integrations.megatron.adapter.dispatchers import free_inputs_of_recompute
-    from fgoffload.integrations.megatron.adapter.layers import follow_forward
+    from fgoffload.integrations.megatron.adapter.dispatchers import free_recomputed_graphs
+    from fgoffload.integrations.megatron.adapter.layers import wrap_forward
     from fgoffload.integrations.megatron.adapter.model_config import set_flags
     from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
-    from fgoffload.integrations.megatron.host_waits.waits import step_aside
-    from fgoffload.integrations.megatron.interface import is_marked_to_stay, replace_interface
+    from fgoffload.integrations.megatron.host_waits.waits import wrap_waits
+    from fgoffload.integrations.megatron.interface import is_marked_not_offloadable, replace_interface
     from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
-    from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints
+    from fgoffload.integrations.megatron.recompute.checkpoints import wrap_checkpoints
 
     found: list[MegatronOffload] = []
-    for follow in (replace_interface, follow_forward, follow_checkpoints, step_aside):
-        follow(patches, lambda: found[0])
-    free_inputs_of_recompute(patches)
+    for wrap in (replace_interface, wrap_forward, wrap_checkpoints, wrap_waits):
+        wrap(patches, lambda: found[0])
+    free_recomputed_graphs(patches)
     engine = OffloadEngine(
         device=device or find_device("cpu" if needs_cpu_support() else "cuda"),
         policy=config.transfer_policy,
         min_offloaded_numel=config.min_offloaded_tensor_size,
-        keep=is_marked_to_stay,
+        keep=is_marked_not_offloadable,
         host_budget_bytes=config.offload_host_budget_bytes,
     )
     found.append(MegatronOffload(config, engine, undo=patches.remove))
@@ -104,5 +104,5 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
 
 
 def remove(offload: "MegatronOffload") -> None:
-    """Undo `apply`: restore Megatron's symbols and free all memory that no graph needs."""
+    """Undo `apply`: restore Megatron's symbols, and free all memory that no autograd graph needs."""
     offload.remove()

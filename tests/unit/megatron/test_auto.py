@@ -247,7 +247,7 @@ def test_after_three_plans_the_last_one_is_kept_with_a_warning(run_counted):
     found, _, lines = run_counted([60_000, 120_000, 180_000, 240_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
-    assert "after 3 plans: keeping the last. Lower the budget by that much." in lines[2][1]
+    assert "after 3 plans: keeping the last one. Lower the budget by that much." in lines[2][1]
 
 
 def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monkeypatch):
@@ -292,7 +292,7 @@ def run_beside_host(monkeypatch, run_counted, caplog):
             return now_s[0]
 
         def solve(ranks, **options):
-            if seen[0]._rival is None:
+            if seen[0]._first_tried is None:
                 return real(ranks, **options)
             if isinstance(second, Exception):
                 raise second
@@ -301,7 +301,7 @@ def run_beside_host(monkeypatch, run_counted, caplog):
 
         def see(trainer):
             seen.append(trainer.integration.measurement)
-            monkeypatch.setattr(seen[0], "_has_own_host", True)
+            monkeypatch.setattr(seen[0], "_is_on_gpu", True)
 
         monkeypatch.setattr(auto, "perf_counter", read_clock)
         monkeypatch.setattr(measured_plans, "solve_leaving_free", solve)
@@ -322,13 +322,13 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
     assert found.planned[1:] == expected
     assert second.plan.actions == ONE_LEAVES != first.plan.actions
     assert line.startswith("a step takes 1000.0 ms at ")
-    assert line.endswith(f"keeping the {stays}")
+    assert line.endswith(f"keeping the {stays} plan")
 
 
 def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_beside_host, monkeypatch):
     profiles, real_solve = [], solver.solve
 
-    def grow(own, take=auto.AutoOffload._take_own):
+    def grow(own, take=auto.AutoOffload._take_measurement):
         measured = take(own)
         extra_bytes = 0 if profiles else 1000  # as if the layers were offloaded in the second measured step
         profiles.append(measured)
@@ -343,7 +343,7 @@ def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_
         return real_solve(ranks, **options)
 
     seen = []
-    monkeypatch.setattr(auto.AutoOffload, "_take_own", grow)
+    monkeypatch.setattr(auto.AutoOffload, "_take_measurement", grow)
     monkeypatch.setattr(solver, "solve", solve)
     run_beside_host(steps=12)
     assert (len(profiles), seen) == (2, [{1000}, {1000}])
@@ -352,8 +352,11 @@ def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"beyond": (0, 10**9)}, "a step under the plan of step 6 took"),
-        ({"second": ValueError("bounds cross")}, "keeping the plan of the first step: .*the first process: ValueError: bounds"),
+        ({"beyond": (0, 10**9)}, "a step under the plan from step 6 used"),
+        (
+            {"second": ValueError("bounds cross")},
+            "keeping the plan from the first step: .*the first process: ValueError: bounds",
+        ),
     ],
     ids=["above the budget", "no plan"],
 )

@@ -14,7 +14,7 @@ from fgoffload.engine.identity import StorageRef
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support
 from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.checkpoints import follow_checkpoints, save_inputs
+from fgoffload.integrations.megatron.recompute.checkpoints import save_inputs, wrap_checkpoints
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 random = pytest.importorskip("megatron.core.tensor_parallel.random")
@@ -162,7 +162,7 @@ def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_o
     vars(checkpoint).update(attributes)
     offload = make_offload(recomputes=recomputes)
     with apply_cpu_support(), pytest.MonkeyPatch.context() as patch, Patches() as patches:
-        follow_checkpoints(patches, lambda: offload)
+        wrap_checkpoints(patches, lambda: offload)
         if fp8_is_on:
             state = types.SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: None)
             patch.setattr(random, "FP8GlobalStateManager", state)
@@ -179,7 +179,7 @@ def test_elsewhere_megatrons_own_checkpoint_runs(where, monkeypatch):
         return checkpoints[-1].checkpoint(torch.sin, hidden)
 
     with apply_cpu_support(), Patches() as patches:
-        follow_checkpoints(patches, lambda: offload)
+        wrap_checkpoints(patches, lambda: offload)
         if where == "without gradients":
             with torch.no_grad():
                 run_below(leaf(3))

@@ -7,7 +7,7 @@ import pytest
 
 from fgoffload import Action, IntegrationError, OffloadPlan, PlanError, Site
 from fgoffload.integrations.megatron.adapter import first_step
-from fgoffload.integrations.megatron.adapter.first_step import check_alike, check_tags
+from fgoffload.integrations.megatron.adapter.first_step import check_same_plan, check_tags
 
 PLAN, OTHER = (
     OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): action}) for action in (Action.OFFLOAD, Action.RECOMPUTE)
@@ -19,9 +19,9 @@ def check(monkeypatch, ours, theirs):
     """Compare two ranks, as an exchange between processes does."""
     sent = []
     monkeypatch.setattr(first_step, "gather", lambda own: sent.append(own) or [own])
-    check_alike(*theirs)
+    check_same_plan(*theirs)
     monkeypatch.setattr(first_step, "gather", lambda own: [own, *sent])
-    check_alike(*ours)
+    check_same_plan(*ours)
 
 
 @pytest.mark.parametrize("both", [OURS, (("core_attn",), None), (("moe_act", "core_attn"), PLAN)])
@@ -34,7 +34,7 @@ def test_ranks_with_the_same_tags_and_plan_go_on(both, monkeypatch):
 )
 def test_a_rank_with_other_tags_or_another_plan_stops_all_ranks(theirs, monkeypatch):
     for pair in ((OURS, theirs), (theirs, OURS)):
-        with pytest.raises(PlanError, match="The ranks were given different tags or plans"):
+        with pytest.raises(PlanError, match="The ranks have different tags or plans"):
             check(monkeypatch, *pair)
 
 

@@ -31,14 +31,14 @@ class Event:
 def moved(monkeypatch):
     """Return a list that gets all that dispatchers are given of what they move to the host."""
     found = []
-    original = known_counts._Run.pass_on
+    original = known_counts._StoredCounts.choose
 
-    def pass_on(self, count):
+    def choose(self, count):
         given = original(self, count)
         found.append((self.position is not None, given, count))
         return given
 
-    monkeypatch.setattr(known_counts._Run, "pass_on", pass_on)
+    monkeypatch.setattr(known_counts._StoredCounts, "choose", choose)
     return found
 
 
@@ -63,7 +63,7 @@ def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, mov
 def test_forwards_whose_recompute_comes_later_keep_their_own():
     counts = known_counts.KnownCounts()
     move = functools.partial(counts._move, lambda tensor: tensor if tensor is None else tensor.clone())
-    first, second = (counts._remember(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
+    first, second = (counts._reuse_counts(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
     before = first(), second()
     assert move(torch.tensor(3)).item() == 3  # beside them, under no checkpoint
     again = first(), second(), second()
@@ -74,10 +74,10 @@ def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
     counts = known_counts.KnownCounts()
     asked = [torch.tensor(1)]
     move = functools.partial(counts._move, lambda tensor: tensor)
-    function = counts._remember(lambda: [move(one) for one in asked])
+    function = counts._reuse_counts(lambda: [move(one) for one in asked])
     function()
     asked.append(torch.tensor(2))
-    with pytest.raises(StateError, match="dispatched more tokens than its forward"):
+    with pytest.raises(StateError, match="requested more token counts than its forward"):
         function()
 
 
@@ -102,12 +102,12 @@ def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_co
     dispatcher = type("Dispatcher", (), {"d2h_event": event})()
     move = functools.partial(counts._move, lambda tensor: tensor)
     wait = functools.partial(counts._wait, lambda dispatcher, point: move(next(asked)))
-    function = counts._remember(lambda: wait(dispatcher, "before_permutation_1"))
+    function = counts._reuse_counts(lambda: wait(dispatcher, "before_permutation_1"))
     assert function() is first
     assert function() is first
     dispatcher.d2h_event.synchronize()  # returns, where the event itself cannot
     if when == "later":
         assert function() is first
         event.has_passed = True
-    with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, its forward \[3, 5\]"):
+    with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, but its forward sent \[3, 5\]"):
         function()

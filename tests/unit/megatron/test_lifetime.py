@@ -85,7 +85,9 @@ def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_eac
         offload = megatron.apply(make_config("core_attn"))
         try:
             for _ in range(2):
-                with pytest.raises(IntegrationError, match="TransformerConfig was made before activation offload was applied"):
+                with pytest.raises(
+                    IntegrationError, match="TransformerConfig was created before activation offload was applied"
+                ):
                     trainer.run_step()
         finally:
             offload.remove()

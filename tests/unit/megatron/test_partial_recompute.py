@@ -12,7 +12,11 @@ from support.trainings import MIXED, make_trainer
 from fgoffload import StateError
 from fgoffload.integrations.megatron.patching.cpu_support import apply_cpu_support, needs_cpu_support
 from fgoffload.integrations.megatron.patching.patches import Patches
-from fgoffload.integrations.megatron.recompute.partial_recompute import PartialRecompute, find_partial_recomputes, run_again
+from fgoffload.integrations.megatron.recompute.partial_recompute import (
+    PartialRecompute,
+    find_partial_recomputes,
+    recompute_part,
+)
 from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 pytestmark = pytest.mark.usefixtures("parallel")
@@ -41,7 +45,7 @@ def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and
         module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
         with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
             if recomputes:
-                run_again(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+                recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
             if is_copied:
                 module = copy.deepcopy(module)
                 module.linear_fc2.weight.data.mul_(2)
@@ -67,7 +71,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     module = Skips()
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
     with support, Patches() as patches:
-        run_again(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+        recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
         with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', but a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
         assert torch.is_grad_enabled()

@@ -83,10 +83,10 @@ def multiply_and_keep_more(output, weight):
 
 def begin(function, *inputs, random_use=None):
     """Return a recompute behind its forward, and what that returned."""
-    rerun = Rerun(function, inputs, name="it", random_use=RandomUse() if random_use is None else random_use, found={})
+    rerun = Rerun(function, inputs, name="it", random_use=RandomUse() if random_use is None else random_use, known_outputs={})
     with rerun:
         outputs = function(*inputs)
-    rerun.note_outputs(outputs)
+    rerun.record_outputs(outputs)
     return rerun, outputs
 
 
@@ -171,13 +171,13 @@ def test_a_forward_that_raises_holds_nothing():
         rerun, output = begin(normalize, leaf(6, 16) * 1)
         made = StorageRef(output)
         open_reruns.add(rerun)
-        with contextlib.suppress(ArithmeticError), DetachedOutputs(open_reruns.find_made(), Place(None, "a test")):
+        with contextlib.suppress(ArithmeticError), DetachedOutputs(open_reruns.find_outputs(), Place(None, "a test")):
             del output
             raise ArithmeticError
         assert not is_inert()  # as it is below hooks that are not the engine's
         del rerun
         assert made.is_freed
-    assert not open_reruns.find_made()
+    assert not open_reruns.find_outputs()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def make_unlike(*functions):
             r"saved a tensor of shape \[3, 16\] and type torch.float32, but",
         ),
         (lambda: make_unlike(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 of 768 bytes, but"),
-        (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"that a recompute of it saved was changed in place afterwards"),
+        (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"saved by a recompute of it, was changed in place afterwards"),
     ],
     ids=["number", "shape", "type", "changed in place"],
 )

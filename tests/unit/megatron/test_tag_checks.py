@@ -76,7 +76,7 @@ def test_a_training_is_refused_before_it_is_built(flags, tag):
         parse_arguments(words, source="test", world_size=1)
 
 
-@pytest.mark.parametrize(("what", "says"), [("plan", "only keeps and offloads"), ("auto", "measures layer by layer")])
+@pytest.mark.parametrize(("what", "says"), [("plan", "use a plan without recompute"), ("auto", "measures one layer at a time")])
 def test_overlapped_experts_take_no_plan_that_recomputes_and_no_auto(what, says):
     config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=True, cpu_offloading=False, recompute_granularity=None)
     actions = types.SimpleNamespace(recomputes=what == "plan", plan=None)

@@ -57,7 +57,7 @@ def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_
     assert [message.partition(". ")[0] for message in found] == [
         f"--offload-plan {config.offload_plan}: The plan was made for microbatches 1, but this training run has 2"
     ]
-    assert found[0].endswith("The run continues, and may exceed the memory budget.")
+    assert found[0].endswith("The run continues, but may exceed the memory budget.")
 
 
 def test_a_plan_that_was_made_for_other_microbatches_is_refused_in_the_first_step(tmp_path):

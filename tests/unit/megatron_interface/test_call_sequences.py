@@ -164,7 +164,9 @@ def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
         make(**sizes, fine_grained_activation_offloading=True, offload_modules=["core_attn"])
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("fgoffload")]
     assert len(warnings) == 1
-    assert warnings[0].startswith("min_offloaded_tensor_size=7 of a TransformerConfig has no effect: offload is applied with ")
+    assert warnings[0].startswith(
+        "min_offloaded_tensor_size=7 in a TransformerConfig has no effect, because offload was applied with "
+    )
 
 
 def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
@@ -173,5 +175,5 @@ def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
         training.step()
         assert training.offload.engine.execution.most_in_flight == 2
         training.models[0].settings["max_inflight_offloads"] = -1
-        with pytest.raises(ConfigError, match="fine_grained_offloading_max_inflight_offloads -1 is below 0"):
+        with pytest.raises(ConfigError, match="fine_grained_offloading_max_inflight_offloads -1 is negative"):
             training.step()

@@ -1,6 +1,6 @@
-"""Checks after the first step that each selected tag offloaded something, and that some rank has each planned site.
+"""Checks after the first step that each selected tag offloaded something, and that each planned site exists on some rank.
 
-All ranks exchange their results before any of them raises. If one rank raised alone, the others would wait for it forever.
+All ranks exchange their results before any rank raises an error. If only one rank raised, the others would hang.
 """
 
 import hashlib
@@ -19,40 +19,36 @@ logger = logging.getLogger(__name__)
 
 
 def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepStats, *, plan_file: Path | None) -> None:
-    """Check on all ranks that the selected tags and planned sites had an effect in the first step.
+    """Check on all ranks that each selected tag had an effect in the first step, and that each planned site exists.
 
     Raises:
         IntegrationError: A selected tag saved nothing on any rank.
-        PlanError: The plan names a site that no rank has, or the ranks have different plans.
+        PlanError: The plan contains a site that no rank has, or the ranks have different plans.
     """
-    check_alike(selected, actions.plan)
+    check_same_plan(selected, actions.plan)
     if actions.plan is not None:
         with naming_plan_file(plan_file):
             check_plan(actions.plan, actions.by_site, actions.layers)
     check_tags(selected, actions.by_site, actions.fused_tags, step)
 
 
-def check_alike(selected: Sequence[str], plan: OffloadPlan | None) -> None:
+def check_same_plan(selected: Sequence[str], plan: OffloadPlan | None) -> None:
     """Check that all ranks have the same tags and plan."""
     digest = hashlib.sha256("\n".join((*selected, "" if plan is None else plan.to_json())).encode()).hexdigest()
     if len(set(gather(digest))) > 1:
-        raise PlanError(
-            "The ranks were given different tags or plans. Pass the same --offload-modules and plan file to all of them."
-        )
+        raise PlanError("The ranks have different tags or plans. Pass the same --offload-modules and plan file to all ranks.")
 
 
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
-    """Check that some rank has each planned site."""
+    """Check that each planned site exists on some rank."""
     planned = sorted(plan.actions)
-    # A planned KEEP needs no site, since sites of tags that the plan does not offload are not registered.
-    known = [
-        site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned
-    ]
-    # A plan covers all ranks, but each rank knows only the sites of its own layers.
-    for site, *is_known in zip(planned, *gather(known), strict=True):
-        if not any(is_known):
+    # A planned KEEP needs only its layer, because tags that the plan does not offload have no registered sites.
+    own = [site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned]
+    # A plan covers all ranks, but each rank has only the sites of its own layers.
+    for site, *exists in zip(planned, *gather(own), strict=True):
+        if not any(exists):
             raise PlanError(
-                f"The plan names {site} in chunk {site.chunk}, but no rank has such a site. Make a new plan for this model."
+                f"The plan contains {site} in chunk {site.chunk}, but no rank has this site. Make a new plan for this model."
             )
 
 
@@ -63,8 +59,8 @@ def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: C
         has_sites, is_offloaded, is_fused, has_saved, has_moved = map(any, zip(*same, strict=True))
         if not has_sites and is_fused:
             logger.warning(
-                "--offload-modules %s offloaded nothing: the module is fused into the next linear, which saves its input. "
-                "Select the linear's tag.",
+                "--offload-modules %s offloaded nothing: the module is fused into the next linear, which saves the module's "
+                "input. Select the linear's tag instead.",
                 tag,
             )
         elif not has_sites:
@@ -74,21 +70,19 @@ def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: C
             )
         elif is_offloaded and not has_saved:
             raise IntegrationError(
-                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Full recompute "
-                "or recompute of the module drops its tensors, and frozen parameters save none. Leave the tag out, or "
+                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Recompute of "
+                "the layer or module drops its tensors, and modules with frozen parameters save none. Leave the tag out, or "
                 "recompute less."
             )
         elif is_offloaded and not has_moved:
             stats = step.tags.get(tag)
-            logger.warning(
-                "--offload-modules %s offloaded nothing in the first step. Kept on the GPU, and why: %s",
-                tag,
-                ", ".join(f"{format_bytes(n)} {why}" for why, n in stats.kept_bytes.items()) if stats else "another rank knows",
-            )
+            reasons = () if stats is None else (f"{format_bytes(n)} ({why})" for why, n in stats.kept_bytes.items())
+            kept = ", ".join(reasons) or "see the logs of the other ranks"
+            logger.warning("--offload-modules %s offloaded nothing in the first step. Kept on the GPU: %s", tag, kept)
 
 
 def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> tuple[bool, ...]:
-    """Return whether this rank has sites of `tag`, offloads one, has a fused one, saved a tensor, and offloaded bytes."""
+    """Return whether this rank has a site of `tag`, offloads one, has a fused module, saved a tensor, and offloaded bytes."""
     own = [action for site, action in actions.items() if site.tag == tag]
     stats = step.tags.get(tag)
     has_saved = stats is not None and stats.saved_tensors > 0

@@ -1,39 +1,39 @@
-"""Numbers the layers of the whole model from 0. Layers of multi-token prediction follow the decoder's layers.
+"""Numbers the layers of the whole model from 0. Layers of multi-token prediction (MTP) follow the decoder's layers.
 
-Megatron-Core 0.16 does this itself. Since 0.17, layers of multi-token prediction start at 1 again and have `is_mtp_layer`. In
-hybrid models, each depth has a stack of layers, which also starts at 1. Only its attention layers have the flag.
+Megatron-Core 0.16 does the same. Since 0.17, the numbers of MTP layers restart at 1, and the layers have `is_mtp_layer`. In
+hybrid models, each MTP depth has a stack of layers with numbers from 1. Only its attention layers have `is_mtp_layer`.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 _OFFSET = "_fgoffload_number_offset"
-"""Attribute of a layer in the stack of a depth: difference between its number in the model and in the stack."""
+"""Attribute of a layer in an MTP stack: the number of layers in the model before this stack."""
 
 
 def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield stack, index in the stack, and layer, for each transformer layer of `block`. Also number the layers of depths.
+    """Yield each attention layer of `block`, with its stack and its index there. Also store the offsets of MTP stacks.
 
-    A block of multi-token prediction is itself the stack for depths of one layer.
+    If an MTP depth has one layer, the block itself is the stack.
     """
     for index, module in enumerate(block.layers):
         inner = _find_inner(module)
         if not hasattr(inner, "layers"):
-            yield from _list_attending(block, [(index, module if inner is None else inner)])
+            yield from _list_attention_layers(block, [(index, module if inner is None else inner)])
             continue
         for layer in inner.layers:
             setattr(layer, _OFFSET, block.config.num_layers + index * len(inner.layers))
-        yield from _list_attending(inner, enumerate(inner.layers))
+        yield from _list_attention_layers(inner, enumerate(inner.layers))
 
 
-def find_first(module: Any) -> Any:
-    """Return the first layer inside a layer of multi-token prediction."""
+def find_first_layer(module: Any) -> Any:
+    """Return the first transformer layer of an MTP depth."""
     inner = _find_inner(module)
     return inner.layers[0] if hasattr(inner, "layers") else inner
 
 
 def get_number(layer: Any) -> int:
-    """Return the number of a layer in the whole model, from 0."""
+    """Return the number of `layer` in the whole model, from 0."""
     offset: int | None = getattr(layer, _OFFSET, None)
     if offset is None:
         offset = layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else 0
@@ -41,9 +41,9 @@ def get_number(layer: Any) -> int:
 
 
 def _find_inner(module: Any) -> Any:
-    """Return the layer or stack inside a layer of multi-token prediction, or None for any other layer."""
+    """Return the layer or stack of an MTP depth, or None if `module` is an ordinary layer."""
     return getattr(module, "transformer_layer", None) or getattr(module, "mtp_model_layer", None)
 
 
-def _list_attending(stack: Any, layers: Iterable[tuple[int, Any]]) -> Iterator[tuple[Any, int, Any]]:
+def _list_attention_layers(stack: Any, layers: Iterable[tuple[int, Any]]) -> Iterator[tuple[Any, int, Any]]:
     return ((stack, index, layer) for index, layer in layers if hasattr(layer, "self_attention"))

@@ -1,4 +1,4 @@
-"""Tracks forward through the layers of a Megatron model, and prepares the sites and recompute units of each layer."""
+"""Tracks which layer of a Megatron model is in forward, and prepares the sites and recompute units of each layer."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ NEWER_LAYERS = (
     "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
     "megatron.core.ssm.mamba_layer:MambaLayer",
 )
-"""Layers that only some versions have, wrapped if they exist. Each has its own forward."""
+"""Layer classes that define their own `forward` and exist only in some versions of Megatron-Core."""
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
@@ -54,8 +54,8 @@ SCHEDULE_NAMES = (
 )
 
 
-def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap schedules, models, blocks and layers, to tell the integration where forward is."""
+def wrap_forward(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap schedules, models, blocks and layers, to report the progress of forward to the integration."""
     for name in SCHEDULE_NAMES:
         wrap_symbol(patches, SCHEDULES, name, functools.partial(_run_schedule, get_offload))
     registrar = _Registrar(patches, get_offload, LayerInputs(patches, get_offload))
@@ -65,7 +65,7 @@ def follow_forward(patches: Patches, get_offload: GetOffload) -> None:
         wrap_symbol(patches, block, "forward", functools.partial(_run_block, registrar))
     for layer in (LAYER, *_list_existing(NEWER_LAYERS)):
         wrap_symbol(patches, layer, "forward", functools.partial(_run_layer, get_offload))
-    # Overlapped expert communication calls no layer's forward. It alternates between parts of layers of two microbatches.
+    # Overlapped expert communication does not call a layer's forward. It interleaves parts of the layers of two microbatches.
     wrap_symbol(patches, MODEL, "build_schedule_plan", functools.partial(_run_model, registrar))
     wrap_symbol(patches, LAYER, "_forward_attention", functools.partial(_run_attention, get_offload))
     wrap_symbol(patches, SCHEDULE_NODE, "_forward", functools.partial(_run_node, get_offload))
@@ -84,7 +84,7 @@ def _run_schedule(get_offload: GetOffload, original: Any, *args: Any, **kwargs: 
     if is_training:
         get_offload().begin_step(ScheduleCall.read(kwargs))
     result = original(*args, **kwargs)
-    # With Megatron's own flag, its schedule has already finished the step. With only our flag, it has not.
+    # Megatron's schedule has already finished the step if Megatron's own offload flag is on.
     if is_training:
         get_offload().finish_open_step()
     return result
@@ -95,12 +95,12 @@ def _run_model(registrar: "_Registrar", original: Any, model: Any, *args: Any, *
     offload = registrar.get_offload()
     with offload.watch_model(model, getattr(model, "vp_stage", None) or 0):
         outputs = original(model, *args, **kwargs)
-    offload.flush_delayed()  # this forward launches no more graphs
+    offload.flush_delayed()  # this forward launches no more CUDA graphs
     return outputs
 
 
 def _run_block(registrar: "_Registrar", original: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-    # The block's own chunk comes first: without a model around the block, the integration may not know the chunk yet.
+    # Prefer the block's own chunk: if the block runs without a model, nothing has set `offload.chunk`.
     offload, chunk = registrar.get_offload(), getattr(block, "vp_stage", None)
     chunk = offload.chunk if chunk is None else chunk
     registrar.register([block], chunk)
@@ -114,7 +114,7 @@ def _find_ending_block(model: Any) -> Any:
     """Return the last block of `model` before the loss, or None if other pipeline stages follow."""
     if not getattr(model, "post_process", False):
         return None
-    multi_token = getattr(model, "mtp", None)  # after the decoder, if this stage has it
+    multi_token = getattr(model, "mtp", None)  # runs after the decoder, if this stage has it
     return model.decoder if multi_token is None else multi_token
 
 
@@ -137,29 +137,29 @@ def _run_node(get_offload: GetOffload, original: Any, *args: Any, **kwargs: Any)
 
 
 class _Registrar:
-    """Registers the layers of each model once with the integration, and prepares them for their planned actions."""
+    """Registers each model's layers with the integration once, and prepares them for their planned actions."""
 
     def __init__(self, patches: Patches, get_offload: GetOffload, inputs: LayerInputs) -> None:
         self._patches = patches
         self._innermost = Patches()
-        """Wrappers that are applied first, so that regions of sites surround them."""
+        """Wrappers that must run inside the regions of sites. They are applied first."""
         patches.enter_context(self._innermost)
         self.get_offload = get_offload
         self._inputs = inputs
 
     def begin_forward(self, model: Any) -> None:
-        """Register a model chunk when it begins a forward, or builds the plan of one."""
+        """Register the blocks of a model chunk, and begin a microbatch. Called before forward or `build_schedule_plan`."""
         offload, chunk = self.get_offload(), getattr(model, "vp_stage", None) or 0
         ending = _find_ending_block(model)
         offload.ending_block = None if ending is None else weakref.ref(ending)
-        # All blocks of the chunk at once, since a fraction applies to all its sites.
+        # Register all blocks of the chunk together, because the offloaded fraction applies to the sites of the whole chunk.
         self.register([block for block in (model.decoder, getattr(model, "mtp", None)) if block is not None], chunk)
         if not getattr(model.config, "fine_grained_activation_offloading", False):
             most_in_flight = getattr(model.config, "fine_grained_offloading_max_inflight_offloads", None)
             offload.begin_microbatch(chunk, most_in_flight=most_in_flight)
 
     def register(self, blocks: Iterable[Any], chunk: int) -> None:
-        """Check the config of all new blocks and the plan, and register and prepare the layers."""
+        """Check the configs of new blocks and the plan, then register and prepare the layers."""
         offload = self.get_offload()
         new = [block for block in blocks if block not in offload.blocks]
         if not new:
@@ -177,7 +177,7 @@ class _Registrar:
         offload.has_waiting_layers |= any(has_wait(layer) for layer, _ in found)
         for layer, _ in found:
             self._prepare(layer, chunk)
-        # Only now, so that a rejected block is rejected again next time.
+        # Added last: if a check above raises, the next forward must check the block again.
         offload.blocks.update([*new, *(stack for block in new for stack, _, _ in list_layers(block))])
 
     def _prepare(self, layer: Any, chunk: int) -> None:
@@ -185,14 +185,14 @@ class _Registrar:
         offload.graphs.chunks[layer] = chunk
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-        # A plan from measurements is not made yet, so any unit may be recomputed later.
+        # With a measurement, the plan is made later and may recompute any unit.
         units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
-        layer_recompute.wrap_users(self._innermost, self.get_offload, layer, units)
+        layer_recompute.wrap_consumers(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:
             layer_recompute.switch_on(self._patches, self._inputs, layer, unit)
         actions = offload.actions
         sited = actions.list_offloaded(chunk, number) if offload.measurement is None else actions.list_tags(chunk, number)
-        # The recompute of a first linear opens that site itself, around the tensor that it starts from.
+        # The recompute of `mlp_fc1` opens that site itself, around its input only.
         own = tuple(tag for tag in sited if tag != "mlp_fc1" or tag not in recomputed)
         add_own_sites(self._patches, self.get_offload, layer, own)
         switch_off_later(self._patches, layer)
@@ -211,16 +211,16 @@ def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -
 
 
 def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return `layer_input` if it is selected and Megatron's full recompute begins at layer `index` of `stack`."""
+    """Return the tag `layer_input` if it is selected and a checkpoint of Megatron's full recompute begins at this layer."""
     config = stack.config
     if LAYER_INPUT not in selected or config.recompute_granularity != "full":
         return ()
     layers = config.recompute_num_layers or 1
     if config.recompute_method == "uniform":
-        # Each depth of multi-token prediction has one checkpoint around all its layers.
+        # In an MTP depth, one checkpoint covers all layers.
         begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
     else:
-        begins = index < layers and hasattr(stack, "pre_process")  # False for a depth of one layer
+        begins = index < layers and hasattr(stack, "pre_process")  # MTP blocks, which are stacks too, lack it
     return (LAYER_INPUT,) if begins else ()
 
 
@@ -229,7 +229,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
     if is_capturing():
         return original(layer, *args, **kwargs)
     if is_inert():
-        # Inside a checkpoint, which saves nothing, or in its recompute. Forward still reaches the layer.
+        # Without grad mode, this is a checkpoint's forward, which has reached the layer. Otherwise it is a recompute.
         if not torch.is_grad_enabled():
             offload.layer = get_number(layer)
         return original(layer, *args, **kwargs)
@@ -249,8 +249,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
 def _check_config(config: Any, offload: MegatronOffload) -> None:
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
-            "--cpu-offloading-num-layers offloads whole layers, and activation offload offloads their modules: both would move "
-            "the same tensors. Leave one of them out."
+            "--cpu-offloading-num-layers and activation offload would move the same tensors. Leave one of them out."
         )
     if offload.actions.plan is not None:
         with naming_plan_file(offload.config.offload_plan):
@@ -260,34 +259,34 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
         source = "The plan" if offload.measurement is None else "--offload-modules auto"
         raise IntegrationError(
             f"{source} chooses recompute layer by layer, but --recompute-granularity {granularity} applies to all "
-            "layers. Leave Megatron's recompute flags out."
+            "layers. Remove Megatron's recompute flags."
         )
     is_overlapped = getattr(config, "overlap_moe_expert_parallel_comm", False)
     if is_overlapped and offload.measurement is not None:
         raise IntegrationError(
-            "--overlap-moe-expert-parallel-comm interleaves two microbatches, but --offload-modules auto measures layer by "
-            "layer. Leave one of them out, or select tags or a plan."
+            "--overlap-moe-expert-parallel-comm interleaves two microbatches, but --offload-modules auto measures one layer at "
+            "a time. Leave the first flag out, or pass tags or a plan instead of auto."
         )
     if is_overlapped and offload.actions.recomputes:
         raise IntegrationError(
             "--overlap-moe-expert-parallel-comm runs parts of layers separately, so a plan cannot recompute modules. "
-            "Leave it out, or use a plan that only keeps and offloads."
+            "Leave the flag out, or use a plan without recompute."
         )
-    # The commands check this before Megatron starts. Callers of `apply` have no earlier check.
+    # Our commands run these checks before Megatron starts. Code that calls `apply` directly has no earlier check.
     check_selective(offload.config, vars(config))
     check_paged_stash(offload.selected, vars(config))
     check_graphs(offload.config, offload.selected, vars(config))
     if list_accepted(offload.selected) and not getattr(config, "fine_grained_activation_offloading", False):
         raise IntegrationError(
-            "The model's TransformerConfig was made before activation offload was applied, so Megatron's own call sites are "
-            "off in its layers. Call `apply` first, or set fine_grained_activation_offloading and offload_modules."
+            "The model's TransformerConfig was created before activation offload was applied, so Megatron's own call sites are "
+            "off. Call `apply` first, or set fine_grained_activation_offloading and offload_modules in the config."
         )
 
 
 def _check_linears(block: Any) -> None:
-    """Reject Megatron's own linears with gradient accumulation fusion, since their gradients would be lost.
+    """Reject Megatron's own linears with gradient accumulation fusion, because their gradients would be lost.
 
-    Under saved-tensor hooks, torch unpacks the saved weight as a new tensor without its attributes, such as
+    Under saved-tensor hooks, torch unpacks a saved weight as a new tensor without the weight's attributes, such as
     `grad_added_to_main_grad`. Source: `SavedVariable::unpack` of torch 2.13,
     `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron-core 0.16.1.
     """
@@ -296,6 +295,6 @@ def _check_linears(block: Any) -> None:
         is_own = type(module) in (linears.ColumnParallelLinear, linears.RowParallelLinear)
         if is_own and getattr(module, "gradient_accumulation_fusion", False):
             raise IntegrationError(
-                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), and activation offload does not "
+                f"gradient_accumulation_fusion is on in {name} ({type(module).__name__}), but activation offload does not "
                 "support it there. Pass --no-gradient-accumulation-fusion, or use Transformer Engine's layers."
             )

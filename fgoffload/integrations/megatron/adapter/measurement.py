@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCall:
-    """Size of one step. It is the same on all ranks."""
+    """Number and size of a step's microbatches, which are the same on all ranks."""
 
     microbatches: int
     """Microbatches per step on each data-parallel rank."""
     tokens: int
-    """Maximum tokens per microbatch: sequence length times sequences."""
+    """Maximum tokens per microbatch: sequence length times microbatch size."""
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> "ScheduleCall":
-        """Return the size from a schedule's keyword arguments. Megatron-Core's schedules take no positional ones.
+        """Return the step size from a schedule's arguments. Megatron-Core's schedules take only keyword arguments.
 
         Source: `forward_backward_no_pipelining` and the other schedules, megatron-core 0.16.1.
         """
@@ -26,7 +26,7 @@ class ScheduleCall:
         )
 
     def is_within(self, other: "ScheduleCall") -> bool:
-        """Return whether the step has no more and no larger microbatches than `other`."""
+        """Return whether this step has at most as many microbatches as `other`, and none larger."""
         return self.microbatches <= other.microbatches and self.tokens <= other.tokens
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Sets Megatron's own offload flags in all model configs that are created after `apply`, and reads facts from configs.
+"""Sets Megatron's own offload flags in each model config created after `apply`, and reads the fields that plans depend on.
 
-Megatron's config rejects unknown tags and an empty list. So it gets only the tags that it accepts, and if there are none, its
-flag is turned off. The other tags do not need it.
+Megatron's config rejects unknown tags and an empty list. So we set only the tags that it accepts, and turn its flag off if it
+accepts none. Our own sites do not need the flag.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ _FACTS: dict[str, int | str] = {
     **dict.fromkeys(_GROUPS, 1),
     "normalization": "LayerNorm",
 }
-"""Fields of the config that a plan may name in `made_for`. The value replaces None, and its type is used for comparison."""
+"""Config fields that a plan may list in `made_for`. Each default here replaces None, and values are converted to its type."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:
-    """Return the facts of a config that a plan depends on. See `OffloadPlan.made_for`."""
+    """Return the config fields that a plan depends on. See `OffloadPlan.made_for`."""
     facts: dict[str, int | str] = {PARAMETER_BYTES: _count_parameter_bytes(config), FP8_RECIPE: NO_FP8}
     if getattr(config, "fp8", None):
         recipe = getattr(config, "fp8_recipe", "delayed")
@@ -60,18 +60,18 @@ def read_facts(config: Any) -> dict[str, int | str]:
 
 
 def _count_parameter_bytes(config: Any) -> int:
-    # The flags take precedence, since Megatron's wrapper converts a model by them.
+    # `bf16` and `fp16` override `params_dtype`, because Megatron's wrapper converts the model to their type.
     if getattr(config, "bf16", False) or getattr(config, "fp16", False):
         return 2
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
 
 
 def set_flags(patches: Patches, ours: OffloadConfig, selected: Sequence[str]) -> None:
-    """Set the flags for the `selected` tags in every config created from now on, whatever its own values are."""
+    """Set Megatron's flags for the `selected` tags in every config created from now on. They override the config's values."""
     accepted = list_accepted(selected)
 
     def set_and_check(original: Any, config: Any) -> None:
-        # Megatron's whole-layer offload conflicts with ours. Such a model is rejected only if it runs.
+        # Megatron's whole-layer offload conflicts with ours. `layers.py` rejects the model in its first forward.
         if not getattr(config, "cpu_offloading", False):
             if config.fine_grained_activation_offloading:
                 _warn_of_ignored(config, ours, selected)
@@ -83,7 +83,7 @@ def set_flags(patches: Patches, ours: OffloadConfig, selected: Sequence[str]) ->
 
 
 def _warn_of_ignored(config: Any, ours: OffloadConfig, selected: Sequence[str]) -> None:
-    message = "%s=%s of a TransformerConfig has no effect: offload is applied with %s."
+    message = "%s=%s in a TransformerConfig has no effect, because offload was applied with %s."
     if ignored := set(config.offload_modules or ()) - set(selected):
         logger.warning(message, "offload_modules", " ".join(sorted(ignored)), " ".join(selected))
     for name in _SETTINGS:
@@ -105,19 +105,19 @@ def list_accepted(tags: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`, by creating a tiny config, since only its validation knows."""
+    """Return whether Megatron's config accepts `tag`. Creates a tiny config, because only its validation lists the tags."""
     config_class = load_module(CONFIG_MODULE).TransformerConfig
-    check = inspect.unwrap(config_class.__post_init__)  # Megatron's own, even if `set_flags` has replaced it
+    check = inspect.unwrap(config_class.__post_init__)  # Megatron's own method, even if `set_flags` has wrapped it
     probe = type("Probe", (config_class,), {"__post_init__": check})
     fields = {
         "num_layers": 1,
         "hidden_size": 1,
         "num_attention_heads": 1,
         "fine_grained_activation_offloading": True,
-        # attn_proj is rejected without core_attn, which every version accepts.
+        # Megatron rejects attn_proj without core_attn. Every version accepts core_attn.
         "offload_modules": ["core_attn", tag],
     }
-    # fused_group_mlp is rejected without the op fuser, which earlier versions lack.
+    # Megatron rejects fused_group_mlp without the op fuser, which older versions lack.
     has_fuser = any(field.name == _OP_FUSER for field in dataclasses.fields(config_class))
     for options in ({}, {_OP_FUSER: True} if has_fuser else {}):
         with contextlib.suppress(AssertionError, ValueError), ignore_expected_warnings():

@@ -27,7 +27,7 @@ _Context = contextlib.AbstractContextManager[object]
 
 
 class _Measurement(Protocol):
-    """The interface of a measurement that this module uses. See `profile.step_measurement`."""
+    """Methods of a step measurement that this module calls. See `profile.step_measurement`."""
 
     @property
     def is_recording(self) -> bool: ...
@@ -50,14 +50,14 @@ class _Measurement(Protocol):
 
 
 class Holding:
-    """Context manager that delays the offload of ended groups. One object serves all layers, since they do not nest."""
+    """Context manager that delays the offload of groups that end inside it. All layers share one, because they do not nest."""
 
     def __init__(self, submit: Callable[[], None]) -> None:
         self._submit = submit
         self.is_on = False
 
     def flush(self) -> None:
-        """Submit delayed groups, and stop delaying."""
+        """Submit the delayed groups. Later groups are not delayed."""
         self.is_on = False
         self._submit()
 
@@ -67,53 +67,53 @@ class Holding:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None and self.is_on:
             self.flush()
-        self.is_on = False  # after an exception, delayed groups are dropped
+        self.is_on = False  # after an exception, the delayed groups are dropped
 
 
 class MegatronOffload:
-    """Fine-grained activation offload, applied to the Megatron-Core of this process.
+    """Fine-grained activation offload for the Megatron-Core models of this process.
 
-    Created by `fgoffload.integrations.megatron.apply`. It is the only owner of the process's engine.
+    Created by `fgoffload.integrations.megatron.apply`. It owns the engine.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, undo: Callable[[], None]) -> None:
         self.config = config
         self.engine = engine
         self.last_step: StepStats | None = None
-        """Statistics of the last complete step on this rank; None until a schedule of Megatron or `finish_step` ends one."""
+        """Statistics of the last complete step on this rank; None until a Megatron schedule or `finish_step` ends a step."""
         self.measurement: _Measurement | None = None
-        """Measures steps that offload nothing; None if no step is measured."""
+        """Measures steps for `--offload-modules auto` or for a profile; None if no step is measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
         self.selected = list_selected_tags(config, plan)
-        """Tags whose tensors may be offloaded: the plan's, or else the user's."""
+        """Tags whose tensors may be offloaded. See `list_selected_tags`."""
         self.actions = SiteActions(plan, fraction=config.activation_offload_fraction, selected=self.selected)
         self.graphs = GraphedLayers(engine, self.actions)
         self.open_reruns = OpenReruns()
         self.has_waiting_layers = False
-        """Whether a layer of this rank makes the host wait for the device in each forward, as token dispatchers do."""
+        """Whether a layer of this rank makes the host wait for token counts in each forward."""
         self.blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Blocks whose layers are registered and prepared."""
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
-        """Blocks that forward has reached in the lane; None if `begin_microbatch` begins each lane."""
+        """Blocks that forward has reached in the current lane; None if `begin_microbatch` began the lane."""
         self.chunk = 0
-        """Model chunk that forward is in."""
+        """Model chunk of the current forward."""
         self.layer = -1
-        """Last layer that forward has reached, numbered from 0 over the whole model; -1 before the first."""
+        """Last layer that forward has reached, numbered from 0 in the whole model; -1 before the first."""
         self.microbatches_begun: dict[int, int] = {}
-        """Microbatches of the step that have begun, by model chunk."""
+        """Number of the step's microbatches that have begun, by model chunk."""
         self._open: dict[str, Region | CapturedRegion] = {}
-        """Regions of `open_region` that have not ended, by tag."""
+        """Regions from `open_region` that have not ended, by tag."""
         self.holding = Holding(self._submit_held)
-        """Delays copies of ended groups, which would delay bytes that the host waits for."""
+        """Delays the copies of ended groups until the host has received the bytes that it waits for."""
         self._call: ScheduleCall | None = None
         self.ending_block: weakref.ref[torch.nn.Module] | None = None
-        """Last block before the loss of the current model; None if other pipeline stages follow."""
+        """Last block before the loss in the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
-        self._most_warned_of = 0
-        """Largest number of microbatches per step that a warning has named."""
+        self._max_warned_microbatches = 0
+        """Maximum number of microbatches per step in warnings so far."""
 
     def __repr__(self) -> str:
         hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
@@ -122,10 +122,10 @@ class MegatronOffload:
         return f"<MegatronOffload (tags: {' '.join(sorted(self.selected)) or 'none'}), {step}>"
 
     def remove(self) -> None:
-        """Restore Megatron's symbols and free all memory that no graph needs. A second call does nothing."""
+        """Restore Megatron's symbols, and free all memory that no autograd graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                self.measurement.close()  # first, since its wrappers surround the ones removed next
+                self.measurement.close()  # first, because its wrappers enclose those that `_undo` removes
             self._undo()
         finally:
             self._open.clear()
@@ -135,27 +135,27 @@ class MegatronOffload:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be offloaded or observed, as with a plan that only recomputes.
+        """Whether nothing can be offloaded or observed, for example because the plan only recomputes.
 
-        Then forward is not tracked, since that costs the host as much as the launch of a small kernel for each layer.
+        Then forward is not tracked. Tracking costs the host about as much as one small kernel launch per layer.
         """
         return not self.selected and not self.engine.observers
 
     def keep_recomputed(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Prevent offload of the storages of `tensors`, which are emptied and recomputed. See `OffloadEngine.keep`."""
+        """Never offload the storages of `tensors`, because a recompute empties and refills them. See `OffloadEngine.keep`."""
         if not self.is_idle:
             self.engine.keep(tensors, reason=KeptReason.RECOMPUTED)
 
     # Progress of forward.
 
     def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
-        """Begin a forward of model chunk `chunk`. Without grad mode it does not count as a microbatch.
+        """Begin a forward of model chunk `chunk`. An evaluation without grad mode does not count as a microbatch.
 
         At most `most_in_flight` groups of each tag may be in flight to the host before compute waits.
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
-                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is below 0. Set 0 or more, or leave it out."
+                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is negative. Set 0 or more, or leave it out."
             )
         self.engine.execution.most_in_flight = most_in_flight
         self.chunk = chunk
@@ -166,7 +166,7 @@ class MegatronOffload:
     def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
         """Record that forward has reached `block` of model chunk `chunk`.
 
-        The forward of some models, such as BERT and T5, is not wrapped. For them, reaching a block again begins the next one.
+        Some models, such as BERT and T5, have no wrapped forward. Their next forward begins when a block is reached again.
         """
         if is_inert():
             return
@@ -183,36 +183,36 @@ class MegatronOffload:
         self.layer = -1
         self._lane_blocks = weakref.WeakSet()
         self._lane = lane = Lane(chunk=self.chunk, microbatch=microbatch)
-        self._open.clear()  # regions that were never ended
+        self._open.clear()  # drops regions that were never ended
         self.engine.begin_forward(lane)
         return lane
 
     def abandon_microbatch(self) -> None:
-        """Drop all state of a forward that raised. A recompute in backward has no state here."""
+        """Drop the state of a forward that raised an error. A recompute in backward has no state here."""
         if not is_inert():
             self._lane = None
             self._open.clear()
 
     def enter_layer(self, layer: int) -> Lane:
-        """Record that forward has reached layer `layer`, numbered from 0 over the whole model, and return its lane."""
+        """Record that forward has reached layer `layer`, numbered from 0 in the whole model. Return its lane."""
         lane = self._lane or self._begin_lane()
         self.layer = layer
         return lane
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> _Context:
-        """Return a context for the forward of `model`, which is model chunk `chunk`."""
+        """Return a context in which the measurement, if any, observes the forward of `model`, model chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
         return self.measurement.watch_model(model, chunk)
 
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> _Context:
-        """Return a context for the forward of the layer that was entered last.
+        """Return the context in which the current layer's forward runs. It records or watches the layer's saves as needed.
 
-        With `has_parts`, the layer calls `watch_attention`, so that attention alone can be watched.
+        With `has_parts`, the layer also calls `watch_attention`, which can watch attention alone.
         """
         if self.measurement is not None and self.measurement.is_recording:
             return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
-        # Frees offloaded tensors of earlier layers now, since the next group may end only in backward.
+        # Free offloaded tensors of earlier layers here, because the next group may not end before backward.
         self.engine.poll()
         watched = self._find_watched()
         if watched is Watched.FOLLOWED:
@@ -223,7 +223,7 @@ class MegatronOffload:
         return contextlib.nullcontext()
 
     def watch_attention(self) -> _Context:
-        """Return a context for the attention of the current layer, for layers in which only attention is watched."""
+        """Return the context for the current layer's attention. It watches saves in layers that watch only attention."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
         return self.engine.watch(self._lane)
@@ -231,7 +231,7 @@ class MegatronOffload:
     def leave_attention(self, hidden: torch.Tensor) -> None:
         """Record that forward has left the attention of the current layer, which returned `hidden`."""
         if self._lane is not None and not self._find_watched().covers_layer and not self._is_recording:
-            # Ops after attention are not watched, so a mark on its output shows when backward reaches the layer.
+            # Ops after attention are not watched, so a mark on attention's output shows when backward reaches the layer.
             self.engine.announce_backward(self._lane, hidden)
 
     @property
@@ -239,22 +239,22 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        # An observer needs the place of every save.
+        # Observers need every save of the layer, with its place.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
     def leave_block(self, block: torch.nn.Module) -> None:
-        """Record that forward has left `block`. After the model's last block in a schedule of Megatron, expect backward."""
+        """Record that forward has left `block`. After the model's last block in a Megatron schedule, expect backward next."""
         ends_model = self.ending_block is not None and self.ending_block() is block
         if ends_model and self._call is not None and self._lane is not None:
             plan = self.actions.plan
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
     def watch(self) -> _Context:
-        """Return a context for forward code outside of layers. See `OffloadEngine.watch`."""
+        """Return a context for forward code outside the layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
     def list_sites(self) -> list[Site]:
-        """Return the sites of this rank, sorted."""
+        """Return the sites of this rank in sorted order."""
         return sorted(self.actions.by_site)
 
     # Regions.
@@ -262,9 +262,9 @@ class MegatronOffload:
     def find_region(self, tag: str) -> Region | CapturedRegion | None:
         """Return a region for the site of `tag` in the current layer, or None if its tensors stay on the GPU.
 
-        For your own sites, the tag must be registered and selected.
+        To use a site of your own, register and select its tag first.
         """
-        # This check comes first, since a recompute in backward calls this too.
+        # First, because a recompute in backward also calls this method.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
@@ -278,33 +278,34 @@ class MegatronOffload:
             return None
         # Not `OffloadEngine.find_region`, which would call `is_inert` again.
         region = Region(self.engine, self._lane, self.engine.open_group(site, self._lane))
-        self._balance.note(site, region.group)
+        self._balance.record(site, region.group)
         return region
 
     def open_region(self, tag: str) -> Region | CapturedRegion | None:
-        """Return a region like `find_region`. End it with `end_region` and the same tag."""
+        """Open a region as `find_region` does, for calls that end it by its tag. See `end_region`."""
         region = self.find_region(tag)
         if region is not None:
             self._open[tag] = region
         return region
 
     def end_region(self, tag: str, *, may_wait: bool = False) -> None:
-        """End the open region of `tag`, if any. See `end`."""
+        """End the open region of `tag`, if there is one. See `end`."""
         region = self._open.pop(tag, None)
         if region is not None:
             self.end(region, may_wait=may_wait)
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
-        """End `region`, and offload its saves now, or at the next flush while groups are delayed.
+        """End `region`, and offload its saves now, or at the next flush if groups are delayed.
 
-        With `may_wait`, an offload after a layer's CUDA graph is delayed until the next graph launch even without the flag.
+        With `may_wait`, an offload after a layer's CUDA graph is delayed until the next graph launch, even if
+        `delay_offload_until_cuda_graph` is off.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)
         region.end(is_held=self.holding.is_on or is_delayed)
 
     def flush_delayed(self) -> None:
-        """Submit delayed groups after a graph is launched or a forward is over."""
-        if not (self.is_idle or self.holding.is_on):  # `holding` delays them for longer
+        """Submit the delayed groups. Called after a CUDA graph launch and at the end of a forward."""
+        if not (self.is_idle or self.holding.is_on):  # `holding` submits them later
             self._submit_held()
 
     def _submit_held(self) -> None:
@@ -314,7 +315,7 @@ class MegatronOffload:
     # Steps.
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Begin a step when its schedule begins.
+        """Begin a step. Called at the start of each Megatron schedule.
 
         Raises:
             PlanError: No plan fits the budget, or the plan was made for smaller or fewer microbatches.
@@ -334,25 +335,25 @@ class MegatronOffload:
         except PlanError as error:
             if not self._is_first_step_over:
                 raise
-            # A batch may grow during a run. The step may still fit into memory, so this does not end the run.
-            if call.microbatches > self._most_warned_of:
-                logger.warning("%s The run continues, and may exceed the memory budget.", error)
-            self._most_warned_of = max(call.microbatches, self._most_warned_of)
+            # The batch may grow during a run. The larger step may still fit into memory, so this is only a warning.
+            if call.microbatches > self._max_warned_microbatches:
+                logger.warning("%s The run continues, but may exceed the memory budget.", error)
+            self._max_warned_microbatches = max(call.microbatches, self._max_warned_microbatches)
 
     def finish_open_step(self) -> None:
-        """Finish the running step, if a forward has begun since the last one. See `finish_step`.
+        """Finish the current step if a forward has begun since the last step ended. See `finish_step`.
 
-        Since 0.18, Megatron calls this after an evaluation and around the capture of CUDA graphs too.
+        Since 0.18, Megatron also calls this after an evaluation and around the capture of CUDA graphs.
         """
         if self.microbatches_begun:
             self.finish_step()
 
     def finish_step(self) -> None:
-        """Finish a step and keep its statistics. After the first step, check which tags had no effect.
+        """Finish a step and store its statistics. After the first step, check that each selected tag had an effect.
 
         Raises:
             IntegrationError: A selected tag saved nothing on any rank.
-            PlanError: The plan names a site that no rank has, or the ranks have different plans.
+            PlanError: The plan contains a site that no rank has, or the ranks have different plans.
         """
         microbatches = max(self.microbatches_begun.values(), default=0)
         self._call = None
@@ -361,10 +362,10 @@ class MegatronOffload:
         self._lane = None
         self.last_step = self.engine.finish_step()
         logger.debug(
-            "step: %s to the host, %s back", format_bytes(self.last_step.d2h_bytes), format_bytes(self.last_step.h2d_bytes)
+            "step: %s offloaded, %s reloaded", format_bytes(self.last_step.d2h_bytes), format_bytes(self.last_step.h2d_bytes)
         )
         if self.measurement is not None:
-            # A plan from measurements contains only sites that exist, so no check is needed.
+            # A plan that was made from measurements contains only sites that exist, so no check is needed.
             self.measurement.finish_step()
             return
         if not self._is_first_step_over:

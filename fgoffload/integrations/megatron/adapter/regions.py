@@ -1,4 +1,4 @@
-"""Adds sites around methods and linears of single modules that have no call site in Megatron-Core."""
+"""Adds sites around methods and linears of modules for which Megatron-Core has no call site."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ SiteRegion = Region | CapturedRegion
 
 
 def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: Sequence[str], tag: str) -> None:
-    """Add one site around `methods` of `target`, which run in this order, each once per forward.
+    """Add one site around `methods` of `target`. A forward must call each of them once, in this order.
 
-    The region opens before the first method, covers only saves inside the methods, and ends after the last.
+    The region opens before the first method and ends after the last. It does not cover saves between the methods.
     """
     opened: SiteRegion | None = None
 
@@ -42,7 +42,7 @@ def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: 
 
 
 class LinearTags(NamedTuple):
-    """Tags of two linears with an activation between them; None adds no site."""
+    """Tags of two linears and the activation between them; None adds no site."""
 
     fc1: str | None = None
     act: str | None = None
@@ -54,10 +54,10 @@ class LinearTags(NamedTuple):
 
 
 def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pairs: Sequence[Any], tags: LinearTags) -> None:
-    """Add sites around pairs of linears and around the activation between them, until `patches` are removed.
+    """Add sites around pairs of linears and around the activations between them, until `patches` are removed.
 
-    All first linears share one group, since experts' tokens are views of one storage. The other tags have one group per pair.
-    The forward of `owner` runs all of `pairs`, which are modules with `linear_fc1` and `linear_fc2`.
+    Each of `pairs` is a module with `linear_fc1` and `linear_fc2`. The forward of `owner` calls all pairs. All first linears
+    share one group, because the experts' inputs are views of one storage. The other tags have one group per pair.
     """
     if not any(tags):
         return
@@ -69,7 +69,7 @@ def add_linear_sites(patches: Patches, get_offload: GetOffload, owner: Any, pair
 
 
 class _LinearSites:
-    """Opens and ends the regions of one module's linears. Such modules do not nest, so only one forward is open."""
+    """Opens and ends the regions of one module's linears. These modules do not nest, so only one forward runs at a time."""
 
     def __init__(self, get_offload: GetOffload, tags: LinearTags) -> None:
         self._get_offload = get_offload
@@ -89,13 +89,13 @@ class _LinearSites:
             return result
         finally:
             self._is_inside = False
-            self._save_for(None)
+            self._switch_saving(None)
             self._fc1 = self._act = self._fc2 = None
 
     def run_fc1(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._is_inside:
             return original(module, *args, **kwargs)
-        self._save_for(self._fc1)
+        self._switch_saving(self._fc1)
         result = original(module, *args, **kwargs)
         self._act = self._begin(self._tags.act, result[0])
         return result
@@ -105,24 +105,24 @@ class _LinearSites:
             return original(module, *args, **kwargs)
         self._fc2 = self._begin(self._tags.fc2, find_tensor(args, kwargs))
         result = original(module, *args, **kwargs)
-        self._save_for(None)
-        # Forward has used all saves of this pair.
+        self._switch_saving(None)
+        # Forward no longer uses the saves of this pair.
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
         return result
 
     def _begin(self, tag: str | None, tensor: torch.Tensor) -> SiteRegion | None:
-        self._save_for(None)
+        self._switch_saving(None)
         region = _enter(self._get_offload(), tag, tensor)
-        self._save_for(region)
+        self._switch_saving(region)
         return region
 
     def _end(self, region: SiteRegion | None) -> None:
         if region is not None:
             self._get_offload().end(region)
 
-    def _save_for(self, region: SiteRegion | None) -> None:
+    def _switch_saving(self, region: SiteRegion | None) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.__exit__(None, None, None)
@@ -132,9 +132,9 @@ class _LinearSites:
 
 
 def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-    """Return the result of `run`, and offload its saves if the site of `tag` is offloaded in the current layer.
+    """Call `run` and return its result. Offload its saves if the site of `tag` is offloaded in the current layer.
 
-    Forward uses none of the saves after `run` returns. `tensor` is the input of the site.
+    `tensor` is the input of the site. Forward must not use the saves after `run` returns.
     """
     region = _enter(offload, tag, tensor)
     if region is None:
@@ -153,7 +153,7 @@ def _enter(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor) -> S
 
 
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the first tensor argument of a call, or an empty tensor. Megatron's modules take the hidden states first."""
+    """Return the first tensor argument of a call, or an empty tensor. In Megatron's modules, it is the hidden states."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

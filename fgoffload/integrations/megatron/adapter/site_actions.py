@@ -1,4 +1,4 @@
-"""Chooses the tags that may be offloaded, the action of each site of a rank, and which ops of a layer to watch."""
+"""Chooses the tags that may be offloaded, an action for each site of a rank, and the ops of each layer to watch."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags that `auto` excludes, since no test has compared the results of their modules with the baseline."""
+"""Tags that `auto` excludes, because no test compares the results of their modules with the baseline."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class LayerSites:
     tags: tuple[str, ...]
     """Selected tags that have a site in the layer, in the order of forward."""
     fused: tuple[str, ...]
-    """Selected tags whose module is fused into another."""
+    """Selected tags whose module is fused into another module."""
     units: tuple[str, ...]
-    """Units that can be recomputed, by the names of `fgoffload.tags.RECOMPUTE_UNITS`."""
+    """Names of the units that can be recomputed. See `fgoffload.tags.RECOMPUTE_UNITS`."""
     shares_router_input: bool
-    """Whether another module saves the router's input too."""
+    """Whether another module also saves the router's input."""
 
 
 class SiteActions:
@@ -47,17 +47,17 @@ class SiteActions:
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
         self.layers: dict[tuple[int, int], bool] = {}
-        """By chunk and number of each registered layer, whether another module saves the router's input too."""
+        """Registered layers by chunk and number, with whether another module also saves the router's input."""
         self.fused_tags: set[str] = set()
-        """Tags whose module is fused into another in some layer."""
+        """Tags whose module is fused into another module, in at least one layer."""
         self._fraction = fraction
         self._selected = selected
         self.by_site: dict[Site, Action] = {}
         self._watched: dict[tuple[int, int], Watched] = {}
-        """Watched ops of each layer, by chunk and number. Derived from the actions."""
+        """Cache of `find_watched`, by chunk and number of a layer."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """Site by chunk, layer number and tag, or None if its tensors stay on the GPU. Derived from the actions, since every
-        call site looks one up in forward, and creating and hashing a `Site` takes several times as long."""
+        """Cache of `find_offloaded`, by chunk, layer number and tag. Every call site does a lookup in forward, and creating and
+        hashing a `Site` would take several times as long."""
 
     @property
     def recomputes(self) -> bool:
@@ -68,7 +68,7 @@ class SiteActions:
         """Register the layers of a model chunk, and choose an action for each site.
 
         Raises:
-            PlanError: A layer cannot do what the plan asks for.
+            PlanError: The plan has an action that a layer does not support.
         """
         planned = [{} if self.plan is None else self.plan.list_layer(chunk, layer.number) for layer in layers]
         for layer, actions in zip(layers, planned, strict=True):
@@ -91,7 +91,7 @@ class SiteActions:
         logger.info("chunk %d: %d of %d sites are offloaded", chunk, offloaded, len(sites))
 
     def use_plan(self, plan: OffloadPlan) -> None:
-        """Apply `plan` from the next microbatch on. The caller turns on the recompute of its units."""
+        """Apply `plan` from the next microbatch on. The caller must turn on recompute for the plan's units."""
         self.plan = plan
         sites = [site for site in self.by_site if site.tag in self._selected and site.tag != "layer_input"]
         self.by_site = dict.fromkeys(sites, Action.KEEP)
@@ -106,7 +106,7 @@ class SiteActions:
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
         """Return the site of `tag` in a layer if it is offloaded, or None if its tensors stay on the GPU.
 
-        An unregistered site is the user's own, or belongs to a layer outside of the blocks. It is registered here.
+        An unregistered site is registered first. It may be a user's own site, or belong to a layer outside the blocks.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -118,7 +118,7 @@ class SiteActions:
         return self._offloaded[key]
 
     def find_watched(self, chunk: int, layer: int) -> Watched:
-        """Return which ops of a layer to watch. An unregistered layer is watched as a whole, to be safe."""
+        """Return which ops of a layer to watch: all ops if the layer is not registered."""
         key = (chunk, layer)
         if key not in self.layers:
             return Watched.LAYER
@@ -151,21 +151,21 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
         if unit is None or name not in layer.units:
             possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
-                f"The plan recomputes layers.{layer.number}.{name}, which this layer cannot recompute with its "
-                f"implementation, quantization and parallel sizes. It can recompute: {possible}. Choose one of those, or "
-                "leave it out."
+                f"The plan recomputes layers.{layer.number}.{name}, but this layer's implementation, quantization or "
+                f"parallel sizes do not allow that. It can recompute: {possible}. Choose one of these units, or leave "
+                f"{name} out."
             )
         for tag in unit.covers:
             if planned.get(tag, Action.KEEP).offloads:
                 raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, which then "
-                    "saves nothing. Leave one of them out of the plan."
+                    f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, but the "
+                    f"recompute already drops the tensors of {tag}. Leave one of the two actions out of the plan."
                 )
         for other in (*unit.covers, *unit.excludes):
             if other != name and planned.get(other, Action.KEEP).recomputes:
                 raise PlanError(
-                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which cannot both "
-                    "be recomputed, since they overlap. Leave one of them out of the plan."
+                    f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which overlap. "
+                    "Leave one of them out of the plan."
                 )
 
 
@@ -173,28 +173,28 @@ class RankBalance:
     """Makes each pipeline rank offload `--delta-offload-bytes-across-pp-ranks` fewer bytes per step than the previous rank.
 
     With 1F1B, earlier ranks have more microbatches in flight, so they need more memory. The first step offloads every site and
-    counts its bytes. From the second step on, the last sites of the rank's forward stay on the GPU, the same in all
-    microbatches, until their bytes add up to the difference. Megatron's own engine instead keeps the first layers of the first
-    microbatches; see docs/reference/megatron_engine.md.
+    counts its bytes. From the second step on, each rank keeps enough of its last sites on the GPU to make up the difference.
+    The kept sites are the same in all microbatches. Megatron's own engine keeps the first layers of the first microbatches
+    instead; see docs/reference/megatron_engine.md.
     """
 
     def __init__(self, actions: SiteActions, *, delta_bytes: int) -> None:
         self._actions = actions
         self._delta_bytes = delta_bytes
         self._groups: list[tuple[Site, Group]] = []
-        """Groups of the first step, whose offloaded bytes are counted."""
+        """Sites and groups of the first step. Their offloaded bytes are counted at the end of the step."""
         self._site_bytes: dict[Site, float] = {}
-        """Offloaded bytes of each site per microbatch of the first step, in the order of forward."""
+        """Offloaded bytes of each site per microbatch in the first step, in the order of forward."""
         self._microbatches = 0
-        """Microbatches per step for which the kept sites were chosen; 0 in the first step."""
+        """Microbatches per step for which the kept sites were chosen; 0 during the first step."""
 
-    def note(self, site: Site, group: Group) -> None:
-        """Record that one forward of `site` saves to `group`."""
+    def record(self, site: Site, group: Group) -> None:
+        """Record the group to which a forward of `site` saves."""
         if self._delta_bytes and not self._microbatches:
             self._groups.append((site, group))
 
     def finish_step(self, microbatches: int) -> None:
-        """Choose the kept sites of the next steps, after a step of this many `microbatches`."""
+        """Choose the sites that stay on the GPU after this step, which had `microbatches` microbatches."""
         if not self._delta_bytes:
             return
         for site, group in self._groups:
@@ -209,7 +209,7 @@ class RankBalance:
         for site in reversed(tuple(moved_bytes)):
             if less_bytes <= 0:
                 break
-            # Also keeps a site that offloaded nothing: it shares storages with an earlier site, and would offload them itself.
+            # Also keep a site that offloaded nothing: it shares storages with an earlier site, and could offload them instead.
             kept.append(site)
             less_bytes -= moved_bytes[site]
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
@@ -223,9 +223,9 @@ class RankBalance:
 
 
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
-    """Return the tags whose tensors may be offloaded: the plan's, or else the user's. `auto` selects all supported tags.
+    """Return the tags whose tensors may be offloaded: the plan's tags, or the config's tags if there is no plan.
 
-    A plan overrides tags, since flag files name some for runs without a plan.
+    A plan overrides the config's tags, because flag files set tags for runs without a plan. `auto` selects all tested tags.
     """
     if plan is None and config.is_auto:
         return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)

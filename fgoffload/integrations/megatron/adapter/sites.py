@@ -20,19 +20,19 @@ OVERLAPPED_METHODS = (
     "get_output",
 )
 COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
-_ATTRIBUTE = "save_original_input"
-"""Attribute of Transformer Engine's linears. If it is off, they save the GEMM operand: a view per expert, or its FP8 form."""
+_SAVE_ORIGINAL_INPUT = "save_original_input"
+"""Attribute of Transformer Engine's linears. If it is off, they save the GEMM operands: a view or FP8 copy for each expert."""
 
 
 def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
     """Return the `selected` tags that have a site in a Megatron layer, in the order of forward.
 
-    Attributes of Megatron's layers show which of Megatron's own sites are on. Our sites depend on the layer's modules.
-    Omits `layer_input`, which depends on recompute.
+    The layer's attributes show which of Megatron's own sites are on. Our own sites depend on the layer's modules. The result
+    excludes `layer_input`, which depends on recompute.
     """
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
-    in_turn, has_pair = is_sequential(experts), _is_pair(mlp)
+    sequential, has_linears = is_sequential(experts), _has_linears(mlp)
     has_site = {
         "attn_norm": getattr(layer, "offload_attn_norm", False),
         "qkv_linear": getattr(attention, "offload_qkv_linear", False),
@@ -40,38 +40,38 @@ def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
         "core_attn": getattr(attention, "offload_core_attention", False),
         "attn_proj": getattr(attention, "offload_attn_proj", False),
         "mlp_norm": getattr(layer, "offload_mlp_norm", False),
-        "mlp_fc1": has_pair,
-        "mlp_act": has_pair,
-        "mlp_fc2": has_pair,
+        "mlp_fc1": has_linears,
+        "mlp_act": has_linears,
+        "mlp_fc2": has_linears,
         "shared_expert": getattr(mlp, "shared_experts", None) is not None,
         "router": getattr(mlp, "router", None) is not None,
-        "expert_fc1": in_turn or getattr(experts, "offload_expert_fc1", False),
-        "moe_act": in_turn or getattr(experts, "offload_moe_act", False),
-        "expert_fc2": in_turn or _is_pair(experts),
+        "expert_fc1": sequential or getattr(experts, "offload_expert_fc1", False),
+        "moe_act": sequential or getattr(experts, "offload_moe_act", False),
+        "expert_fc2": sequential or _has_linears(experts),
         "fused_group_mlp": getattr(experts, "offload_fused_group_mlp", False),
         "moe_combine": getattr(mlp, "token_dispatcher", None) is not None,
     }
-    return tuple(tag for tag, is_there in has_site.items() if is_there and tag in selected)
+    return tuple(tag for tag, exists in has_site.items() if exists and tag in selected)
 
 
 def shares_router_input(layer: Any) -> bool:
-    """Return whether another module of a Megatron layer saves the router's input too."""
+    """Return whether another module of a Megatron layer also saves the router's input."""
     return any(getattr(layer.mlp, name, None) is not None for name in ("shared_experts", "fc1_latent_proj"))
 
 
 def find_fused_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return the `selected` tags of norms that are fused into the next linear, and so have no module of their own."""
+    """Return the `selected` tags of norms that are fused into the next linear and have no module of their own."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.pre_mlp_layernorm}
     return tuple(tag for tag, norm in norms.items() if tag in selected and isinstance(norm, identity))
 
 
 def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offloaded: Sequence[str]) -> None:
-    """Add our sites of the `offloaded` tags to one layer."""
+    """Add our own sites to `layer`, for the `offloaded` tags."""
     mlp = layer.mlp
     experts = getattr(mlp, "experts", None)
     if experts is None:
-        if _is_pair(mlp):
+        if _has_linears(mlp):
             add_linear_sites(patches, get_offload, mlp, [mlp], DENSE_TAGS.select(offloaded))
         return
     choose_saved_inputs(patches, experts, offloaded)
@@ -82,7 +82,7 @@ def add_own_sites(patches: Patches, get_offload: GetOffload, layer: Any, offload
         add_region(patches, get_offload, mlp.router, ("forward",), "router")
     if is_sequential(experts):
         add_linear_sites(patches, get_offload, experts, list(experts.local_experts), EXPERT_TAGS.select(offloaded))
-    elif _is_pair(experts):
+    elif _has_linears(experts):
         add_linear_sites(patches, get_offload, experts, [experts], GROUPED_TAGS.select(offloaded))
     if "moe_combine" in offloaded:
         add_region(patches, get_offload, mlp.token_dispatcher, COMBINE_METHODS, "moe_combine")
@@ -107,15 +107,15 @@ def is_sequential(experts: Any) -> bool:
     return isinstance(experts, load_module("megatron.core.transformer.moe.experts").SequentialMLP)
 
 
-def _is_pair(module: Any) -> bool:
-    """Return whether `module` calls two linears of its own in sequence."""
+def _has_linears(module: Any) -> bool:
+    """Return whether the forward of `module` calls its own `linear_fc1` and `linear_fc2`."""
     return not has_op_fuser(module) and all(callable(getattr(module, name, None)) for name in ("linear_fc1", "linear_fc2"))
 
 
 def has_op_fuser(module: Any) -> bool:
-    """Return whether `module` runs ops of Transformer Engine's op fuser, which does not call its linears.
+    """Return whether `module` uses Transformer Engine's op fuser, which does not call the module's linears.
 
-    A dense MLP built for the op fuser has `_make_fused_impl`. Experts that can use it (0.20) have `_fused_forward`.
+    A dense MLP that is built for the op fuser has `_make_fused_impl`. Experts that support it (0.20) have `_fused_forward`.
     """
     config = getattr(module, "config", None)
     can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)
@@ -128,18 +128,18 @@ def is_quantized(config: Any) -> bool:
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
-    """Make the grouped linears of `experts` save their whole input if that is not larger, and otherwise a part per expert.
+    """Choose whether the grouped linears of `experts` save their whole input or a tensor per expert.
 
-    In bf16, the views of 16 experts have the same bytes as the whole input, but cost the host 2 ms more per layer and
-    microbatch, while the device is idle because the host has just waited for the routing. In FP8, the parts are half the size,
-    and delayed scaling rejects whole inputs. Megatron always requests them, for its own engine.
+    In bf16, they save the whole input. Views for 16 experts take no less memory, but cost the host 2 ms more per layer and
+    microbatch. The device is idle meanwhile, because the host has just waited for the routing. In FP8, they save a tensor per
+    expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
 
     Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
     """
     if is_quantized(getattr(experts, "config", None)):
         if getattr(experts, "offload_expert_fc1", False):
-            # Not through `patches`: Megatron turns it on only for offload, so it stays off afterwards.
-            setattr(experts.linear_fc1, _ATTRIBUTE, False)
+            # Not through `patches`: Megatron turns the attribute on only for offload, so it stays off after `remove`.
+            setattr(experts.linear_fc1, _SAVE_ORIGINAL_INPUT, False)
         return
     if not set(EXPERT_TAGS) & set(offloaded):
         return
@@ -148,6 +148,6 @@ def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]
 
 
 def save_whole_input(patches: Patches, linear: Any) -> None:
-    """Make an unquantized grouped linear save its input as one tensor. Does not change other linears."""
-    if hasattr(linear, _ATTRIBUTE):
-        set_attribute(patches, linear, _ATTRIBUTE, True)  # noqa: FBT003 - the value of Transformer Engine's attribute
+    """Make an unquantized linear save its whole input, if it has Transformer Engine's attribute for that."""
+    if hasattr(linear, _SAVE_ORIGINAL_INPUT):
+        set_attribute(patches, linear, _SAVE_ORIGINAL_INPUT, True)  # noqa: FBT003 - Transformer Engine's value

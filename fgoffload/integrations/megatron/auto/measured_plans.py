@@ -1,22 +1,22 @@
 """Makes plans during training, from a step that all processes measured.
 
 [Note: Memory that a plan leaves free]
-The next plan leaves free the bytes by which steps exceeded their prediction. A prediction belongs to one measurement, and the
-one from the first step may be far too high: host memory was still being pinned, and offloads were slow. So the peaks of steps
-are kept, not their difference from an older prediction. The newer measurement predicts the same plan again, and its plans leave
-the difference free.
+If a step exceeds its predicted peak, the next plan leaves the excess free. The excess depends on the measurement: predictions
+from the first step may be far too high, because host memory was still being pinned and offloads were slow. So we keep the
+measured peaks of a plan. A newer measurement predicts peaks for the same plan, and its own plan leaves the difference free.
 
 [Note: Two plans]
-The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned. Its times include all that.
-The plan from them applies from the second step on, and a few of its steps are timed. Then one more step is measured, now warm.
-A second plan is made from it, with the overhead during copies that the timed steps showed ([Note: Cost of copies on a
-launch-bound host] in `planner/host_overhead.py`). It is timed too, and the faster plan is kept. All steps are training steps
-with bitwise identical results. A step lasts until the next one begins, including the script's work in between. The first step
-under a plan is not timed, since the allocator adapts, and the median ignores one step with an evaluation or checkpoint.
+The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned, so it takes longer than
+later steps. The first plan is made from this step. It applies from the second step on, and a few of its steps are timed. Then
+one more step is measured, after warm-up. The second plan is made from that step, with the overhead during copies that the timed
+steps showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). The second plan is timed too, and
+the faster plan is kept. This comparison is called a trial. All its steps are training steps with bitwise identical results. The
+timing of a step ends when the next step begins, so it includes the script's work in between. The first step under a plan is not
+timed, because the allocator still adapts. The median ignores one step with an evaluation or checkpoint.
 
-A step with more or larger microbatches than planned ends a trial, and a new one starts with a plan for that step. Smaller steps
-are neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails, if there is no second
-plan or it is the same, and if the second plan takes more memory than both the budget and the first plan.
+A step with more or larger microbatches than planned ends a trial, and a plan for that step starts a new one. Smaller steps are
+neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails. It is also kept if there
+is no second plan, if both plans are the same, or if the second plan takes more memory than both the first plan and the budget.
 """
 
 import collections
@@ -39,10 +39,10 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 Layers = frozenset[tuple[int, int]]
-"""Layers, by chunk and number."""
+"""Set of layers, each by chunk and number."""
 
 TIMED_STEPS = 3
-"""Timed steps of each plan, after its first step. A median of three ignores one outlier."""
+"""Number of timed steps of each plan, after its first step. A median of three ignores one outlier."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class PlannedStep:
     plan: OffloadPlan
     """Plan for all ranks."""
     call: ScheduleCall
-    """Maximum step that the plan is for."""
+    """Largest step that the plan covers."""
     peaks: Mapping[int, int]
     """Predicted peak device bytes, by pipeline rank."""
     step_s: float
@@ -69,17 +69,17 @@ class PlannedStep:
     free_bytes: int
     """Bytes of the budget that the plan leaves free. See [Note: Memory that a plan leaves free]."""
     measured_step: int
-    """Training step that the plan is made from, from 1."""
+    """Number of the training step that was measured for the plan, from 1."""
 
     @property
     def peak_bytes(self) -> int:
-        """Maximum peak over the ranks."""
+        """Largest predicted peak of any rank."""
         return max(self.peaks.values())
 
     @property
     def origin(self) -> str:
-        """Text for a log: the step that the plan is made from."""
-        return "of the first step" if self.measured_step == 1 else f"of step {self.measured_step}"
+        """Step that was measured for the plan, as text for a log."""
+        return "from the first step" if self.measured_step == 1 else f"from step {self.measured_step}"
 
     def describe(self, budget_bytes: int) -> str:
         """Return a summary of the plan and its prediction within a budget, for a log."""
@@ -93,7 +93,7 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TriedStep:
-    """A plan, and the time and peaks of steps under it."""
+    """A plan, with the measured time and peaks of its steps."""
 
     planned: PlannedStep
     tried: Tried
@@ -112,29 +112,29 @@ class MeasuredStep:
     device_type: str
     policy: TransferPolicy
 
-    def join_extra_bytes(self, former: "MeasuredStep") -> "MeasuredStep":
-        """Return this step with the maximum temporary bytes of each segment in this step and an older one.
+    def join_extra_bytes(self, other: "MeasuredStep") -> "MeasuredStep":
+        """Return a copy whose segments have the larger temporary bytes of this step and the older step `other`.
 
-        Temporary bytes of an offloaded layer are unknown. It may have stayed on the GPU only in the older step.
+        The temporary bytes of an offloaded layer are unknown, but the layer may have stayed on the GPU in the older step.
         """
         processes = [
             dataclasses.replace(own, rank=_join_extra_bytes(own.rank, older.rank))
-            for own, older in zip(self.processes, former.processes, strict=True)
+            for own, older in zip(self.processes, other.processes, strict=True)
         ]
         return dataclasses.replace(self, processes=tuple(processes))
 
     def plan(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int, known: TriedStep | None = None) -> PlannedStep:
-        """Return the fastest plan for `call`, whose microbatches are no larger than the measured ones.
+        """Return the fastest plan for `call`, which must not have larger microbatches than the measured step.
 
         Args:
             call: Step to plan for.
             budget_bytes: Device bytes of each rank.
-            free_bytes: Bytes of the budget that are left free in any case.
-            known: Older plan for `call`, which shows the overhead of the host and further bytes to leave free. See [Note:
-                Memory that a plan leaves free].
+            free_bytes: Minimum bytes of the budget to leave free.
+            known: Older plan for `call`, with time and peaks of its steps. They determine the host's overhead, and may raise
+                `free_bytes`. See [Note: Memory that a plan leaves free].
 
         Raises:
-            PlanError: No plan fits, or the older plan does not apply to the layers.
+            PlanError: No plan fits, or the older plan does not match the layers.
         """
         models = self._make_models(call.microbatches)
         if known is not None:
@@ -156,9 +156,9 @@ class MeasuredStep:
         )
 
     def find_staying(self, call: ScheduleCall, *, budget_bytes: int, free_bytes: int) -> Layers:
-        """Return the maximum set of layers that may stay on the GPU when a step is measured again. The rest are offloaded.
+        """Return the largest set of layers that may stay on the GPU when a step is measured again. The rest are offloaded.
 
-        Layers that stay have better times, so the set has one layer of each kind first, then a second of each, and so on.
+        Times of layers on the GPU are more accurate. So the set has one layer of each kind first, then a second, and so on.
 
         Raises:
             PlanError: The step exceeds the budget even if all layers are offloaded.
@@ -176,14 +176,14 @@ class MeasuredStep:
             missing_bytes = simulate(models, OffloadPlan(actions=actions)).peak_bytes - planned_bytes
             if missing_bytes > 0 and not chosen:
                 missing = format_bytes(missing_bytes)
-                raise PlanError(f"Even with everything offloaded, a step without recompute exceeds the budget by {missing}.")
+                raise PlanError(f"A step without recompute exceeds the budget by {missing}, even if all tags are offloaded.")
             if missing_bytes > 0:
                 break
             staying = chosen
         return staying
 
     def _make_models(self, microbatches: int) -> tuple[RankModel, ...]:
-        # The slowest link, since any slow process delays the step.
+        # Use the slowest link, because one slow process delays all processes.
         link = min((one.link for one in self.processes), key=lambda link: link.copies[-1].d2h_bytes_per_s)
         ranks = merge_processes(one.rank for one in self.processes)
         device = CPU if self.device_type == "cpu" else self.device_type
@@ -198,7 +198,7 @@ class MeasuredStep:
 
 
 def _order_layers(model: RankModel) -> list[tuple[int, int]]:
-    """Return the layers of a rank, by chunk and number: one of each kind, then a second of each, and so on."""
+    """Return the layers of a rank, by chunk and number: one of each kind first, then a second of each, and so on."""
     seen: collections.Counter[str] = collections.Counter()
     keys = []
     for chunk, layers in enumerate(one.layers for one in model.chunks):
@@ -209,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return `own` with the maximum temporary bytes of each segment in both profiles."""
+    """Return a copy of `own` whose segments have the larger temporary bytes of `own` and `older`."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)

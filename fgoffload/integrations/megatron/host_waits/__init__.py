@@ -1,1 +1,1 @@
-"""Finds where Megatron makes the host wait for the device, and keeps copies from delaying these waits."""
+"""Prevents offload copies from making Megatron's host wait longer for the device."""

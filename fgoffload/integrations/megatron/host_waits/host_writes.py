@@ -1,4 +1,4 @@
-"""Uses kernels to write bytes that the host waits for, to bypass the copy engine, which offload keeps busy."""
+"""Writes small tensors to the host with kernels, to bypass the copy engine, which offload keeps busy."""
 
 import collections
 import dataclasses
@@ -9,13 +9,13 @@ import torch
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of `tensor` in pinned memory, written by a kernel instead of the copy engine.
 
-    Returns None on a CPU, or if the device maps the memory to another address.
+    Returns None for a CPU tensor, or if the device maps the memory to another address.
 
     Streams:
-        The write is queued on the current stream. The host does not block. It may read the copy once the stream gets there.
+        The write is queued on the current stream. The host does not block. It may read the copy after the write has finished.
 
     Lifetime:
-        The caller must hold the copy until then.
+        The caller must hold the copy until the write has finished.
     """
     if not tensor.is_cuda:
         return None
@@ -31,22 +31,22 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
 class HostPages:
     """Pages of pinned memory for small tensors that kernels write to the host. Each tensor gets the next piece of a page.
 
-    Meant for tensors that every layer writes while the device waits for the host. Pinning memory for each tensor, mapping it
-    and recording an event would take the host several times as long as launching the kernel.
+    Use it for tensors that every layer writes while the device waits for the host. For each tensor, pinning memory, mapping it
+    and recording an event would take the host several times as long as the kernel launch.
     """
 
     def __init__(self) -> None:
         self._pages: dict[tuple[torch.dtype, torch.device], _Page] = {}
         """Current page, by type and device."""
-        self._turned: collections.deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = collections.deque()
-        """Full pages, with events that show when kernels have written them. The allocator of pinned memory does not know these
-        kernels, and would reuse the pages too early."""
+        self._full: collections.deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = collections.deque()
+        """Full pages, with events that show when kernels have written them. The allocator of pinned memory does not track these
+        kernels, so it would reuse the pages too early."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of `tensor` on the host, as `write_to_host` does.
 
         Lifetime:
-            This object holds memory that kernels still write to. The caller must hold the copy while it reads it.
+            This object holds memory that kernels still write to. The caller must hold the copy while reading it.
         """
         if not tensor.is_cuda:
             return None
@@ -54,7 +54,7 @@ class HostPages:
         key = (tensor.dtype, tensor.device)
         page = self._pages.get(key)
         if page is None or page.begin + count > page.host.numel():
-            page = self._turn(key, count)
+            page = self._begin_page(key, count)
             if page is None:
                 return None
         begin, end = page.begin, page.begin + count
@@ -67,13 +67,13 @@ class HostPages:
             _write(tensor, mapped)
         return host
 
-    def _turn(self, key: tuple[torch.dtype, torch.device], count: int) -> "_Page | None":
-        """Begin a page with room for `count` elements. Return it, or None if the device maps it to another address."""
-        while self._turned and all(event.query() for event in self._turned[0][1]):  # type: ignore[no-untyped-call]
-            self._turned.popleft()
+    def _begin_page(self, key: tuple[torch.dtype, torch.device], count: int) -> "_Page | None":
+        """Allocate a page for at least `count` elements. Return it, or None if the device maps it to another address."""
+        while self._full and all(event.query() for event in self._full[0][1]):  # type: ignore[no-untyped-call]
+            self._full.popleft()
         full = self._pages.pop(key, None)
         if full is not None:
-            self._turned.append((full.host, [stream.record_event() for stream in full.streams]))
+            self._full.append((full.host, [stream.record_event() for stream in full.streams]))
         dtype, device = key
         host = torch.empty(max(_PAGE_NUMEL, count), dtype=dtype, device="cpu", pin_memory=True)
         mapped = _map(host, device)
@@ -100,36 +100,36 @@ _PAGE_NUMEL = 8192
 """Elements per page: 64 KiB of integers hold the token counts of 16 experts for a few hundred layers."""
 
 _PIECE_NUMEL = 16
-"""Alignment of pieces, in elements, so that the host reads no cache line that the device still writes to."""
+"""Alignment of pieces, in elements. It prevents the host from reading a cache line that the device still writes to."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Page:
-    """Page whose pieces are being assigned."""
+    """Page with free pieces."""
 
     host: torch.Tensor
     mapped: torch.Tensor
-    """Same memory as `host`, as mapped to the device."""
+    """View of the same memory on the device."""
     begin: int = 0
-    """First element that is not assigned yet."""
+    """First free element."""
     streams: set[torch.cuda.Stream] = dataclasses.field(default_factory=set)
     """Streams whose kernels write to the page."""
 
 
 def _map(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """Return pinned memory as mapped to `device`, or None if it is mapped to another address."""
+    """Return a view of pinned memory on `device`, or None if `device` maps the memory to another address."""
     mapped = torch.as_tensor(_MappedMemory(host), device=device)
-    # If it was pinned for another device, torch has made a copy on this one.
+    # If the memory was pinned for another device, torch has copied it to this one.
     return mapped if mapped.data_ptr() == host.data_ptr() else None
 
 
 def _write(tensor: torch.Tensor, mapped: torch.Tensor) -> None:
-    # An arithmetic op, since torch passes a plain copy to the driver, which may use the copy engine for it.
+    # An arithmetic op always runs as a kernel. For a plain copy, the driver may use the copy engine.
     torch.add(tensor, 0, out=mapped)
 
 
 class _MappedMemory:
-    """Pinned host memory at the address at which the device sees it, which is the same with unified addressing."""
+    """Exposes pinned host memory to the device at the same address. Unified addressing makes the addresses equal."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host

@@ -1,14 +1,15 @@
-"""Exchanges tensors between pipeline stages without host waits for concurrent copies, and with experts without any host wait.
+"""Exchanges tensors between pipeline stages with fewer host waits than Megatron. Copies do not delay the remaining waits.
 
-[Note: Waits behind an exchange]
-Megatron's host waits for the whole device after each exchange, since requests of `batch_isend_irecv` once did not wait for it.
-PyTorch 1.13 fixed that (https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the exchange, and work
-queued or memory freed later comes after it. So the host need not wait, and Megatron has removed one of its two waits
+[Note: Waits after an exchange]
+Megatron's host waits for the whole device after each exchange, because in old PyTorch versions, the requests of
+`batch_isend_irecv` did not order later work after the exchange. PyTorch 1.13 fixed that
+(https://github.com/pytorch/pytorch/pull/82450): the current stream waits for the exchange before it runs later work or reuses
+freed memory. So the host need not wait, and Megatron has removed one of its two waits
 (https://github.com/NVIDIA/Megatron-LM/pull/6919). Without these waits, the host begins each pass ahead of the device.
 
-The host must not get too far ahead. It releases tensors once it sees that their copies to the host are done, and it cannot see
-that for a pass that the device has not begun. If layers wait for their routing, that limits the lead. Otherwise the host still
-waits for the current stream, but not for copies on other streams.
+The host must not get too far ahead. It frees offloaded tensors only after their copies to the host are done, and no copy of a
+pass is done before the device begins the pass. If layers wait for token counts, those waits limit the lead. Otherwise the host
+still waits for the current stream, but not for copies on other streams.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.host_waits.host_writes import write_to_host
 
 NO_SHAPE = (0, 0, 0)
-"""Shape that stands for no tensor in Megatron."""
+"""Shape that Megatron sends if there is no tensor."""
 
 
 def communicate(get_offload: GetOffload, original: Any, communicator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `original`, `P2PCommunicator._communicate`, with fewer host waits.
+    """Call `P2PCommunicator._communicate` with fewer host waits. See [Note: Waits after an exchange].
 
-    The integration knows whether layers of this stage make the host wait.
+    `get_offload` returns the integration, which records whether layers of this stage make the host wait.
     """
     config = communicator.config
     if not (config.batch_p2p_comm and config.batch_p2p_sync):
@@ -37,7 +38,7 @@ def communicate(get_offload: GetOffload, original: Any, communicator: Any, *args
     finally:
         config.batch_p2p_sync = True
     if not get_offload().has_waiting_layers:
-        # The host frees sources of copies only once it sees that they are done. See [Note: Waits behind an exchange].
+        # Limits how far the host gets ahead of the device.
         torch.cuda.current_stream().synchronize()
     return result
 
@@ -47,12 +48,12 @@ def communicate_shapes(
     communicator: Any,
     tensor_send_next: torch.Tensor | None,
     tensor_send_prev: torch.Tensor | None,
-    recv_prev: bool,  # noqa: FBT001 - Megatron's
+    recv_prev: bool,  # noqa: FBT001 - Megatron's signature
     recv_next: bool,  # noqa: FBT001
 ) -> Any:
-    """Run `original`, `P2PCommunicator._communicate_shapes`, or exchange the shapes without a copy engine."""
+    """Replace `P2PCommunicator._communicate_shapes` on GPUs, to exchange the shapes without a copy engine."""
     sent = [tensor for tensor in (tensor_send_next, tensor_send_prev) if tensor is not None]
-    # A stage that sends nothing uses the current device, if there is one.
+    # A stage that sends nothing uses the current GPU, if there is one.
     is_cuda = sent[0].is_cuda if sent else torch.cuda.is_available()
     if communicator.config.use_ring_exchange_p2p or not is_cuda:
         return original(communicator, tensor_send_next, tensor_send_prev, recv_prev, recv_next)
@@ -64,19 +65,19 @@ def exchange_shapes(
     communicator: Any,
     tensor_send_next: torch.Tensor | None,
     tensor_send_prev: torch.Tensor | None,
-    recv_prev: bool,  # noqa: FBT001 - Megatron's
+    recv_prev: bool,  # noqa: FBT001 - Megatron's signature
     recv_next: bool,  # noqa: FBT001
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Exchange the shapes of the next tensors with the neighbouring stages. Return the previous and the next stage's.
+    """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes of the previous and next stage.
 
-    The messages and their order are Megatron's, so a neighbour may run Megatron's own method. The numbers bypass the copy
-    engines: kernels write them on the device, and to the host too. `NO_SHAPE` stands for no tensor.
+    Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the numbers to the
+    device and to the host, without the copy engines. If there is no tensor, its shape is `NO_SHAPE`.
 
-    Source: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1, for the order.
+    Source for the order: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1.
     """
-    from_previous, from_next = (_make_room(device) if comes else None for comes in (recv_prev, recv_next))
+    from_previous, from_next = (_make_buffer(device) if expected else None for expected in (recv_prev, recv_next))
     send, receive = torch.distributed.isend, torch.distributed.irecv
     exchanges = (
         (send, _write_shape(tensor_send_prev, device), communicator.prev_rank),
@@ -91,28 +92,28 @@ def exchange_shapes(
     ]
     for request in torch.distributed.batch_isend_irecv(operations) if operations else ():
         request.wait()
-    hosts = [shape if shape is None else _bring(shape) for shape in (from_previous, from_next)]
+    hosts = [shape if shape is None else _copy_to_host(shape) for shape in (from_previous, from_next)]
     if device.type == "cuda":
-        # The host needs the shapes now, and sent tensors may be freed after this. See [Note: Waits behind an exchange].
+        # The host needs the shapes now. Sent tensors may be freed afterwards. See [Note: Waits after an exchange].
         torch.cuda.current_stream().synchronize()
     previous, following = (NO_SHAPE if host is None else host.tolist() for host in hosts)
     return previous, following
 
 
-def _make_room(device: torch.device) -> torch.Tensor:
+def _make_buffer(device: torch.device) -> torch.Tensor:
     return torch.empty(len(NO_SHAPE), dtype=torch.int64, device=device)
 
 
 def _write_shape(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Return the shape of `tensor` on the device, written by kernels."""
+    """Return the shape of `tensor` in a device tensor, which kernels fill."""
     if tensor is None:
         return None
-    room = _make_room(device)
+    buffer = _make_buffer(device)
     for index, size in enumerate(tensor.shape):
-        room[index].fill_(size)  # the kernel carries the number; a list would need a copy
-    return room
+        buffer[index].fill_(size)  # the size is an argument of the kernel; a list would need a copy
+    return buffer
 
 
-def _bring(shape: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(shape: torch.Tensor) -> torch.Tensor:
     host = write_to_host(shape)
     return shape if host is None else host

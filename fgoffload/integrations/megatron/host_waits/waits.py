@@ -1,9 +1,9 @@
-"""Finds where Megatron makes the host wait for the device, and keeps copies to the host from delaying these waits.
+"""Prevents copies to the host from making Megatron's host wait longer for the device.
 
-The host waits for a few bytes, the token counts of the experts, while the device is idle. Each direction has one copy engine,
-which is first-in first-out. So these bytes wait for milliseconds behind the offloaded tensors of an attention group. Either a
-kernel writes the bytes to the host, without the copy engine, or groups that end in the layer are held until the wait is over.
-docs/reference/tags.md lists all waits.
+The device is idle while the host waits for a few bytes, such as the token counts of the experts. Each direction has one copy
+engine, which runs copies in order. So these bytes would wait for milliseconds behind the offloaded tensors of an attention
+group. We avoid that in two ways: a kernel writes the bytes to the host without the copy engine, or groups that end in the layer
+are held until the wait is over. docs/reference/tags.md lists all waits.
 """
 
 import functools
@@ -25,13 +25,13 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 
 
 class HeldWait(NamedTuple):
-    """A method of a token dispatcher in which the host waits for bytes that use the copy engine."""
+    """Method of a token dispatcher in which the host waits for a copy that uses the copy engine."""
 
     dispatcher: str
-    """Class of the dispatcher."""
+    """Class name of the dispatcher."""
     method: str
-    is_needed: Callable[[Any], bool] = lambda config: True
-    """Function that returns whether a model with this config has the wait."""
+    occurs: Callable[[Any], bool] = lambda config: True
+    """Function that returns whether the host waits in a model with this config."""
 
 
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
@@ -42,21 +42,21 @@ HELD_WAITS = (
     HeldWait(
         "MoEAlltoAllTokenDispatcher",
         "dispatch_preprocess",
-        is_needed=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
+        occurs=lambda config: not config.moe_permute_fusion and permutes_by_mask(),
     ),
     HeldWait("MoEAllGatherTokenDispatcher", "dispatch_postprocess"),
     HeldWait(  # since 0.19
         "MoEFlexTokenDispatcher",
         "dispatch_preprocess",
-        is_needed=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
+        occurs=lambda config: getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False),
     ),
     HeldWait("MoEFlexTokenDispatcher", "dispatch_postprocess"),
 )
-"""Waits for which groups are held, in the order of forward."""
+"""Waits in the order of forward. Groups are held until the last one is over."""
 
 
-def step_aside(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap the methods that wait, to apply the remedy of each."""
+def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap each method in which the host waits, so that copies to the host do not prolong the wait."""
     for wait in HELD_WAITS:
         around = functools.partial(_run_held_wait, get_offload, wait)
         wrap_symbol(patches, f"{DISPATCHERS}:{wait.dispatcher}", wait.method, around)
@@ -64,17 +64,17 @@ def step_aside(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
     wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
     require_symbol(_ROTARY, _ROTARY_METHOD)
-    # The development branch uses the lengths on the device, and waits only if its caller does not know the longest one.
+    # The development branch uses the lengths on the device. It waits only if its caller does not pass the maximum length.
     if "max_seqlen" not in inspect.signature(getattr(load_module(_ROTARY), _ROTARY_METHOD)).parameters:
         wrap_symbol(patches, _ROTARY, _ROTARY_METHOD, _apply_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))
-    KnownCounts().follow(patches)  # outermost, so counts are stored whichever way they arrive
+    KnownCounts().wrap(patches)  # outermost, to store the counts of both Megatron's copy and ours
 
 
 def has_wait(layer: Any) -> bool:
-    """Return whether the host waits for the routing in each forward of `layer`."""
+    """Return whether the host waits for token counts in each forward of `layer`."""
     dispatcher = _find_dispatcher(layer)
-    # With a fixed number of tokens per expert, the counts are known.
+    # With a fixed number of tokens per expert, the host has the counts.
     return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
 
 
@@ -83,17 +83,17 @@ def _find_dispatcher(layer: Any) -> Any:
 
 
 def has_held_wait(layer: Any) -> bool:
-    """Return whether the host waits in the forward of `layer` for bytes that use the copy engine."""
+    """Return whether the host waits in the forward of `layer` for a copy that uses the copy engine."""
     dispatcher = _find_dispatcher(layer)
     return dispatcher is not None and _find_last_held(dispatcher, layer.config) is not None
 
 
 def _find_last_held(dispatcher: Any, config: Any) -> HeldWait | None:
-    """Return the last wait in a forward of `dispatcher` that groups are held for."""
-    return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.is_needed(config)), None)
+    """Return the last of `HELD_WAITS` in a forward of `dispatcher`, or None."""
+    return next((wait for wait in reversed(_list_held_of(dispatcher.__class__)) if wait.occurs(config)), None)
 
 
-@functools.cache  # called in each forward of a layer
+@functools.cache  # because each forward of a layer calls it
 def _list_held_of(dispatcher: type) -> list[HeldWait]:
     module = load_module(DISPATCHERS)
     return [wait for wait in HELD_WAITS if issubclass(dispatcher, getattr(module, wait.dispatcher))]
@@ -101,7 +101,7 @@ def _list_held_of(dispatcher: type) -> list[HeldWait]:
 
 def _run_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(dispatcher, *args, **kwargs)
-    # Copies that begin after an earlier wait would delay the last one.
+    # Only after the last wait: copies that begin earlier would delay it.
     if not (offload := get_offload()).is_idle and _find_last_held(dispatcher, dispatcher.config) is wait:
         offload.holding.flush()
     return result
@@ -112,14 +112,14 @@ def _validate_result(original: Any, machine: Any, result: Any, rejection_func: A
 
 
 def _read_flag(flag: Any) -> Any:
-    """Return the value of a CUDA tensor of one element, bypassing the copy engine. Return anything else unchanged."""
+    """Read a one-element CUDA tensor without the copy engine. Return any other flag unchanged."""
     if not (isinstance(flag, torch.Tensor) and flag.is_cuda and flag.numel() == 1):
         return flag
     return bool(read_on_host(flag.to(torch.int32)))
 
 
 def _apply_packed_rotary(original: Any, t: Any, cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # Lengths are used only on the host, for splits and look-ups, so a host copy suffices.
+    # Only the host uses the lengths, for splits and look-ups, so a host copy suffices.
     return original(t, read_on_host(cu_seqlens), *args, **kwargs)
 
 
@@ -128,12 +128,12 @@ def _move_to_cpu(
     pages: HostPages,
     original: Any,
     tensor: Any,
-    as_numpy: bool = False,  # noqa: FBT001, FBT002 - Megatron's
+    as_numpy: bool = False,  # noqa: FBT001, FBT002 - Megatron's signature
     record_stream: bool = False,  # noqa: FBT001, FBT002
 ) -> Any:
     if not may_query() or not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
         return original(tensor, as_numpy, record_stream)
-    # While no copy to the host is running, nothing can delay this one, and Megatron's copy costs the host less.
+    # If no copy to the host is running, nothing delays Megatron's own copy, which costs the host less.
     host = pages.write(tensor) if get_offload().engine.is_copying_out() else None
     if host is None:
         return original(tensor, as_numpy, record_stream)

@@ -1,8 +1,8 @@
-"""Makes our engine serve Megatron's own call sites.
+"""Connects Megatron's own call sites to our engine.
 
-Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context around the code that saves, and a call
-that ends the group, after which its tensors may be offloaded. Many modules import that class by name, some inside functions. So
-we keep the class and replace its methods. The class has two generations, which end a group by different methods.
+Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context manager around code that saves tensors,
+and a call that ends the group of these tensors, so that they may be offloaded. Many modules import that class by name, some
+inside functions. So we keep the class and replace its methods. It has two generations, which end a group in different methods.
 """
 
 import functools
@@ -26,23 +26,23 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 _INTERFACE = "megatron.core.pipeline_parallel.fine_grained_activation_offload:FineGrainedActivationOffloadingInterface"
 _PATH = _INTERFACE.replace(":", ".")
 _SUPPORTED = (
-    "Supported: megatron-core 0.16.1 to 0.18, which end groups by group_commit, and 0.19 or newer, which end them by "
+    "Supported: megatron-core 0.16.1 to 0.18, which end groups with group_commit, and 0.19 or newer, which end them with "
     "group_offload."
 )
 _GENERATIONS: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "group_offload": make_development_methods,
     "group_commit": make_released_methods,
 }
-"""Functions that return replacements for all methods, by the method that ends a group, which only one generation has."""
+"""Functions that return all replacement methods of a generation. The key is the method that ends a group in it."""
 
 
 def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
     """Replace the methods of Megatron's interface class.
 
-    `get_offload` returns the integration that serves the calls. It exists only after everything is replaced.
+    `get_offload` returns the integration that handles the calls. The integration is created after all symbols are replaced.
 
     Raises:
-        IntegrationError: The class is missing, or does not have the methods and arguments of a known generation.
+        IntegrationError: The class is missing, or its methods and arguments match no known generation.
     """
     interface = _find_interface()
     end_of_group = next((name for name in _GENERATIONS if name in vars(interface)), None)
@@ -55,13 +55,13 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
         unknown = _get_parameters(getattr(interface, name)) - _get_parameters(methods[name])
         if unknown:
             raise IntegrationError(
-                f"{_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, which this version does "
-                f"not support. {_SUPPORTED}"
+                f"{_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, but fgoffload does not "
+                f"support that. {_SUPPORTED}"
             )
-    # Methods added in a newer version would run Megatron's own engine next to ours, so they raise when a call site uses one.
+    # A method that only newer versions have would run Megatron's own engine next to ours. So calls of it raise an error.
     for name, value in tuple(vars(interface).items()):
         if name not in methods and not name.startswith("_") and (callable(value) or isinstance(value, classmethod)):
-            methods[name] = staticmethod(functools.partial(_refuse, name))
+            methods[name] = staticmethod(functools.partial(_raise_unsupported, name))
     for name, method in methods.items():
         patches.replace(_INTERFACE, name, method)
 
@@ -73,20 +73,20 @@ def _get_parameters(method: Any) -> set[str]:
     return set(inspect.signature(method).parameters)
 
 
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise IntegrationError(f"{_PATH}.{name} is called, which this version does not support. {_SUPPORTED}")
+def _raise_unsupported(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise IntegrationError(f"Megatron-Core called {_PATH}.{name}, but fgoffload does not support that method. {_SUPPORTED}")
 
 
 def is_replaced() -> bool:
-    """Return whether Megatron's interface class has our methods now."""
+    """Return whether Megatron's interface class has our methods."""
     return bool(vars(_find_interface())["__init__"].__module__ == make_context_methods.__module__)
 
 
-def is_marked_to_stay(tensor: torch.Tensor) -> bool:
-    """Return whether Transformer Engine marked `tensor` as not to be offloaded, since it is needed after backward.
+def is_marked_not_offloadable(tensor: torch.Tensor) -> bool:
+    """Return whether Transformer Engine marked `tensor` as not offloadable, because it is needed after backward.
 
-    Source: `mark_not_offload` in Transformer Engine's `cpu_offload`, which Megatron-Core's own engine respects since 0.19
-    (`_te_do_not_offload`). Hooks get the marked object itself, since it has no history.
+    Hooks receive the marked object itself, because it has no autograd history. Source: `mark_not_offload` in Transformer
+    Engine's `cpu_offload`. Megatron-Core's own engine also respects the mark since 0.19 (`_te_do_not_offload`).
     """
     return getattr(tensor, "_TE_do_not_offload", False) is True
 
@@ -99,5 +99,5 @@ def _find_interface() -> type:
 
 
 def get_version() -> str:
-    """Return the version that Megatron-Core reports, without the commit after a plus sign."""
+    """Return Megatron-Core's version, without the commit after a plus sign."""
     return str(getattr(load_module("megatron.core"), "__version__", "of unknown version")).partition("+")[0]

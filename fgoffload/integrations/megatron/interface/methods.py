@@ -1,13 +1,13 @@
 """Implements the methods of both generations of Megatron's interface class.
 
-Megatron warms up CUDA graphs between `disable_offload` and `enable_offload`, where nothing may be offloaded. Around a replay,
-between `enter_replay` and `exit_replay`, modules outside of the graph delay their groups until `flush_delayed_groups`, which
-Megatron calls once the graph is launched. Megatron's own engine captures its copies, and orders them with `forward_record`,
-`backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Our graphs contain no such copies, see [Note: Staging] in
-`fgoffload/engine/staging.py`. So these methods do nothing, and graphs run on the current stream.
+Megatron warms up CUDA graphs between `disable_offload` and `enable_offload`. Nothing may be offloaded during the warm-up.
+Megatron replays a graph between `enter_replay` and `exit_replay`. Modules outside the graph then delay their groups until
+Megatron calls `flush_delayed_groups` after the graph launch. Megatron's own engine captures its copies, and orders them with
+`forward_record`, `backward_record`, `cuda_graph_stream` and `cuda_graph_event`. Our graphs contain no copies to or from the
+host (see [Note: Staging] in `fgoffload/engine/staging.py`). So these methods do nothing, and graphs run on the current stream.
 
-Megatron's own engine frees the storages in `forced_released_tensors` by force. Ours never resizes a storage that may still be
-referenced elsewhere. The last reference frees its memory.
+Megatron's own engine resizes the storages in `forced_released_tensors` to 0 bytes. Ours never resizes a storage that may still
+be referenced elsewhere. Its memory is freed with the last reference.
 """
 
 import contextlib
@@ -22,35 +22,35 @@ from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing
 
 
 class Calls:
-    """Serves the calls of Megatron's interface. `get_offload` returns the integration."""
+    """Shared state of the replaced methods. `get_offload` returns the integration."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self.get_offload = get_offload
         self.is_enabled = True
-        """Whether sites may offload; false between `disable_offload` and `enable_offload`."""
+        """Whether sites may offload; False between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Microbatches that had begun when offload was disabled, by chunk."""
+        """Number of microbatches begun before offload was disabled, by chunk."""
 
     def disable(self) -> None:
-        """Stop offload for the warm-up of a CUDA graph, which does not belong to a step."""
+        """Disable offload during the warm-up of a CUDA graph, which does not belong to a step."""
         if self.is_enabled:
             self._begun = dict(self.get_offload().microbatches_begun)
         self.is_enabled = False
 
     def enable(self) -> None:
-        """Resume offload after the warm-up."""
+        """Enable offload after the warm-up, and discard the microbatches that the warm-up counted."""
         if not self.is_enabled:
             self.get_offload().microbatches_begun = dict(self._begun)
         self.is_enabled = True
 
     def keep(self, tensor: torch.Tensor | None) -> None:
-        """Never offload `tensor`. Megatron passes None if a module has no such parameter."""
+        """Keep `tensor` on the GPU. Megatron passes None for a parameter that the module lacks."""
         if tensor is not None:
             self.get_offload().engine.keep([tensor])
 
 
 def make_context_methods(calls: Calls, open_region: Callable[[str], Region | CapturedRegion | None]) -> dict[str, Any]:
-    """Return the methods that make the interface class a context: `with interface(flag, tensor, name) as tensor:`.
+    """Return the methods that make the class a context manager: `with interface(flag, tensor, name) as tensor:`.
 
     `open_region` returns the region of a tag in the current layer, or None if its tensors stay on the GPU.
     """
@@ -61,7 +61,7 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
         self.region = self.saving = None
 
     def enter(self: Any) -> torch.Tensor | None:
-        # Not in `initialize`: if a checkpoint replaces the site, Megatron creates the object too, and never enters it.
+        # The region opens here, because Megatron creates but never enters this object if a checkpoint replaces the site.
         # Newer call sites hold this object until the group is offloaded, so it must not hold the input.
         tensor: torch.Tensor | None = self.tensor
         self.tensor = None
@@ -83,7 +83,7 @@ def make_context_methods(calls: Calls, open_region: Callable[[str], Region | Cap
 
 
 def make_released_methods(calls: Calls) -> dict[str, Any]:
-    """Return the methods of megatron-core 0.16.1 to 0.18, in which a call on the class ends a group, by the name of its tag."""
+    """Return the methods of megatron-core 0.16.1 to 0.18, where a static method ends the group of a tag."""
 
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int, max_inflight_offloads: int | None = None
@@ -105,7 +105,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
-    """Return the methods of 0.19 and of the development branch (0.20), in which the context object also ends its group."""
+    """Return the methods of 0.19 and of the development branch (0.20), where the context object also ends its group."""
 
     def init_chunk_handler(
         pp_rank: int,
@@ -125,7 +125,7 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
         return tensor
 
     def reset(process_group: Any = None) -> None:
-        # The group excludes other pipeline stages. All ranks check together which tags had no effect.
+        # The process group is ignored, because it excludes other pipeline stages and the check of tags needs all ranks.
         calls.get_offload().finish_open_step()
 
     statics: dict[str, Any] = {
@@ -149,6 +149,6 @@ def make_development_methods(calls: Calls) -> dict[str, Any]:
 def _make_methods(statics: dict[str, Any], methods: dict[str, Any]) -> dict[str, Any]:
     statics |= {
         "get_context": lambda flag: contextlib.nullcontext(),  # no module calls it
-        "reset_instance": lambda: None,  # the integration holds its engine: there is no instance
+        "reset_instance": lambda: None,  # the integration owns the engine, so there is no instance to reset
     }
     return methods | {name: staticmethod(method) for name, method in statics.items()}

@@ -1,19 +1,19 @@
-"""Offloads the inputs of Megatron's checkpoints without output, and recomputes planned ones in the graph of forward.
+"""Offloads the inputs of Megatron's `CheckpointWithoutOutput`, and replaces its recompute if a plan recomputes.
 
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
-refills them in backward. For a plan, `reruns.py` does this, and results are bitwise identical to training without recompute.
-For Megatron's own flags, and always in FP8, Megatron does it, since its checkpoint restores the scaling.
+refills them in backward. For a plan, `reruns.py` does this instead, and results are bitwise identical to training without
+recompute. We do not replace it for Megatron's own recompute flags, nor in FP8, where it also restores the scaling.
 
-[Note: Inputs of a checkpoint without output]
-The checkpoint saves detached copies of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
-its gradient, whatever hooks return for the tensor. The node references the leaf, and so its storage. So an offloaded input
-would stay on the GPU until backward reached it. For a tensor that is not detached, torch keeps the node that computed it, which
-the graph references anyway. So we save the inputs undetached. Megatron detaches them before the recompute, and detached copies
-share the version counter, so results are identical and in-place changes are detected.
+[Note: Inputs of CheckpointWithoutOutput]
+The checkpoint saves detached aliases of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
+its gradient, even under saved-tensor hooks. The node references the leaf and its storage, so an offloaded input would stay on
+the GPU until backward reached it. For a tensor that is not a leaf, torch keeps the node that computed it, which the graph
+references anyway. So we save the inputs without detaching them. Results are identical, because Megatron detaches the inputs
+before the recompute. In-place changes are detected, because detached aliases share the version counter.
 
 Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
-`CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) saves the inputs since
-2026-08-18 (https://github.com/NVIDIA/Megatron-LM/pull/6553).
+`CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) also saves the inputs
+without detaching them since 2026-08-18 (https://github.com/NVIDIA/Megatron-LM/pull/6553).
 """
 
 import functools
@@ -33,15 +33,15 @@ CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 FUNCTION = "megatron.core.tensor_parallel.random:CheckpointWithoutOutputFunction"
 
 
-def follow_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
-    """Wrap checkpoints without output, to offload their inputs and keep their outputs on the GPU."""
+def wrap_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
+    """Wrap `CheckpointWithoutOutput`, to offload its inputs but not its outputs."""
     wrap_symbol(patches, CHECKPOINT, "checkpoint", functools.partial(_checkpoint, get_offload, RandomUse()))
     wrap_symbol(patches, CHECKPOINT, "discard_output_and_register_recompute", functools.partial(_discard, get_offload))
     wrap_symbol(patches, FUNCTION, "forward", save_inputs)
 
 
 _RERUN = "_fgoffload_rerun"
-"""Attribute of a checkpoint that holds its rerun."""
+"""Attribute of a checkpoint for its `Rerun`."""
 
 
 def _checkpoint(
@@ -49,21 +49,21 @@ def _checkpoint(
 ) -> Any:
     offload = get_offload()
     if offload.actions.recomputes and not is_inert() and not _needs_megatron(checkpoint):
-        found = offload.open_reruns.find_made()
+        known_outputs = offload.open_reruns.find_outputs()
         name = getattr(run_function, "__name__", type(run_function).__name__)
-        rerun = Rerun(run_function, args, name=name, random_use=random_use, found=found)
+        rerun = Rerun(run_function, args, name=name, random_use=random_use, known_outputs=known_outputs)
         with rerun:
             outputs = run_function(*args)
-        emptied = rerun.note_outputs(outputs)
+        emptied = rerun.record_outputs(outputs)
         offload.open_reruns.add(rerun)
         setattr(checkpoint, _RERUN, rerun)
     else:
         outputs = original(checkpoint, run_function, *args)
-        # Outputs that are also inputs are not emptied. Such outputs exist since 0.19.
+        # Since 0.19, an output may also be an input. Such an output is not emptied.
         inputs = args if getattr(checkpoint, "retain_input_tensors", False) else ()
         kept = {get_key(one) for one in inputs if isinstance(one, torch.Tensor)}
         emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-    # Before anything can save them, since their storages are emptied after their last use in forward.
+    # Called before anything saves the outputs, because their storages are emptied after their last use in forward.
     offload.keep_recomputed(emptied)
     return outputs
 
@@ -80,7 +80,7 @@ def _discard(get_offload: GetOffload, original: Any, checkpoint: Any, hook_tenso
 
 
 def _needs_megatron(checkpoint: Any) -> bool:
-    """Return whether a checkpoint belongs to a group of them, or FP8 is on, or a CUDA graph is being captured."""
+    """Return whether Megatron must recompute: `checkpoint` has a manager, FP8 is on, or a CUDA graph is being captured."""
     if getattr(checkpoint, "ckpt_manager", None) is not None:
         return True
     if checkpoint.fp8 and load_module("megatron.core.tensor_parallel.random").FP8GlobalStateManager.is_fp8_enabled():
@@ -90,14 +90,14 @@ def _needs_megatron(checkpoint: Any) -> bool:
 
 
 def save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
-    """Run the forward of the checkpoint's autograd function, and save its inputs instead of detached copies.
+    """Call the forward of the checkpoint's autograd function, and save the inputs instead of detached aliases.
 
-    See [Note: Inputs of a checkpoint without output].
+    See [Note: Inputs of CheckpointWithoutOutput].
     """
     outputs = original(ctx, run_function, checkpoint, *args)
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
     saved = ctx.to_save or ()  # torch reads it after forward
-    # Some versions save None in between. If a version saves other tensors, they are left as they are, which costs memory.
+    # Some versions also save None. If a version saves other tensors, they are not replaced, which only costs memory.
     if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
         remaining = iter(inputs)
         ctx.save_for_backward(*(next(remaining) if isinstance(tensor, torch.Tensor) else tensor for tensor in saved))

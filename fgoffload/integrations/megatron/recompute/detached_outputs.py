@@ -1,12 +1,12 @@
-"""Keeps users of a recomputed output from saving it, and gives them the recomputed tensor in backward.
+"""Saves placeholders for the outputs of recomputed functions, and fills them in backward.
 
-    forward     recomputed function  ->  output  ->  user, inside these hooks: saves a stand-in instead
-    backward    recomputed function  ->  bitwise identical tensor, which the stand-in views
+    forward     function  ->  output  ->  next op, inside these hooks: saves a placeholder instead of the output
+    backward    recompute of the function  ->  bitwise identical output  ->  placeholder  ->  backward of the next op
 
 [Note: Outputs that are still referenced]
-Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
-or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` fills it with a copy. Engine regions that begin inside
-the hooks do nothing, so the hooks surround only single linears, a router's product, and attention.
+Hooks get only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
+or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into its storage. Engine
+regions that begin inside the hooks do nothing, so the hooks surround only single linears, a router's matmul, and attention.
 """
 
 import functools
@@ -25,8 +25,8 @@ from fgoffload.engine.torch_internals import find_top_hooks, pop_hooks, push_hoo
 from fgoffload.errors import InternalError, StateError
 
 
-class StandIn:
-    """Replaces a saved tensor in the graph. `run` recomputes that tensor and sets `tensor`."""
+class Placeholder:
+    """Replaces a saved tensor in the autograd graph. `run` recomputes that tensor and sets `tensor`."""
 
     __slots__ = ("__weakref__", "_run", "tensor")
 
@@ -35,7 +35,7 @@ class StandIn:
         self.tensor: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """Return the recomputed tensor. Recomputes it now if backward has not done so yet."""
+        """Return the recomputed tensor. Recompute it first if backward has not done so yet."""
         if self._run is not None:
             self._run()
             self._run = None
@@ -48,10 +48,10 @@ class Output:
     """Output of a recomputed function, without its graph.
 
     `run` recomputes the function. With `is_emptied`, the storage is emptied after its last use in forward. Otherwise this
-    object does not hold it.
+    object does not reference the storage.
     """
 
-    __slots__ = ("_dtype", "_emptied", "_is_used", "_nbytes", "_run", "_stand_ins", "_tensor", "_version")
+    __slots__ = ("_dtype", "_emptied", "_is_used", "_nbytes", "_placeholders", "_run", "_tensor", "_version")
 
     def __init__(self, run: "weakref.WeakMethod[Callable[[], None]]", tensor: torch.Tensor, *, is_emptied: bool) -> None:
         self._run = run
@@ -60,31 +60,31 @@ class Output:
         self._tensor: torch.Tensor | None = tensor.detach() if is_emptied else None
         """Detached output while forward uses it. It shares the output's version counter, so in-place changes are detected."""
         self._is_used = True
-        """Whether forward still uses it."""
+        """Whether forward still uses the output."""
         self._emptied: StorageRef | None = None
-        self._stand_ins: list[tuple[weakref.ref[StandIn], torch.Size, tuple[int, ...], int]] = []
-        """Stand-ins for views of the storage, with size, stride and offset."""
+        self._placeholders: list[tuple[weakref.ref[Placeholder], torch.Size, tuple[int, ...], int]] = []
+        """Placeholders for views of the storage, with size, stride and offset."""
 
-    def pack(self, tensor: torch.Tensor) -> StandIn | None:
-        """Return a stand-in for `tensor`, a view of the storage; None if the tensor must be saved."""
+    def pack(self, tensor: torch.Tensor) -> Placeholder | None:
+        """Return a placeholder for `tensor`, a view of the storage, or None if the tensor must be saved."""
         # A recompute would not repeat an in-place change, for example by a user's hook, so a changed output is saved.
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         run = self._run() if is_same and self._is_used else None
         if run is None:
             return None
-        stand_in = StandIn(run)
-        self._stand_ins.append((weakref.ref(stand_in), tensor.size(), tensor.stride(), int(tensor.storage_offset())))
-        return stand_in
+        placeholder = Placeholder(run)
+        self._placeholders.append((weakref.ref(placeholder), tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+        return placeholder
 
     def empty(self) -> None:
-        """Free the output's memory, which forward no longer needs, unless the output was changed in place."""
+        """Free the output's memory after its last use in forward, unless the output was changed in place."""
         tensor, self._tensor, self._is_used = self._tensor, None, False
         if tensor is not None and get_version(tensor) == self._version:
             self._emptied = StorageRef(tensor)
             tensor.untyped_storage().resize_(0)
 
     def check(self, again: torch.Tensor, place: Place) -> None:
-        """Check that the recompute returned an output of the same size and type."""
+        """Check that the recomputed output `again` has the same size and type."""
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
             raise make_difference_error(
@@ -92,7 +92,7 @@ class Output:
             )
 
     def restore(self, again: torch.Tensor) -> None:
-        """Pass the recomputed output to the graph, and copy it into the emptied storage if something still references that."""
+        """Pass the recomputed output to the graph. If the emptied storage is still referenced, copy the output into it."""
         made = again.detach()
         storage = None if self._emptied is None else self._emptied.find_storage()
         if storage is not None:
@@ -100,21 +100,21 @@ class Output:
                 storage.resize_(self._nbytes)
                 storage.copy_(again.untyped_storage())
             made = torch.empty(0, dtype=again.dtype, device=again.device).set_(storage)
-        for reference, size, stride, offset in self._stand_ins:
-            if (stand_in := reference()) is not None:
-                stand_in.tensor = made.as_strided(size, stride, offset)
+        for reference, size, stride, offset in self._placeholders:
+            if (placeholder := reference()) is not None:
+                placeholder.tensor = made.as_strided(size, stride, offset)
 
 
 class DetachedOutputs:
-    """Context manager in which users of recomputed outputs do not save them. Passes other saves to the enclosing hooks.
+    """Context manager in which autograd saves placeholders for recomputed outputs. Enclosing hooks get all other saves.
 
-    `made` has the outputs by the key of their storage. Errors name `place` if there are no enclosing hooks.
+    `outputs` has the recomputed outputs by storage key. If no hooks enclose this context, error messages contain `place`.
     """
 
-    __slots__ = ("_made", "_pack", "_place", "_unpack")
+    __slots__ = ("_outputs", "_pack", "_place", "_unpack")
 
-    def __init__(self, made: Mapping[int, Output], place: Place) -> None:
-        self._made = made
+    def __init__(self, outputs: Mapping[int, Output], place: Place) -> None:
+        self._outputs = outputs
         self._place = place
         hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
         self._pack: Callable[[torch.Tensor], Any] | None = None if hooks is None else hooks[0]
@@ -125,59 +125,59 @@ class DetachedOutputs:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         pop_hooks()
-        self._made = {}  # the graph holds this object for its `unpack`
+        self._outputs = {}  # the graph holds this object for its `unpack`
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return the object that is saved for `tensor`."""
-        # Most are weights of experts and their empty biases, saved while the device waits for the host. So their storage is
+        """Return the object that the graph saves instead of `tensor`."""
+        # Most saves are weights and empty biases of experts, and the device waits for the host meanwhile. So their storages are
         # not looked up.
         pack = self._pack
         if type(tensor) is torch.Tensor and tensor.numel() and tensor.layout is torch.strided:
-            made = self._made.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as `get_key`
-            stand_in = None if made is None else made.pack(tensor)
-            if stand_in is not None:
+            output = self._outputs.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as `get_key`
+            placeholder = None if output is None else output.pack(tensor)
+            if placeholder is not None:
                 _count(pack)
-                return stand_in
+                return placeholder
         elif pack is None and tensor.is_leaf and (type(tensor) is torch.nn.Parameter or is_without_bytes(tensor)):
-            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - no public name
         return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that `packed` stands for."""
-        return take(packed) if self._unpack is None or isinstance(packed, StandIn) else self._unpack(packed)
+        """Return the saved or recomputed tensor of `packed`."""
+        return take(packed) if self._unpack is None or isinstance(packed, Placeholder) else self._unpack(packed)
 
 
-def save_input(tensor: torch.Tensor, place: Place, made: Mapping[int, Output]) -> Callable[[], torch.Tensor]:
-    """Save an input of a recomputed function as autograd would, or as a stand-in if it is in `made`.
+def save_input(tensor: torch.Tensor, place: Place, outputs: Mapping[int, Output]) -> Callable[[], torch.Tensor]:
+    """Save an input of a recomputed function as autograd would, or a placeholder if the input is one of `outputs`.
 
-    Returns a function that returns the input, detached.
+    Returns a function that returns the detached input.
     """
-    known = made.get(get_key(tensor)) if made and type(tensor) is torch.Tensor else None
-    stand_in = None if known is None else known.pack(tensor)
+    output = outputs.get(get_key(tensor)) if outputs and type(tensor) is torch.Tensor else None
+    placeholder = None if output is None else output.pack(tensor)
     hooks = find_top_hooks(False)  # noqa: FBT003 - not only while tracing
     pack, unpack = (functools.partial(keep_tensor, place=place), take) if hooks is None else hooks
     requires_grad = tensor.requires_grad
-    if stand_in is None:
+    if placeholder is None:
         packed = pack(tensor)
     else:
         _count(pack)
-        packed, unpack = stand_in, take
+        packed, unpack = placeholder, take
     return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 def _count(pack: Any) -> None:
-    """Count a save in the enclosing region, so that the region is not treated as empty."""
+    """Count a save in the enclosing region. Otherwise the engine would treat the region as empty."""
     if isinstance(pack, Saving) and pack.group is not None:
         pack.group.passed_tensors += 1
 
 
-def take(packed: Packed | StandIn) -> torch.Tensor:
-    """Return the tensor of a handle or stand-in."""
+def take(packed: Packed | Placeholder) -> torch.Tensor:
+    """Return the tensor of a handle or placeholder."""
     return packed.take()
 
 
 def make_difference_error(place: Place, again: str, before: str) -> StateError:
-    """Return an error that compares the recompute with the forward, if they differ."""
+    """Return the error for a recompute that differs from its forward."""
     return StateError(
         f"{place} {again}, but forward {before}. It must repeat its forward exactly. Use 'keep' for it in the plan instead."
     )

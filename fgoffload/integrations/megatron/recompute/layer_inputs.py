@@ -1,7 +1,7 @@
-"""Adds sites for `layer_input`: the tensors that a whole-layer checkpoint keeps, whether Megatron's or a plan's.
+"""Adds sites for `layer_input`: the inputs that checkpoints of whole layers save, for Megatron's flags or a plan.
 
-Megatron's schedule references the input of a pipeline stage's first layer until backward, so offloading it frees nothing. It is
-counted as still referenced elsewhere, and stays on the GPU from the next step on.
+Megatron's schedule references the input of a pipeline stage's first layer until backward, so offloading it frees nothing. The
+engine counts it as still referenced elsewhere, and keeps it on the GPU from the next step on.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 from fgoffload.engine import is_inert
 from fgoffload.engine.place import Place
-from fgoffload.integrations.megatron.adapter.layer_numbers import find_first, get_number
+from fgoffload.integrations.megatron.adapter.layer_numbers import find_first_layer, get_number
 from fgoffload.integrations.megatron.adapter.offload import MegatronOffload
 from fgoffload.integrations.megatron.adapter.regions import find_tensor, run_in_site
 from fgoffload.integrations.megatron.patching.imports import load_module
@@ -24,16 +24,16 @@ HYBRID_BLOCK_MODULE = "megatron.core.models.hybrid.hybrid_block"
 RECOMPUTE_MODULE = "megatron.core.recompute"
 MTP_LAYER = "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer"
 PARALLEL = "megatron.core.tensor_parallel"
-_PLACE = Place(None, "a checkpoint of a part of a layer")
+_PLACE = Place(None, "a checkpoint of part of a layer")
 
 
 class LayerInputs:
-    """Opens regions around the checkpoints of layers, and not around others that call the same function of Megatron."""
+    """Opens a region around each checkpoint of whole layers, but not around Megatron's other checkpoints."""
 
     def __init__(self, patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:
         self.get_offload = get_offload
         self._depth = 0
-        # Since 0.18, transformer blocks and hybrid blocks import one function by name.
+        # Since 0.18, transformer blocks and hybrid blocks import the same function by name.
         is_function = hasattr(load_module(BLOCK_MODULE), "checkpointed_forward")
         if is_function:
             wrap_symbol(patches, BLOCK_MODULE, "checkpointed_forward", self._run_block)
@@ -48,7 +48,7 @@ class LayerInputs:
 
     @contextlib.contextmanager
     def layers_from(self, number: int) -> Iterator[None]:
-        """Treat checkpoints inside as layer checkpoints, beginning with layer `number`."""
+        """Treat checkpoints inside the context as checkpoints of whole layers, beginning with layer `number`."""
         self.get_offload().layer = number - 1
         self._depth += 1
         try:
@@ -61,7 +61,7 @@ class LayerInputs:
             return original(block, *args, **kwargs)
 
     def _run_mtp_layer(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.layers_from(get_number(find_first(module))):
+        with self.layers_from(get_number(find_first_layer(module))):
             return original(module, *args, **kwargs)
 
     def _checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,10 @@ class LayerInputs:
             return original(*args, **kwargs)
         offload = self.get_offload()
         if self._depth == 0:
-            # A checkpoint of a part of a layer saves its input, which may be the output of a recomputed norm.
-            made = offload.open_reruns.find_made()
-            with DetachedOutputs(made, _PLACE) if made else contextlib.nullcontext():
+            # A checkpoint of part of a layer saves its input, which may be the output of a recomputed norm.
+            outputs = offload.open_reruns.find_outputs()
+            with DetachedOutputs(outputs, _PLACE) if outputs else contextlib.nullcontext():
                 return original(*args, **kwargs)
         offload.enter_layer(offload.layer + 1)
-        # The layer runs without grad mode and saves nothing. Then the checkpoint saves its arguments.
+        # The layer runs without grad mode and saves nothing. After that, the checkpoint saves its arguments.
         return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(*args, **kwargs))

@@ -1,8 +1,8 @@
 """Recomputes the planned units of each layer in backward.
 
-If a Megatron module has an attribute for recompute, it is set in the planned layers. If the module then uses a checkpoint
-without output, `checkpoints.py` replaces that. A whole layer uses Megatron's checkpoint, or in FP8 Transformer Engine's, which
-also restores the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` token permutations.
+If a Megatron module has a recompute attribute, we set it in the planned layers. If it then uses `CheckpointWithoutOutput`,
+`checkpoints.py` replaces that. Whole layers use Megatron's checkpoint, or in FP8 Transformer Engine's, which also restores the
+scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` recomputes token permutations.
 """
 
 import contextlib
@@ -26,61 +26,61 @@ from fgoffload.integrations.megatron.recompute.layer_inputs import BLOCK_MODULE,
 
 
 class _Switch(NamedTuple):
-    """Attribute that enables the recompute of one unit of a layer."""
+    """Attribute that enables recompute of one unit of a layer."""
 
     target: Any
     """Module with the attribute."""
     attribute: str
     prepare_fp8: Callable[[], object] | None = None
-    """Makes quantized modules save their original input, since a quantized copy would stay on the GPU."""
+    """Makes quantized modules save their original input, because a quantized copy would stay on the GPU."""
 
 
 def find_units(layer: Any) -> tuple[str, ...]:
-    """Return the units of a Megatron layer that can be recomputed, by the names of `RECOMPUTE_UNITS`."""
+    """Return the names of the units in `RECOMPUTE_UNITS` that a Megatron layer can recompute."""
     switches = _find_switches(layer)
     if is_quantized(layer.config) and getattr(layer.config, "fp8_recipe", None) == "delayed":
         # Transformer Engine's linears cannot save their original input with delayed scaling.
         switches = {unit: switch for unit, switch in switches.items() if switch.prepare_fp8 is None}
-    permutation = (permutations.UNIT,) if permutations.can_permute_again(layer) else ()
+    permutation = (permutations.UNIT,) if permutations.can_recompute_permutation(layer) else ()
     return ("layer", *switches, *partial_recompute.find_partial_recomputes(layer), *permutation)
 
 
 def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> None:
     """Recompute `unit` of `layer` in backward, until `patches` are removed."""
     if unit == "layer":
-        wrap_method(patches, layer, "forward", functools.partial(_run_again, inputs))
+        wrap_method(patches, layer, "forward", functools.partial(_run_checkpointed, inputs))
         return
     part = partial_recompute.find_partial_recomputes(layer).get(unit)
     if part is not None:
-        partial_recompute.run_again(patches, inputs.get_offload, part)
+        partial_recompute.recompute_part(patches, inputs.get_offload, part)
         return
     if unit == permutations.UNIT:
-        permutations.permute_again(patches, layer, lambda: inputs.get_offload().open_reruns)
+        permutations.recompute_permutation(patches, layer, lambda: inputs.get_offload().open_reruns)
         return
     switch = _find_switches(layer)[unit]
     set_attribute(patches, switch.target, switch.attribute, True)  # noqa: FBT003 - the value of Megatron's attribute
-    wrap_method(patches, layer, "forward", _run_once_without_grad)
+    wrap_method(patches, layer, "forward", _recompute_if_input_has_grad)
     if is_quantized(layer.config):
         if switch.prepare_fp8 is not None:
             switch.prepare_fp8()
     elif unit == "moe_act":
-        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one stand-in instead of one per expert
+        save_whole_input(patches, getattr(layer.mlp.experts, "linear_fc2", None))  # one placeholder, not one per expert
 
 
-def wrap_users(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
-    """Keep the users of outputs of Megatron's checkpoints without output from saving them, until `patches` are removed.
+def wrap_consumers(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
+    """Wrap the methods that save outputs of `CheckpointWithoutOutput`, so that they save placeholders instead.
 
-    Must be called before any other wrapper of the layer is added, so that the hooks are inside regions.
+    Call this before you add any other wrapper to the layer, so that the hooks are inside the regions.
     """
     for unit in units:
-        for module, name in _list_users(layer, unit):
+        for module, name in _list_consumers(layer, unit):
             if callable(getattr(module, name, None)):
                 place = Place(None, f"{type(module).__name__}.{name} of layer {get_number(layer)}")
-                wrap_method(patches, module, name, functools.partial(_use_outputs, get_offload, place))
+                wrap_method(patches, module, name, functools.partial(_run_consumer, get_offload, place))
 
 
-def _list_users(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
-    """Yield the methods that save the output of a unit of `layer` and open no region inside."""
+def _list_consumers(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
+    """Yield the module and name of each method that saves the output of `unit` and opens no region inside."""
     attention, mlp = layer.self_attention, layer.mlp
     if unit == "attn_norm":
         yield from ((getattr(attention, name, None), "forward") for name in _ATTENTION_INPUTS)
@@ -102,9 +102,9 @@ _ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linea
 """Attributes that hold the first linears of Megatron's attention modules."""
 
 
-def _use_outputs(get_offload: GetOffload, place: Place, original: Any, *args: Any, **kwargs: Any) -> Any:
-    made = get_offload().open_reruns.find_made()
-    with DetachedOutputs(made, place) if made else contextlib.nullcontext():
+def _run_consumer(get_offload: GetOffload, place: Place, original: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = get_offload().open_reruns.find_outputs()
+    with DetachedOutputs(outputs, place) if outputs else contextlib.nullcontext():
         return original(*args, **kwargs)
 
 
@@ -128,8 +128,8 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
     if not isinstance(layer.pre_mlp_layernorm, identity):
         add("mlp_norm", layer, "recompute_pre_mlp_layernorm", lambda: _prepare_mlp(mlp))
     if experts is None:
-        # The checkpointed MLP returns its bias, and autograd takes the checkpoint for the function that computed it. The
-        # recompute in backward then calls itself until memory runs out. Seen with megatron-core 0.16.1.
+        # The checkpointed MLP returns its bias, and autograd treats the checkpoint as the function that computed the bias. Then
+        # the recompute in backward calls itself until memory runs out. Seen with megatron-core 0.16.1.
         if not layer.config.add_bias_linear:
             add("mlp", layer, "recompute_mlp")
         return switches
@@ -151,10 +151,10 @@ def _save_original(linear: Any) -> None:
     load_module("megatron.core.extensions.transformer_engine").set_save_original_input(linear)
 
 
-def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a forward, without recompute if the layer's input needs no gradient, as after frozen layers.
+def _recompute_if_input_has_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the layer's forward. Turn recompute off if the layer's input needs no gradient, for example after frozen layers.
 
-    Megatron's checkpoints are reentrant: if their input needs no gradient, the parameters silently get none.
+    Megatron's checkpoints are reentrant: if their input needs no gradient, the parameters silently get no gradients.
     """
     if not torch.is_grad_enabled() or find_tensor(args, kwargs).requires_grad:
         return original(layer, *args, **kwargs)
@@ -165,13 +165,13 @@ def _run_once_without_grad(original: Any, layer: Any, *args: Any, **kwargs: Any)
         return original(layer, *args, **kwargs)
 
 
-def _run_again(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_checkpointed(inputs: LayerInputs, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     given = partial_recompute.collect_arguments(args, kwargs)
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-    # See `_run_once_without_grad`.
+    # See `_recompute_if_input_has_grad`.
     if is_inert() or not any(tensor.requires_grad for tensor in tensors.values()):
         return original(layer, *args, **kwargs)
-    # The closure lives as long as the checkpoint, and must not hold the input, which may be offloaded.
+    # The closure lives as long as the checkpoint. It must not hold the input, which may be offloaded.
     kept, keys = given | dict.fromkeys(tensors), tuple(tensors)
 
     def run(*tensors: torch.Tensor) -> Any:

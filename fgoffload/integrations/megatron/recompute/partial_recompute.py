@@ -1,14 +1,14 @@
-"""Recomputes the first part of a module's forward, up to the submodule that saves its result.
+"""Recomputes the first part of a module's forward, before the submodule that saves the part's result.
 
     forward     first part, which saves only its input  ->  submodule  ->  rest
     backward    rest  ->  recompute of the first part  ->  submodule  ->  first part
 
-The submodule does not save the result of the first part (`detached_outputs.py`). The result is emptied after the submodule and
-recomputed before the submodule's backward (`reruns.py`). So only the first part's input is kept, and the submodule runs once.
+The submodule saves a placeholder for the result of the first part (`detached_outputs.py`). The result is emptied after the
+submodule's forward and recomputed before its backward (`reruns.py`). So only the first part's input is saved, and the submodule
+runs once.
 
-Any other result of the first part that the rest of forward uses would stay on the GPU, and no plan would count it. So a unit
-exists only if the module's forward is Megatron's own and uses no other result. That excludes an output gate and biases of the
-experts' second linear.
+Another result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
+Megatron's own forward and uses no other result. This excludes attention with an output gate, and experts with biases.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ class PartialRecompute:
     """Recomputable first part of one module's forward."""
 
     unit: str
-    """Unit in `fgoffload.tags.RECOMPUTE_UNITS`, and tag of the first part's input."""
+    """Name in `fgoffload.tags.RECOMPUTE_UNITS`, and tag of the first part's input."""
     module: Any
     until: str
     """Attribute name of the submodule whose call ends the part."""
     until_tag: str | None = None
-    """Tag of that submodule if Megatron opens its site before the call, where our hooks make regions do nothing."""
+    """Tag of the submodule, if Megatron opens its region before the call. Our hooks disable that region, so we open another."""
 
     @property
     def submodule(self) -> Any:
@@ -50,7 +50,7 @@ class PartialRecompute:
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
     """Return the first parts of a Megatron layer that can be recomputed, by unit."""
     if is_quantized(layer.config):
-        return {}  # a recompute would quantize again, and so advance the scaling
+        return {}  # a recompute would quantize a second time, which would change the scaling
     attention, mlp = layer.self_attention, layer.mlp
     experts = getattr(mlp, "experts", None)
     parts = []
@@ -64,19 +64,19 @@ def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
 
 
 def _runs_forward_of(module: Any, path: str) -> bool:
-    """Return whether `module` runs the forward of the class `path` in `megatron.core.transformer`."""
+    """Return whether `module` runs the unchanged forward of class `path` in `megatron.core.transformer`."""
     module_name, _, class_name = path.partition(":")
     base = getattr(load_module(f"megatron.core.transformer.{module_name}"), class_name)
     return isinstance(module, base) and type(module).forward is base.forward and not has_op_fuser(module)
 
 
-def run_again(patches: Patches, get_offload: GetOffload, part: PartialRecompute) -> None:
+def recompute_part(patches: Patches, get_offload: GetOffload, part: PartialRecompute) -> None:
     """Recompute `part` in backward, until `patches` are removed."""
-    runs = _Runs(part, get_offload)
+    forward = _PartialForward(part, get_offload)
     if part.unit == "expert_fc1":
-        save_whole_input(patches, part.submodule)  # one stand-in instead of one per expert
-    wrap_method(patches, part.module, "forward", runs.run_module)
-    wrap_method(patches, part.submodule, "forward", runs.run_submodule)
+        save_whole_input(patches, part.submodule)  # one placeholder, not one per expert
+    wrap_method(patches, part.module, "forward", forward.run_module)
+    wrap_method(patches, part.submodule, "forward", forward.run_submodule)
 
 
 Arguments = dict[int | str, Any]
@@ -84,7 +84,7 @@ Arguments = dict[int | str, Any]
 
 
 def collect_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return all arguments of a call."""
+    """Return the positional and keyword arguments of a call in one dict."""
     return dict(enumerate(args)) | kwargs
 
 
@@ -94,83 +94,83 @@ def call_with(method: Callable[..., Any], owner: Any, arguments: Arguments) -> A
     return method(owner, *positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
 
 
-def _find_made(given: Arguments, reached: Arguments) -> dict[int | str, torch.Tensor]:
-    """Return the tensors in `reached` that were computed from `given`: floating-point ones, but no parameters."""
-    known = {id(one) for one in given.values()}
-    tensors = {key: one for key, one in reached.items() if isinstance(one, torch.Tensor) and id(one) not in known}
+def _find_results(module_args: Arguments, submodule_args: Arguments) -> dict[int | str, torch.Tensor]:
+    """Return the first part's results: floating-point tensors in `submodule_args` that are neither inputs nor parameters."""
+    known = {id(one) for one in module_args.values()}
+    tensors = {key: one for key, one in submodule_args.items() if isinstance(one, torch.Tensor) and id(one) not in known}
     return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
 
 
-class _Reached(BaseException):
-    """Ends a recompute that has reached the submodule. Not an `Exception`, so that no handler catches it."""
+class _SubmoduleReached(BaseException):
+    """Ends a recompute at the submodule. Not an `Exception`, so that Megatron's handlers do not catch it."""
 
-    def __init__(self, made: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, results: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self.made = made
+        self.results = results
 
 
-class _Runs:
-    """State of one module's forward in its first part. Such modules do not nest, so only one forward can be there."""
+class _PartialForward:
+    """State of a module's forward in its first part. These modules do not nest, so only one forward runs at a time."""
 
     def __init__(self, part: PartialRecompute, get_offload: GetOffload) -> None:
         self._part = part
         self._get_offload = get_offload
         self._random_use = RandomUse()
-        self._take_over: Callable[[Any, Any, Arguments], Any] | None = None
-        """Replaces the next forward of the submodule. Gets that forward, the submodule and its arguments."""
+        self._override: Callable[[Any, Any, Arguments], Any] | None = None
+        """Called instead of the submodule's next forward, with that forward, the submodule and its arguments."""
 
     def run_module(self, original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        given = collect_arguments(args, kwargs)
-        inputs = {key: one for key, one in given.items() if isinstance(one, torch.Tensor) and one.requires_grad}
+        module_args = collect_arguments(args, kwargs)
+        inputs = {key: one for key, one in module_args.items() if isinstance(one, torch.Tensor) and one.requires_grad}
         # After frozen layers, no input needs a gradient, and nothing is recomputed.
         if is_inert() or not inputs:
             return original(module, *args, **kwargs)
-        # `run_again` lives as long as the graph, and must not hold the input, which may be offloaded.
-        kept, keys = given | dict.fromkeys(inputs), tuple(inputs)
+        # `recompute` lives as long as the graph. It must not hold the input, which may be offloaded.
+        kept, keys = module_args | dict.fromkeys(inputs), tuple(inputs)
 
-        def run_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return self._run_again(original, module, kept | dict(zip(keys, tensors, strict=True)))
+        def recompute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._recompute(original, module, kept | dict(zip(keys, tensors, strict=True)))
 
         offload, tensors = self._get_offload(), tuple(inputs.values())
         name = f"{self._part.unit} of {type(module).__name__}"
-        found = offload.open_reruns.find_made()  # a norm before the module may be recomputed too
-        begin = functools.partial(Rerun, run_again, tensors, name=name, random_use=self._random_use, found=found)
+        known = offload.open_reruns.find_outputs()  # a norm before the module may also be recomputed
+        begin = functools.partial(Rerun, recompute, tensors, name=name, random_use=self._random_use, known_outputs=known)
         rerun = run_in_site(offload, self._part.unit, tensors[0], begin)
         with contextlib.ExitStack() as dropping:
             dropping.enter_context(rerun)
-            self._take_over = functools.partial(self._end, offload, given, rerun, dropping)
+            self._override = functools.partial(self._end, offload, module_args, rerun, dropping)
             try:
                 result = original(module, *args, **kwargs)
                 self._check_reached()
             finally:
-                self._take_over = None
+                self._override = None
         return result
 
     def run_submodule(self, original: Any, submodule: Any, *args: Any, **kwargs: Any) -> Any:
-        take_over, self._take_over = self._take_over, None
-        if take_over is None:
+        override, self._override = self._override, None
+        if override is None:
             return original(submodule, *args, **kwargs)
-        return take_over(original, submodule, collect_arguments(args, kwargs))
+        return override(original, submodule, collect_arguments(args, kwargs))
 
     def _end(
         self,
         offload: Any,
-        given: Arguments,
+        module_args: Arguments,
         rerun: Rerun,
         dropping: contextlib.ExitStack,
         original: Any,
         submodule: Any,
-        reached: Arguments,
+        submodule_args: Arguments,
     ) -> Any:
-        """End the first part, which got the arguments `given`, and run the submodule with the arguments `reached`.
+        """End the first part, and call `submodule`, which may belong to a copy of the part's module.
 
-        `dropping` drops saved tensors until it is closed. The submodule may belong to a copy of the part's module.
+        Saved tensors are dropped until `dropping` is closed.
         """
-        made = _find_made(given, reached)
-        outputs = self._separate(made.values())
+        results = _find_results(module_args, submodule_args)
+        outputs = self._copy_views(results.values())
         dropping.close()
-        offload.keep_recomputed(rerun.note_outputs(outputs))
-        arguments = reached | dict(zip(made, outputs, strict=True))
+        offload.keep_recomputed(rerun.record_outputs(outputs))
+        arguments = submodule_args | dict(zip(results, outputs, strict=True))
 
         def use() -> Any:
             with rerun.detached_outputs():
@@ -178,43 +178,43 @@ class _Runs:
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
-        # Runs after all hooks of the submodule's output, which may include the recompute of the norm before a dense MLP. That
-        # hook is added later, and must restore the input of the first part before this recompute.
+        # This runs after all hooks of the submodule's output, even those added later. One of them may recompute the norm before
+        # a dense MLP. It must restore the input of the first part before this recompute.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result
 
-    def _run_again(self, original: Any, module: Any, given: Arguments) -> tuple[torch.Tensor, ...]:
-        def stop(_: Any, submodule: Any, reached: Arguments) -> NoReturn:
-            raise _Reached(self._separate(_find_made(given, reached).values()))
+    def _recompute(self, original: Any, module: Any, module_args: Arguments) -> tuple[torch.Tensor, ...]:
+        def stop(_: Any, submodule: Any, submodule_args: Arguments) -> NoReturn:
+            raise _SubmoduleReached(self._copy_views(_find_results(module_args, submodule_args).values()))
 
-        self._take_over = stop
+        self._override = stop
         try:
             with _closed_ranges(), Patches() as patches:
-                # Wrapped again, since the modules' own forward may be restored before the last backward.
+                # Wrap the submodule here, because its own forward may be restored before the last backward.
                 wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
-                call_with(original, module, given)
+                call_with(original, module, module_args)
             self._check_reached()
-        except _Reached as reached:
-            return reached.made
+        except _SubmoduleReached as reached:
+            return reached.results
         finally:
-            self._take_over = None
-        raise AssertionError  # `stop` has raised
+            self._override = None
+        raise AssertionError  # unreachable, because `stop` raises
 
     def _check_reached(self) -> None:
-        if self._take_over is not None:
+        if self._override is not None:
             raise StateError(
                 f"The plan recomputes {self._part.unit!r}, but a forward of {type(self._part.module).__name__} did not call "
-                f"its {self._part.until}: gradients would be missing. Keep {self._part.unit!r} in the plan."
+                f"its {self._part.until}, so gradients would be missing. Use 'keep' for {self._part.unit!r} in the plan."
             )
 
-    def _separate(self, made: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return `made`, with copies in place of views that the submodule would copy itself, and save.
+    def _copy_views(self, results: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return `results`, with views replaced by copies if the submodule would copy them and save the copies.
 
         Transformer Engine's attention copies query, key and value if they are not parts of one storage in a known order.
         Source: `get_qkv_layout`, Transformer Engine 2.20.
         """
-        tensors = tuple(made)
+        tensors = tuple(results)
         copies_views = any(base.__name__ == "TEDotProductAttention" for base in type(self._part.submodule).__mro__)
         own = (one for one in tensors if one.untyped_storage().nbytes() == one.numel() * one.element_size())
         if not copies_views or next(own, None) is None:
@@ -224,7 +224,7 @@ class _Runs:
 
 @contextlib.contextmanager
 def _closed_ranges() -> Iterator[None]:
-    """Close the profiler ranges that Megatron opens inside and leaves open after an exception."""
+    """Close the profiler ranges that Megatron opens inside the context and does not close after an exception."""
     utils = load_module("megatron.core.utils")
     open_ranges = getattr(utils, "_nvtx_range_messages", [])
     before = len(open_ranges)

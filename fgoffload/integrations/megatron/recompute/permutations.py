@@ -1,15 +1,16 @@
-"""Recomputes the token permutation for experts in backward, so that the experts' first linear saves no extra tensor.
+"""Recomputes the token permutation for experts in backward, so that the experts' first linear need not save its input.
 
     forward     router  ->  permutation, which copies each token for each of its experts  ->  first linear
     backward    recomputed permutation of the router's input  ->  first linear
 
-Without the recompute, the first linear saves its input: one copy of the router's input for each expert of a token. The router
-saves its own input anyway. The recompute only copies, and results are bitwise identical. The output is not emptied as in other
-units: the first linear does not save it (`detached_outputs.py`), so it is freed when Megatron's `MoELayer` returns.
+Without the recompute, the first linear saves its input, which has a copy of each token for each of the token's experts. The
+recompute needs only the router's input, which the router saves anyway. It only copies data, so results are bitwise identical.
+The output is not emptied as in other units. The first linear does not save it (`detached_outputs.py`), so it is freed when
+Megatron's `MoELayer` returns.
 
 [Note: Supported layers]
-A recompute would have to send tokens from other ranks again. So the unit exists only if a rank has all experts, unsharded.
-Then ranks exchange nothing, and the sort by expert after the exchange does not change the order.
+If ranks exchanged tokens, a recompute would have to repeat the exchange. So the unit exists only if each rank has all experts,
+unsharded. Then ranks exchange no tokens, and the sort by expert after the exchange does not change the order.
 """
 
 import contextlib
@@ -31,35 +32,35 @@ from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, Rerun
 UNIT = "dispatch"
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
-"""Config fields that add an op between the router, the permutation and the first linear."""
+"""Config fields that add an op between the router and the first linear."""
 
 
-def can_permute_again(layer: Any) -> bool:
+def can_recompute_permutation(layer: Any) -> bool:
     """Return whether the token permutation of a Megatron layer can be recomputed alone. See [Note: Supported layers]."""
     experts: Any = getattr(layer.mlp, "experts", None)
     dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)
     grouped = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
     if type(experts) is not grouped or type(dispatcher) is not load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher:
         return False
-    # Quantized linears save a quantized form of their input.
+    # Quantized linears save a quantized copy of their input.
     if is_quantized(layer.config) or has_op_fuser(experts) or any(getattr(layer.config, name, None) for name in _BETWEEN):
         return False
     return bool(dispatcher.ep_size == dispatcher.tp_size == 1 and not dispatcher.drop_and_pad)
 
 
-def permute_again(patches: Patches, layer: Any, get_open_reruns: Callable[[], OpenReruns]) -> None:
+def recompute_permutation(patches: Patches, layer: Any, get_open_reruns: Callable[[], OpenReruns]) -> None:
     """Recompute the token permutation of `layer` in backward, until `patches` are removed."""
-    runs = _Runs(f"the permutation of layer {get_number(layer)}", get_open_reruns)
+    forward = _PermutedForward(f"the permutation of layer {get_number(layer)}", get_open_reruns)
     dispatcher = layer.mlp.token_dispatcher
-    wrap_method(patches, dispatcher, "dispatch_preprocess", runs.run_permutation)
-    wrap_method(patches, dispatcher, "dispatch_postprocess", runs.run_end)
+    wrap_method(patches, dispatcher, "dispatch_preprocess", forward.run_permutation)
+    wrap_method(patches, dispatcher, "dispatch_postprocess", forward.run_end)
     linear = layer.mlp.experts.linear_fc1
-    wrap_method(patches, linear, "forward", runs.run_linear)
-    save_whole_input(patches, linear)  # one stand-in instead of one per expert
+    wrap_method(patches, linear, "forward", forward.run_linear)
+    save_whole_input(patches, linear)  # one placeholder, not one per expert
 
 
-class _Runs:
-    """State of one layer's forward between its permutation and its first linear. Only one forward can be there."""
+class _PermutedForward:
+    """State of a layer's forward from its permutation to its first linear. Only one forward runs at a time."""
 
     def __init__(self, name: str, get_open_reruns: Callable[[], OpenReruns]) -> None:
         self._name = name
@@ -70,14 +71,14 @@ class _Runs:
         outputs = original(dispatcher, hidden_states, *args, **kwargs)
         self._rerun = None
         if not is_inert():
-            permute, found = _find_permutation(dispatcher), self._get_open_reruns().find_made()
-            self._rerun = Rerun(permute, [hidden_states], name=self._name, random_use=None, found=found)
+            permute, known = _find_permutation(dispatcher), self._get_open_reruns().find_outputs()
+            self._rerun = Rerun(permute, [hidden_states], name=self._name, random_use=None, known_outputs=known)
         return outputs
 
     def run_end(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(*args, **kwargs)
         if self._rerun is not None:
-            self._rerun.note_freed_output(outputs[0])
+            self._rerun.record_freed_output(outputs[0])
         return outputs
 
     def run_linear(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ class _Runs:
 
 
 def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that permutes hidden states for the experts as the latest forward did."""
+    """Return a function that permutes hidden states for the experts as the last forward did."""
     if dispatcher.config.moe_permute_fusion:
         permute = functools.partial(
             load_module(DISPATCHERS).permute,
@@ -96,6 +97,6 @@ def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]
             fused=True,
         )
         return torch.no_grad()(lambda hidden: permute(hidden.view(-1, hidden.size(-1)))[0])
-    # The mapping has the source of each row. Computing it again would make the host wait for the number of tokens.
+    # The mapping has the source of each row. To recompute it, the host would have to wait for the number of tokens.
     indices = dispatcher.reversed_local_input_permutation_mapping
     return torch.no_grad()(lambda hidden: hidden.view(-1, hidden.size(-1)).index_select(0, indices))

@@ -1,28 +1,28 @@
-"""Recomputes a function in backward, for the graph that its forward built.
+"""Recomputes a function in backward, for the autograd graph of its forward.
 
     forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
     backward    the function is recomputed; dropped tensors and outputs are restored; then the graph of forward runs
 
 [Note: One graph]
-Megatron's checkpoint without output builds a second graph in the recompute, and runs a nested backward through it. Here,
-backward uses the graph of forward, and only its saved tensors come from the recompute. So gradients are summed in the same
-order as without recompute, and results are bitwise identical for any function. In exchange, each saved tensor costs the host
-three calls. As in Megatron's checkpoints, autocast is not restored.
+Megatron's `CheckpointWithoutOutput` builds a second graph in the recompute, and runs a nested backward through it. Here,
+backward runs through the graph of forward, and takes only the saved tensors from the recompute. So gradients are summed in the
+same order as without recompute, and results are bitwise identical for any function. Each saved tensor costs the host three
+calls. As in Megatron's checkpoints, autocast is not restored.
 
 [Note: Outputs]
-The storage of an output is emptied after its last use in forward. A user inside the hooks of `detached_outputs.py` has not
-saved the output, and gets the recomputed tensor. If something else still references the storage in backward, the storage is
-filled with a copy, which all users share. An output that was changed in place before its last use is not emptied, since the
-recompute would not repeat the change.
+The storage of an output is emptied after its last use in forward. Ops inside the hooks of `detached_outputs.py` save a
+placeholder, which returns the recomputed tensor in backward. If something still references the emptied storage in backward, the
+storage is filled with a copy of the recomputed output, and the placeholders return views of it. An output that was changed in
+place before its last use is not emptied, because a recompute would not repeat the change.
 
 [Note: Ownership]
-The graph holds the stand-ins of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs, its
-detached outputs until they are emptied, and weak references to the stand-ins. Without a cycle, dropping the graph frees all.
+The graph holds the placeholders of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs,
+and its detached outputs until they are emptied. Its references to the placeholders are weak, so dropping the graph frees all.
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
-restored. That costs the host as much as the rest of a rerun in forward. So the states before and after a function are compared
-in its first run. If they are equal, the function is assumed never to draw.
+restored. That costs the host as much as the rest of a rerun in forward. So the states before and after the first run of a
+function are compared. If they are equal, we assume that the function never draws random numbers.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 from fgoffload.integrations.megatron.recompute.detached_outputs import (
     DetachedOutputs,
     Output,
-    StandIn,
+    Placeholder,
     make_difference_error,
     save_input,
     take,
@@ -53,20 +53,20 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import (
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 RandomUse = weakref.WeakKeyDictionary[Any, bool]
-"""Whether functions draw random numbers, from their first run. See [Note: Random states]."""
+"""For each function, whether its first run drew random numbers. See [Note: Random states]."""
 
 
 class Rerun:
-    """One run of a function in forward, and its recompute in backward. As a context manager, it drops tensors saved inside.
+    """A function's run in forward and its recompute in backward. As a context manager, it drops the tensors that are saved.
 
-    The function's inputs are saved on construction, as autograd would save them here. An enclosing region may offload them.
+    The constructor saves the function's inputs as autograd would, so an enclosing region may offload them.
 
     Args:
         function: Function of tensors. The same inputs and random states must give the same results.
         args: Arguments of the function.
         name: Name of the recomputed unit, for errors.
-        random_use: Whether functions draw random numbers. None if this one draws none.
-        found: Outputs of other recomputes that forward still uses. An input that is one of them is not saved.
+        random_use: Cache of which functions draw random numbers; None if this function draws none.
+        known_outputs: Outputs of other reruns that forward still uses. An input that is one of them is not saved.
     """
 
     def __init__(
@@ -76,29 +76,30 @@ class Rerun:
         *,
         name: str,
         random_use: RandomUse | None,
-        found: Mapping[int, Output],
+        known_outputs: Mapping[int, Output],
     ) -> None:
         self._function: Callable[..., Any] | None = function
         self._place = place = Place(None, f"a recompute of {name}")
-        self._note_draws: Callable[[bool], None] | None = None
-        """Records whether forward drew random numbers; None if that is known."""
+        self._record_draws: Callable[[bool], None] | None = None
+        """Records whether forward drew random numbers; None if that is already known."""
         self._states: tuple[Any, ...] | None = None
         """Random states before forward; None if the function draws no random numbers."""
-        anchor = getattr(function, "__code__", function)  # a function may be created anew for each run
+        anchor = getattr(function, "__code__", function)  # closures of the same code share one entry
         if random_use is not None and random_use.get(anchor, True):
             self._states = _get_states()
             if anchor not in random_use:
-                self._note_draws = functools.partial(random_use.__setitem__, anchor)
+                self._record_draws = functools.partial(random_use.__setitem__, anchor)
         self._given = {get_key(arg) for arg in args if isinstance(arg, torch.Tensor)}
         self._inputs = [
-            save_input(arg, place, found) if isinstance(arg, torch.Tensor) else (lambda value=arg: value) for arg in args
+            save_input(arg, place, known_outputs) if isinstance(arg, torch.Tensor) else (lambda value=arg: value)
+            for arg in args
         ]
-        self._dropped: list[tuple[weakref.ref[StandIn], torch.Size, torch.dtype] | None] = []
-        """Tensors that the function saved, in order; None for leaves, which are not dropped, since their owner holds them."""
+        self._dropped: list[tuple[weakref.ref[Placeholder], torch.Size, torch.dtype] | None] = []
+        """Tensors that the function saved, in order; None for leaves, which are not dropped, because their owners hold them."""
         self._outputs: list[Output | None] = []
-        """Outputs of the function, in order; None for outputs that backward does not need from here."""
-        self.made: Mapping[int, Output] = {}
-        """Outputs that forward still uses, by the key of their storage."""
+        """Outputs of the function, in order; None for outputs that the recompute need not restore."""
+        self.outputs_in_use: Mapping[int, Output] = {}
+        """Outputs that forward still uses, by storage key."""
 
     def __enter__(self) -> "Rerun":
         push_hooks(self._drop, take)
@@ -106,60 +107,60 @@ class Rerun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         pop_hooks()
-        note_draws, self._note_draws = self._note_draws, None
-        if note_draws is not None and error is None:
+        record_draws, self._record_draws = self._record_draws, None
+        if record_draws is not None and error is None:
             draws = not _are_equal(self._states, _get_states())
-            note_draws(draws)
+            record_draws(draws)
             if not draws:
                 self._states = None
 
-    def note_outputs(self, outputs: Any) -> list[torch.Tensor]:
-        """Record the outputs, and return the ones to be emptied: neither inputs nor leaves."""
-        emptied, made = [], {}
+    def record_outputs(self, outputs: Any) -> list[torch.Tensor]:
+        """Record the outputs, and return those to empty: the ones that are neither inputs nor leaves."""
+        emptied, in_use = [], {}
         for output in as_tuple(outputs):
             one = None
             if isinstance(output, torch.Tensor) and not is_of_leaf(output):
                 key = get_key(output)
                 if key not in self._given:
-                    one = made[key] = Output(weakref.WeakMethod(self.run), output, is_emptied=True)
+                    one = in_use[key] = Output(weakref.WeakMethod(self.run), output, is_emptied=True)
                     emptied.append(output)
             self._outputs.append(one)
-        self.made = made
+        self.outputs_in_use = in_use
         return emptied
 
-    def note_freed_output(self, output: torch.Tensor) -> None:
+    def record_freed_output(self, output: torch.Tensor) -> None:
         """Record the only output of a function, which is freed without being emptied."""
         self._outputs = [Output(weakref.WeakMethod(self.run), output, is_emptied=False)]
-        self.made = {get_key(output): one for one in self._outputs if one is not None}
+        self.outputs_in_use = {get_key(output): one for one in self._outputs if one is not None}
 
     def detached_outputs(self) -> DetachedOutputs:
-        """Return a context in which users of the outputs do not save them."""
-        return DetachedOutputs(self.made, self._place)
+        """Return a context in which autograd saves placeholders for the outputs."""
+        return DetachedOutputs(self.outputs_in_use, self._place)
 
     def empty_outputs(self) -> None:
-        """Free the memory of the outputs, which forward no longer needs. See [Note: Outputs]."""
-        self.made = {}
+        """Free the memory of the outputs after their last use in forward. See [Note: Outputs]."""
+        self.outputs_in_use = {}
         for output in self._outputs:
             if output is not None:
                 output.empty()
 
-    def _drop(self, tensor: torch.Tensor) -> StandIn | KeptHandle:
-        # Linears of many experts save dozens of weights and empty biases while the device waits for the host.
+    def _drop(self, tensor: torch.Tensor) -> Placeholder | KeptHandle:
+        # A fast path: linears of many experts save dozens of weights and empty biases while the device waits for the host.
         if tensor.is_leaf and (type(tensor) is torch.nn.Parameter or (tensor.numel() == 0 and is_without_bytes(tensor))):
             self._dropped.append(None)
-            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - the only name
+            return KeptHandle(tensor, tensor._version, None, self._place)  # noqa: SLF001 - no public name
         if is_of_leaf(tensor):
             self._dropped.append(None)
             return keep_tensor(tensor, self._place)
-        packed = StandIn(self.run)
-        self._dropped.append((weakref.ref(packed), tensor.shape, tensor.dtype))
-        return packed
+        placeholder = Placeholder(self.run)
+        self._dropped.append((weakref.ref(placeholder), tensor.shape, tensor.dtype))
+        return placeholder
 
     def run(self) -> None:
-        """Recompute the function on the first call. Fill emptied outputs, and pass dropped tensors to the graph.
+        """Recompute the function, on the first call only. Refill emptied outputs, and pass dropped tensors to the graph.
 
         Raises:
-            StateError: The recompute differs from forward, or an input or saved tensor was changed in place since.
+            StateError: The recompute differs from forward, or an input or saved tensor was changed in place afterwards.
         """
         function = self._function
         if function is None:
@@ -171,10 +172,10 @@ class Rerun:
         for output, again in pairs:
             output.restore(again)
         for dropped, tensor in zip(self._dropped, found, strict=True):
-            packed = None if dropped is None else dropped[0]()
-            if packed is not None:
-                packed.tensor = tensor
-        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive, and it must
+            placeholder = None if dropped is None else dropped[0]()
+            if placeholder is not None:
+                placeholder.tensor = tensor
+        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive, but it must
         # not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
@@ -188,15 +189,13 @@ class Rerun:
         def find(tensor: torch.Tensor) -> None:
             dropped = self._dropped[len(found)] if len(found) < len(self._dropped) else None
             if dropped is not None and (tensor.shape, tensor.dtype) != dropped[1:]:
-                again, before = (
-                    f"shape {list(tensor.shape)} and type {tensor.dtype}",
-                    f"shape {list(dropped[1])} and {dropped[2]}",
-                )
-                raise make_difference_error(self._place, f"saved a tensor of {again}", f"saved {before}")
+                again = f"saved a tensor of shape {list(tensor.shape)} and type {tensor.dtype}"
+                before = f"saved one of shape {list(dropped[1])} and type {dropped[2]}"
+                raise make_difference_error(self._place, again, before)
             found.append(None if dropped is None else tensor.detach())
             versions.append(get_version(tensor))
 
-        with _as_in_forward(self._states), torch.enable_grad():
+        with _random_states(self._states), torch.enable_grad():
             push_hooks(find, take)
             try:
                 outputs = as_tuple(function(*inputs))
@@ -207,48 +206,48 @@ class Rerun:
             before = f"saved {len(self._dropped)} and returned {len(self._outputs)}"
             raise make_difference_error(self._place, again, before)
         for saved, version in zip(found, versions, strict=True):
-            # As autograd would check it. The function may change tensors that it did not save.
+            # The same check as autograd's. The function may change tensors that it did not save.
             if saved is not None and get_version(saved) != version:
                 raise StateError(
-                    f"A tensor of shape {list(saved.shape)} that {self._place} saved was changed in place afterwards. Change a "
+                    f"A tensor of shape {list(saved.shape)}, saved by {self._place}, was changed in place afterwards. Change a "
                     "clone of it, or use 'keep' for the unit in the plan."
                 )
         return outputs, found
 
 
 class OpenReruns(weakref.WeakSet[Rerun]):
-    """Recomputes whose outputs forward still uses, such as a layer's norm and its attention."""
+    """Reruns whose outputs forward still uses, such as those of a layer's norm and its attention."""
 
-    def find_made(self) -> Mapping[int, Output]:
-        """Return the outputs in use by the key of their storage, or none where saved-tensor hooks must do nothing."""
-        return {} if is_inert() else {key: one for rerun in self for key, one in rerun.made.items()}
+    def find_outputs(self) -> Mapping[int, Output]:
+        """Return the outputs in use, by storage key. Empty if saved-tensor hooks must do nothing here."""
+        return {} if is_inert() else {key: one for rerun in self for key, one in rerun.outputs_in_use.items()}
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    """Return the results of a function as a tuple, even a single one."""
+    """Return the results of a function as a tuple, even if there is only one."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def _get_states() -> tuple[Any, ...]:
     """Return the random states of the CPU, the GPU, and Megatron's tracker."""
-    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - the only name
+    states: tuple[Any, ...] = load_module(_RANDOM)._get_all_rng_states()  # noqa: SLF001 - no public name
     return states
 
 
 @contextlib.contextmanager
-def _as_in_forward(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw from `states` inside the context, if any, without affecting draws outside."""
+def _random_states(states: tuple[Any, ...] | None) -> Iterator[None]:
+    """Set the random states to `states` inside the context, if any, and restore the current ones afterwards."""
     if states is None:
         yield
         return
     random = load_module(_RANDOM)
-    with random._fork_rng():  # noqa: SLF001 - the only name
-        random._set_all_rng_states(*states)  # noqa: SLF001 - the only name
+    with random._fork_rng():  # noqa: SLF001 - no public name
+        random._set_all_rng_states(*states)  # noqa: SLF001 - no public name
         yield
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two random states are equal. States of CUDA graphs have no values, and are never equal."""
+    """Return whether two random states are equal. States of CUDA graphs have no values to compare, and are never equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
