@@ -223,14 +223,14 @@ class RankRun(RankClock):
         """Wait until the parcels that backward needs are reloaded. Mirrors `OffloadEngine.take`."""
         number, parcels = take
         group = None if number is None else lane.groups[number]
-        if group is not None and not parcels and lane.is_news(group, is_offloaded=False):
+        if group is not None and not parcels and lane.is_first_unpack(group, is_offloaded=False):
             self._reach(lane, group)
         for parcel in parcels:
             if group is None:
                 # The engine counts the bytes of a parcel whose offload was cancelled. Backward reaches its group next, so
                 # nothing reads the sum before the prefetch there, which has no such limit.
                 self._execute(self._schedule.release(lane, 0))
-            elif lane.is_news(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
+            elif lane.is_first_unpack(group, is_offloaded=lane.states[parcel] is _OFFLOADED):
                 self._reach(lane, group)
             if lane.states[parcel] is _OFFLOADED:
                 self._reload(lane, (parcel,))

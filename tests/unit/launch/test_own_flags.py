@@ -53,7 +53,7 @@ def test_a_fraction_that_keeps_all_is_said():
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),
         (["--fine-grained-activation-offloading"], "--offload-modules is empty"),
-        ([*ON, "--offload-memory-budget", "auto"], "works only for a Trainer of transformers"),
+        ([*ON, "--offload-memory-budget", "auto"], "works only with the Trainer of transformers"),
         (["--offload-memory-budget", "0"], "--offload-memory-budget 0 leaves no GPU memory"),
         (["--offload-memory-budget", "60"], "--offload-memory-budget '60' has no unit"),
     ],
