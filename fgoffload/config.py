@@ -37,8 +37,8 @@ class OffloadConfig:
             than the rank before it.
         offload_plan: Plan file with the sites to keep, recompute or offload.
         offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
-        offload_host_budget_bytes: Limit on this rank's host memory; tensors that do not fit stay on the GPU. None means this
-            rank's share of 60% of the free host memory.
+        offload_host_budget_bytes: Limit on this rank's host memory, by default its share of 60% of the free host memory.
+            Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
         tags: Tags that `offload_modules` accepts.

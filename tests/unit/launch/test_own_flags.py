@@ -48,7 +48,7 @@ def test_a_fraction_that_keeps_all_is_said():
         ([*ON, "--offload-window", "1PB"], "the command line: --offload-window '1PB' is not a size"),
         (
             [*ON, "--offload-prefetch"],
-            "the command line: --offload-prefetch expected one argument. Write --offload-prefetch VALUE",
+            "the command line: --offload-prefetch expected one argument. Use --offload-prefetch VALUE",
         ),
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),

@@ -109,12 +109,12 @@ def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
 
 
 REFUSED = {
-    "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4, which share it",
-    "--multi-latent-attention": "--kv-lora-rank is missing, and --multi-latent-attention needs it",
+    "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4. Use a multiple",
+    "--multi-latent-attention": "--kv-lora-rank is missing, but --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
-    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is not from 1 to --moe-router-num-groups 2",
-    "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is none of",
+    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is outside 1 to --moe-router-num-groups 2",
+    "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is not supported. Use one of",
     "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of that activation",
     "--tp 2 --mtp-num-layers 1": "without --sequence-parallel is not supported with multi-token prediction.",
     "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank 2 .* Use one of them",

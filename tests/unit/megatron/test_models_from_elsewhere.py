@@ -33,7 +33,7 @@ def read_from_elsewhere(flags, **fields):
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Leave it out."),
+        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Remove it."),
         ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but elsewhere has none"),
         ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, which uses quick GEGLU"),
         ("--ep 3", {}, "config.json: --expert-model-parallel-size 3 does not divide num_experts 8"),
