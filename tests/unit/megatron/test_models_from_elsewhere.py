@@ -49,11 +49,11 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
 @pytest.mark.parametrize(
     ("flags", "fields", "warnings"),
     [
-        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is assumed, which Megatron needs for experts."]),
+        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is assumed, because Megatron needs it for experts."]),
         (
             "--tp 2",
             {"experts": None, "ffn_hidden_size": 512},
-            ["config.json: --sequence-parallel is assumed, as is usual; --no-sequence-parallel disables it."],
+            ["config.json: --sequence-parallel is assumed; --no-sequence-parallel disables it."],
         ),
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],

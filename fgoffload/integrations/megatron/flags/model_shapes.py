@@ -158,8 +158,8 @@ def read_parallelism(
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
     if is_assumed:
-        reason = "because Megatron needs it for experts" if model.experts else "as usual; --no-sequence-parallel disables it"
-        logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
+        reason = ", because Megatron needs it for experts" if model.experts else "; --no-sequence-parallel disables it"
+        logger.warning("%s: --sequence-parallel is assumed%s.", source, reason)
     if "global_batch_size" not in values:
         microbatches = parallelism.microbatches
         sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
