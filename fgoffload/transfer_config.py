@@ -27,7 +27,7 @@ class HostMemory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Options that select tensors, the timing of their copies, and the host memory.
+    """Options of offload: which tensors to offload, when to copy them, and which host memory to use.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.

@@ -15,7 +15,7 @@ and shared storages.
     Before `submit`, `list_held`, `reach` and `prefetch`, the executor releases memory whose copies are done.
 
     [Note: Prefetch across passes]
-    A caller that has the order of passes announces, when a pass begins, the lane of the next backward. That backward follows
+    When a pass begins, a caller with a known order of passes announces the lane of the next backward. That backward follows
     directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in a
     backward, only after all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes, even
     for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement is a
@@ -36,7 +36,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes
 
 STAGING_SLOTS = 2
-"""Number of staging slots for captured modules: graphs use one while the other is copied to the host."""
+"""Number of staging slots for captured modules: graphs fill one while the other is copied to the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class TransferPolicy:
     def may_begin_prefetch(self, *, ahead_bytes: int) -> bool:
         """Return whether to look for groups to reload.
 
-        This is false while more than half of the prefetch bytes are in use: several groups at once cost less CPU time.
+        False while more than half of the prefetch bytes are in use: it takes less CPU time to reload several groups at once.
         """
         return 2 * ahead_bytes <= self.prefetch_bytes
 
@@ -79,8 +79,8 @@ class TransferPolicy:
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        The group must fit into the `released_bytes` that backward has released there. Otherwise the device would hold more
-        memory than at the end of forward, where most steps peak.
+        The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would hold
+        more than at the end of forward, where most steps peak.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes
@@ -131,7 +131,7 @@ class ScheduledGroup:
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Record that backward has left the site, unless it ran inside the region while the group still saves tensors."""
+        """Record that backward has left the site. A backward inside a region that still saves tensors does not count."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
@@ -166,7 +166,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
     @abc.abstractmethod
     def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, one of `list_remaining`, is `OFFLOADED`."""
+        """Return whether `saved`, an element of `list_remaining`, is `OFFLOADED`."""
 
     @abc.abstractmethod
     def count_bytes(self, remaining: Iterable[Saved]) -> int:
@@ -199,10 +199,10 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     def is_first_unpack(self, group: Group, *, is_offloaded: bool) -> bool:
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
-        After backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another
-        backward of the same graph has begun, because late unpacks by ops of other branches find reloaded bytes. A group may
-        have been reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as
-        ahead until backward reaches it.
+        Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
+        of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
+        reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as ahead until
+        backward reaches it.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -240,7 +240,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Which offloads to cancel, for bytes still on the device, and which bytes to reload."""
+    """Bytes whose offload to cancel, and bytes to reload."""
 
     lane: ScheduledLane[Group, Saved]
     """Lane of the bytes."""
@@ -279,7 +279,7 @@ class TransferSchedule:
         return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Record that backward is in `lane`. Return groups of another lane that were reloaded in vain."""
+        """Record that backward is in `lane`. Return groups of another lane whose reload was unnecessary."""
         if lane is self.current:
             return []
         discarded = self._discard_prefetched() if self._next is not lane else []

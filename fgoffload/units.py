@@ -34,7 +34,7 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         needs_unit: Whether to reject a number without a unit, except 0.
 
     Raises:
-        ConfigError: `text` is not a size, is negative or too large, lacks a unit, or is a fraction of a byte.
+        ConfigError: `text` is not a size, is negative or too large, lacks a unit, or is not a whole number of bytes.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
         raise ConfigError(f"{name} {text!r} is negative. Use a positive size, for example 512MiB.")

@@ -243,7 +243,7 @@ def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
 
 
 def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
-    """Yield the condition and the body of each branch of an `if`. The condition of `else` is empty, which holds."""
+    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which counts as true."""
     parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):

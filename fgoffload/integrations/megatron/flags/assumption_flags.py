@@ -25,7 +25,7 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Return the planner's assumptions that Megatron's flags determine.
+    """Build the planner's assumptions from Megatron's flags.
 
     Args:
         values: Values by flag name, with `_` for `-`. Absent flags have no entry.

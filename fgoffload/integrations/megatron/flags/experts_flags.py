@@ -83,7 +83,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the tokens of the fullest rank relative to the mean, after applying the experts' capacity."""
+    """Return the ratio of the fullest rank's tokens to the mean, limited by the experts' capacity."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))

@@ -113,7 +113,7 @@ class FlagParser(argparse.ArgumentParser):
 
     Args:
         source: Name of the file or command line, for errors.
-        known_elsewhere: Flags that other code parses, to be suggested after typos too.
+        known_elsewhere: Flags that other code parses, included in suggestions for typos.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
@@ -135,7 +135,7 @@ class FlagParser(argparse.ArgumentParser):
         return vars(values)
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the field name of each flag in `words`, under all spellings of the flag."""
+        """Return the field names of the flags in `words`, by every spelling of each flag."""
         actions = self._option_string_actions
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}

@@ -25,7 +25,7 @@ class FlagSources:
         return " and ".join(self.places)
 
     def refuse(self, message: str) -> ConfigError:
-        """Return an error whose `message` is prefixed with the sources of the flags in it."""
+        """Return an error with `message`, prefixed with the source of each flag in it."""
         named = {self.place_of_flag[flag] for flag in _FLAG.findall(message) if flag in self.place_of_flag}
         places = [place for place in self.places if place in named] or self.places
         return ConfigError(f"{' and '.join(places)}: {message}")

@@ -38,7 +38,7 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Convert the graph fields in `fields`, named as in 0.19, for a config class with the fields `known`."""
+    """Convert graph fields, named as in 0.19, to fields of the installed config class, whose names are `known`."""
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
         changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning

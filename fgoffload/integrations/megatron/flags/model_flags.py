@@ -91,7 +91,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
     Args:
         source: Name of the file or command line, for errors.
-        own_flags: Flags that other code parses, to be suggested after typos too.
+        own_flags: Flags that other code parses, included in suggestions for typos.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     shared: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return `flags` without those that `typed` overrides and whose value has an unset variable."""
+    """Drop flags that `typed` overrides if their value has an unset variable."""
     given, kept = build_model_parser("").find_given(typed), list(flags)
     for place in reversed(range(len(kept) - 1)):
         if kept[place] in given and "$" in kept[place + 1]:
@@ -119,6 +119,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags that may change a plan in `words`, which the parser did not recognize."""
+    """Return the flags in `words`, which no parser recognized, without those that cannot change a plan."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

@@ -103,7 +103,7 @@ def read_model(
         source: Source of the flags, for errors and the model's name.
         typed: Flags from the command line. They override `flags`, and an unknown flag is an error.
         num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum that holds the model and its experts.
-        own_flags: Command-line flags that other code parses, to be suggested after typos too.
+        own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
         ConfigError: A flag is missing or has an invalid value, or the ranks cannot share the model.
@@ -112,7 +112,7 @@ def read_model(
     try:
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
-                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, "
+                "--num-layers and --hidden-size are missing, so the model is unknown. For a recipe of NeMo or Megatron Bridge, "
                 "pass the model's config.json from Hugging Face, and parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
@@ -143,7 +143,7 @@ def read_parallelism(
         flags: Flags as typed: parallel sizes, `--seq-length`, and options of layers and experts. Any other flag is an error.
         source: Source of the flags, for errors.
         model: Model, for example from Hugging Face's files. Its vocabulary is padded as in Megatron.
-        own_flags: Command-line flags that other code parses, to be suggested after typos too.
+        own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
         ConfigError: A flag has an invalid value, or the ranks cannot share the model.
@@ -201,7 +201,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     warn_of_unparsed(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     typed_values, left = parser.parse_known_args(list(typed))
-    # The first word that is left over must be a flag.
+    # The first leftover word must be a flag.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises an error that suggests the most similar flag
@@ -283,7 +283,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that flags set for models from any source."""
+    """Return the fields that flags may change in a model from any source."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]

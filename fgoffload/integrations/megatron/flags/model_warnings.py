@@ -65,7 +65,7 @@ def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Itera
 
 
 def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
-    """Return the likely vocabulary size for the tokenizer in `flags`, without opening it. None if they have no tokenizer."""
+    """Guess the vocabulary size of the tokenizer in `flags` without opening it. Return None if the flags have no tokenizer."""
     if not any(word in _TOKENIZER_FLAGS for word in flags):
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"

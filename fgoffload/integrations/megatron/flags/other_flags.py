@@ -1,7 +1,7 @@
 """Lists Megatron flags that no plan depends on: they do not affect memory or time, or are not modelled.
 
-`other_flags.json` groups flags without effect by topic, and unmodelled flags by the error of predictions that ignore them. The
-`--no-...` form of each flag is recognized too.
+`other_flags.json` groups flags without effect by topic, and unmodelled flags by how they make predictions wrong. The `--no-...`
+form of each flag is recognized too.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
 torchrun's own flags; and our own offload flags.
@@ -23,12 +23,12 @@ _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["no
 
 
 def has_no_effect(flag: str) -> bool:
-    """Return whether plans ignore `flag` without loss of accuracy."""
+    """Return whether `flag` cannot change a plan."""
     return flag in WITHOUT_EFFECT or _drop_no(flag) in WITHOUT_EFFECT
 
 
 def find_effect(flag: str) -> str | None:
-    """Return the error of predictions that ignore the unmodelled `flag`, or None for any other flag."""
+    """Return how the unmodelled `flag` makes predictions wrong, or None for any other flag."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 

@@ -203,7 +203,7 @@ class Variables:
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:
-        """Yield the words of arrays, and of strings that begin with a flag, that no other word expands."""
+        """Yield the words of each array, and of each string that begins with a flag, unless another word expands it."""
         own = {name: text for name, text in self._scalars.items() if name in self._assigned}
         texts = {name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in own.items()}
         flags = {name: own[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}

@@ -1,9 +1,9 @@
-"""Offloads the saves of modules in Megatron's CUDA graphs, and tracks forward through graph replays.
+"""Offloads the saved tensors of modules in Megatron's CUDA graphs, and tracks forward through graph replays.
 
 Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` to warm
 up and to capture. For later steps it calls `_te_cuda_graph_replay`, which does not run the `forward` or the hooks of captured
-modules. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saves of captured modules are
-offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+modules. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saved tensors of captured modules
+are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
 A full-iteration graph contains forward and backward of all microbatches, and the engine's copies, see
 `OffloadEngine.capture_step`. A replay runs no Python, so the statistics do not change after the captured step.
@@ -125,7 +125,7 @@ class GraphedLayers:
 
 
 class _RemovedGraph:
-    """Stands in for a graph whose engine is closed. Resetting it works, replaying it raises."""
+    """Placeholder for a graph whose engine is closed. It can be reset but not replayed."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
@@ -152,7 +152,7 @@ def is_capturing() -> bool:
 
 
 def may_query() -> bool:
-    """Return whether CUDA allows querying events, which it forbids during a capture."""
+    """Return whether events may be queried. CUDA forbids this during a capture."""
     return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 

@@ -24,7 +24,7 @@ class _ParserIsComplete(BaseException):
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of all Megatron-LM flags, set by `words` or by default. None without a parser, or if it rejects them.
+    """Return the values of all Megatron-LM flags, from `words` or defaults. None without a parser, or if it rejects `words`.
 
     This imports Megatron-LM's training code, which the script imports anyway. The script itself reports rejected words.
     """
@@ -46,7 +46,7 @@ def _find_parser() -> argparse.ArgumentParser | None:
     try:
         module = load_module(_MODULE)
     except (ImportError, IntegrationError):
-        return None  # a script that needs the module reports that it is missing
+        return None  # if the script needs the module, its own import raises the error
     parse_args: Any = getattr(module, "parse_args", None)
     found: list[argparse.ArgumentParser] = []
 

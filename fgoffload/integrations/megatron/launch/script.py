@@ -108,7 +108,7 @@ def apply_to_script(
 
 
 def describe_megatron() -> str:
-    """Describe the Megatron-Core in use by its version and folder, in one sentence."""
+    """Return a sentence with the version and the folder of the Megatron-Core in use."""
     return f"Megatron-Core {get_version()} is in {Path(load_module('megatron.core').__file__).parent}."
 
 

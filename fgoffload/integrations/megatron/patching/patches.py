@@ -14,10 +14,10 @@ class Patches(contextlib.ExitStack):
     """Replaces symbols. `remove`, or leaving the context, restores all of them in reverse order."""
 
     def replace(self, owner: str, name: str, value: Any) -> None:
-        """Replace `name` in `owner`, which is a module or, with a colon, a class in a module, such as `torch:Tensor`.
+        """Replace `name` in `owner`, the path of a module or of a class, such as `torch` or `torch:Tensor`.
 
         Raises:
-            IntegrationError: The symbol does not exist. The message has its dotted path.
+            IntegrationError: The symbol does not exist. The message contains its dotted path.
         """
         require_symbol(owner, name)
         self.define(owner, name, value)

@@ -37,7 +37,7 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts the storage: the first run of the microbatch does, or each run if all layers save it."""
+        """Return whether `run` counts the storage. Only the microbatch's first run does, unless all layers save the storage."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
@@ -120,7 +120,7 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Select the runs whose times count, from the runs of one layer or of the code outside layers."""
+    """Select the runs to take times from, among the runs of one layer or of the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch is a warm-up and reads the memory counters.
     timed = [run for run in runs if run.microbatch > first] or runs
@@ -211,7 +211,7 @@ class _LayerBuilder:
         tensors = []
         for key, name in self._names.items():
             record = self._run.saved[key]
-            # A tensor without a tag gets the name of its first segment, which no flag selects.
+            # A tensor without a tag gets the name of its first segment as one. No flag selects this name.
             tags = tuple(record.tags) or tuple(record.segments)[:1]
             tensors.append(
                 SavedTensor(

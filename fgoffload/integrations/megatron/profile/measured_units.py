@@ -2,9 +2,9 @@
 
 [Note: Bitwise identical units]
 A checkpoint sums the gradients of its input separately and passes on the sum. If other modules use that input too, a step
-without recompute may add their gradients in between, and floating-point sums depend on the order. So a unit is offered only if
-its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of the original
-forward, which is always bitwise identical. In FP8, Megatron's checkpoints replace `reruns.py`.
+without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
+unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of
+the original forward, which is always bitwise identical. In FP8, Megatron's checkpoints replace `reruns.py`.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class WatchedUnit:
     name: str
     module: torch.nn.Module
     is_refilled: bool
-    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. Otherwise its input is
-    kept and only its saves are dropped, as in `tensor_parallel.checkpoint`."""
+    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. Otherwise only its
+    saved tensors are dropped, and its input is kept, as in `tensor_parallel.checkpoint`."""
     sums_shared_input: bool
     """Whether other modules use its input and recompute sums the gradients separately. See [Note: Bitwise identical units]."""
 
@@ -127,7 +127,7 @@ def _end_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, arg
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    """Return how often the graph of `outputs` reaches one of `inputs`, at most."""
+    """Return the highest number of times that the graph of `outputs` reaches any one of `inputs`."""
     found = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
     ends: dict[Any, int] = {(edge.node, edge.output_nr): 0 for edge in found}
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

@@ -30,7 +30,7 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Duration of the stall before a segment of forward in seconds. The CPU takes less time to launch even eager experts."""
+"""Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
 """Number of stalled microbatches per chunk. Only their times count, and the first one's only if it is the only microbatch."""
@@ -96,7 +96,7 @@ class RecordedRegion(Region):
 
 
 class _RecordedWatch(Saving):
-    """Records saves of a layer or model between regions. They belong to the segment that forward is in."""
+    """Records tensors that a layer or model saves between its regions, in the current segment of forward."""
 
     __slots__ = ("_inner", "_recorder", "_run")
 
@@ -179,7 +179,7 @@ class StepRecorder:
             self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
-        """Return a recording region, or outside a recorded layer `inner`, which is the engine's region, if any."""
+        """Return a recording region. Outside a recorded layer, return `inner`, the engine's region, if any."""
         run = self.current_layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
@@ -189,7 +189,7 @@ class StepRecorder:
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the segment of the innermost region, which forward leaves."""
+        """End the segment of the region that forward leaves."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
@@ -222,7 +222,7 @@ class StepRecorder:
         return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
-        """Return a saved tensor, and switch to its segment if backward has reached another one."""
+        """Return a saved tensor. If its segment is not the current one, backward has reached it."""
         if not isinstance(handle, RecordedHandle):
             return handle.take()
         if is_in_backward():

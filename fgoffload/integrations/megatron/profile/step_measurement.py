@@ -137,7 +137,7 @@ class StepMeasurement:
 
     def begin_step(self, call: ScheduleCall) -> None:
         """Start recording if a step was requested. Called when a schedule begins."""
-        # If a step is still being recorded, it has raised. Its incomplete records are dropped.
+        # In state RECORDING, the previous step has raised an exception. Its incomplete records are dropped.
         if self.state in (MeasurementState.REQUESTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)

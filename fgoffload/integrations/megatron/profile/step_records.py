@@ -24,7 +24,7 @@ class SegmentRecord:
     forward: list[Span] = dataclasses.field(default_factory=list)
     backward: list[Span] = dataclasses.field(default_factory=list)
     born_bytes: int = 0
-    """Bytes of storages that this segment saves first. 0 once backward has left the segment."""
+    """Bytes of storages first saved in this segment. 0 once backward has left it."""
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
     """Peak device bytes in each pass beyond static and saved bytes, or 0 if not measured."""
@@ -64,7 +64,7 @@ class ModuleRecord:
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Storage bytes of inputs that require a gradient, by key. A checkpoint keeps the whole storage of a view."""
     tensor_bytes: frozenset[int] = frozenset()
-    """Bytes of the same inputs, without the rest of their storages. A contiguous copy of an input has the same size."""
+    """Sizes of the same inputs, not of their storages. A contiguous copy of an input has the same size."""
     outputs: frozenset[int] = frozenset()
     """Storage keys of the output tensors."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
