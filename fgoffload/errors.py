@@ -54,12 +54,10 @@ class BudgetError(PlanError):
 
     def __str__(self) -> str:
         """Return the reason and the fix."""
-        return (
-            f"{self.why} Use a budget of {_format_rounded_up(self.least_bytes)} or more, or spread the model over more ranks."
-        )
+        return f"{self.why} Use a budget of {_round_up(self.least_bytes)} or more, or spread the model over more ranks."
 
 
-def _format_rounded_up(size_bytes: int) -> str:
+def _round_up(size_bytes: int) -> str:
     """Format a size for a flag, rounded up by at most 0.1%."""
     for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= 1024 * scale:

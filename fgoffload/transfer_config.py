@@ -99,6 +99,5 @@ class TransferConfig:
         budget_bytes = self.host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:
             raise ConfigError(
-                f"host_budget_bytes {budget_bytes} leaves no host memory. Use a positive size, or None for a share of the free "
-                "memory."
+                f"host_budget_bytes {budget_bytes} leaves no host memory. Use more, or None for a share of the free memory."
             )

@@ -6,8 +6,7 @@ and shared storages.
 
     [Note: Events]
     Calls for each event, in order:
-    - a pass begins: `announce`
-    - forward reaches a site: `open`
+    - a pass begins: `announce`; forward reaches a site: `open`
     - a group ends: `close`, `submit`, wait if `must_wait` is true, `look_ahead`
     - a forward ended and its backward comes next: `list_held`, `expect_backward`
     - backward reaches a group: `enter`, `leave`, `reach`
@@ -71,8 +70,8 @@ class TransferPolicy:
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead; otherwise backward would always wait for a large group. `ahead_bytes` counts bytes
-        that are reloaded, or in flight to the device, for groups that backward has not reached.
+        One group of any size may be ahead; otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
+        or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
@@ -270,8 +269,7 @@ class TransferSchedule:
         """Record that a pass begins and that the backward of `lane` comes next. Return the same groups as `enter`.
 
         Args:
-            lane: Lane of the next backward. None if it is unknown, has not run forward, or runs backward after more than one
-                other forward.
+            lane: None if it is unknown, has not run forward, or runs backward after more than one other forward.
             during: Lane whose backward begins. None if a forward begins.
         """
         discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
@@ -321,8 +319,7 @@ class TransferSchedule:
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Call it when backward unpacks `size_bytes` in such a layer. Without these reloads, backward would always wait for its
-        first group.
+        Call it when backward unpacks `size_bytes` there. Without these reloads, backward would always wait for its first group.
         """
         if not lane.remaining:
             return
@@ -342,8 +339,7 @@ class TransferSchedule:
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `other_ahead_bytes` are ahead in another lane. With `only`, stop at the first group that is not submitted or whose bytes
-        are in another state.
+        `other_ahead_bytes` are ahead in another lane. `only` stops at groups that are not submitted or not in this state.
         """
         chosen: dict[Saved, Group] = {}  # several groups may need the same bytes
         while lane.remaining > 0:

@@ -36,9 +36,7 @@ and key norms save a storage that also holds the value."""
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
     """Return which ops of a layer to watch if `tags` are offloaded.
 
-    Args:
-        tags: Names of the offloaded tags.
-        shares_router_input: Whether other modules, such as shared experts or a recomputed permutation, save the router's input.
+    `shares_router_input` is true if other modules, such as shared experts or a recomputed permutation, save the router's input.
     """
     shared = set(tags) - _ALONE
     if shared == {"router"} and not shares_router_input:

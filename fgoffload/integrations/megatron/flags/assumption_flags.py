@@ -25,11 +25,9 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Build the planner's assumptions from Megatron's flags.
+    """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps update no parameter.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        has_optimizer: Whether steps update the parameters.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 
     Raises:
         ConfigError: A flag has an invalid value, or two flags exclude each other.
@@ -96,8 +94,7 @@ def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
         strategy = "optim_grads_params"
     if strategy == "optim_grads_params":
         logger.warning(
-            "FSDP: a plan assumes that compute hides the all-gathers of weights, so predicted times are too short on a slow "
-            "network."
+            "FSDP: a plan assumes that compute hides weight gathers, so predicted times are too short on a slow network."
         )
     return {
         "has_fp8_weights": values.get("fp8_param_gather", False),

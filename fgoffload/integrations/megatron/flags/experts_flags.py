@@ -38,8 +38,7 @@ _DEFAULT_TOPK = 2
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     """Return the shape of a layer's experts, or None for a dense model.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 
     Raises:
         ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.

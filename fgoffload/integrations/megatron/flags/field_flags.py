@@ -111,9 +111,7 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    Args:
-        source: Name of the file or command line, for errors.
-        known_elsewhere: Flags that other code parses, included in suggestions for typos.
+    Errors begin with `source`. Suggestions for typos include the flags `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:

@@ -32,9 +32,7 @@ def read_header(text: str) -> tuple[Sizes, dict[str, str]]:
 def count_gpus(launch: Sequence[str], header: Sizes) -> int | None:
     """Return the number of processes that a script starts, or None if it is unknown.
 
-    Args:
-        launch: Words before the Python script in its command, if any.
-        header: Sizes from `read_header`.
+    `launch` has the words before the Python script in its command, if any. `header` has the sizes from `read_header`.
     """
     begin = next((place for place, word in enumerate(launch) if _TORCHRUN.fullmatch(word)), None)
     sizes = _read_sizes(launch[begin or 0 :])

@@ -26,10 +26,7 @@ _SCORE_SAVING_BACKENDS = ("unfused", "local")
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
     """Warn about missing flags with unusual defaults, and about flags that the planner's formulas do not cover.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        parallelism: Ranks of the plan.
-        source: Source of the flags, for the warnings.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
     """
     for message in _list_warnings(values, parallelism):
         logger.warning("%s: %s", source, message)

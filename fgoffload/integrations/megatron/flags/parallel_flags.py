@@ -51,12 +51,9 @@ def make_parallelism(
 ) -> Parallelism:
     """Return the ranks and microbatches that flags describe.
 
-    Args:
-        values: Values by flag name, with `_` for `-`. Absent flags have no entry.
-        model: Model that the ranks train.
-        num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum that holds the model and its experts.
-        fills_pipeline: Whether a step without `--global-batch-size` has enough microbatches to fill the pipeline, rather than
-            one, as in Megatron.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
+    plan uses the minimum number of ranks that holds the model and its experts. Without `--global-batch-size`, a step has one
+    microbatch, as in Megatron, or with `fills_pipeline` enough microbatches to fill the pipeline.
 
     Raises:
         ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.

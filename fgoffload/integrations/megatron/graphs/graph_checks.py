@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
     """Reject tags that cannot be offloaded under the run's CUDA graphs.
 
-    Args:
-        offload: Offload settings.
-        selected: Tags to offload.
-        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
+    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
         ConfigError: A tag and a flag exclude each other. The message names both, the reason and the fix.

@@ -27,10 +27,9 @@ def _wrap(original: Any, around: Callable[..., Any]) -> Any:
 
 
 def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Call `around` instead of the method `name` of one object.
+    """Call `around` instead of the method `name` of one object, with the method as a function, the object and the arguments.
 
-    `around` gets the original as a function, the object, and the arguments of the call. In a copy of the object, the method is
-    bound to the copy. The same `patches` wrap a method only once.
+    In a copy of the object, the method is bound to the copy. The same `patches` wrap a method only once.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:
