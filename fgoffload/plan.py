@@ -180,7 +180,7 @@ class OffloadPlan:
         actions: dict[Site, Action] = {}
         rows = document.get("sites")
         if not isinstance(rows, list):
-            raise PlanError(f"{source} has no list `sites`. {fix}")
+            raise PlanError(f"{source} has no `sites` list. {fix}")
         for number, row in enumerate(rows):
             site, action = _read_row(row, number, source)
             if site in actions:

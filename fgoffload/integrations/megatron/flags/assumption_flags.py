@@ -25,7 +25,7 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps update no parameter.
+    """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps do not update parameters.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
 _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LARGE_VOCAB_SIZE = 131072
-"""Vocabulary size for other tokenizers, which a plan does not open. Most recent models have 128 to 202 thousand tokens."""
+"""Assumed vocabulary size of all other tokenizers. Most recent models have 128 to 202 thousand tokens."""
 
 _SCORE_SAVING_BACKENDS = ("unfused", "local")
 """Attention backends that save the attention scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""

@@ -141,7 +141,7 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
         flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
         raise ConfigError(
             f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use one of them; to override a file, use "
-            "the flag in the file."
+            "the file's flag."
         )
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
     # Embedding and loss may each count as a layer.
