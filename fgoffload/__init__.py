@@ -1,8 +1,8 @@
 """Fine-grained, per-module activation offload for Megatron-style training and plain PyTorch.
 
-Tensors that autograd saves inside chosen modules move to pinned host memory during forward and are reloaded before backward
-needs them. Results are bitwise identical. Importing the package imports neither torch nor a framework: `fgoffload.offload` and
-`fgoffload.engine` need torch, `fgoffload.integrations.megatron` needs megatron-core.
+Tensors that autograd saves inside chosen modules are offloaded to pinned host memory during forward and reloaded before
+backward needs them. Results are bitwise identical. `import fgoffload` imports neither torch nor a framework.
+`fgoffload.offload` and `fgoffload.engine` need torch, and `fgoffload.integrations.megatron` needs megatron-core.
 """
 
 import importlib
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Importing the package must not import torch, so the names that need it are loaded on first use.
+    # `import fgoffload` must not import torch, so names that need torch are imported on first use.
     if name in __all__:
         try:
             return getattr(importlib.import_module("fgoffload.integrations.pytorch"), name)

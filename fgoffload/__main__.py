@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m fgoffload`."""
+"""Entry point of `python -m fgoffload`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Options of fine-grained activation offload for Megatron-Core, checked at construction.
+"""Options of activation offload for Megatron-Core, checked at construction.
 
-Fields are named like Megatron's flags, so that errors, flags and fields match. If a flag takes a size as text (`60GiB`), the
-field is in bytes and its name ends with `_bytes`.
+Fields have the names of Megatron's flags. If a flag takes a size as text (`60GiB`), its field is in bytes and the field's name
+ends with `_bytes`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""Value of `offload_modules` that measures the first step, then plans."""
+"""Value of `offload_modules` that measures the first step and then makes a plan from it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +26,22 @@ class OffloadConfig:
     """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. Empty uses the tags of the plan;
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. If empty, the tags of the plan are used.
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
-        min_offloaded_tensor_size: Elements. Smaller storages stay on the GPU.
-        activation_offload_fraction: Fraction of a chunk's sites to offload, from 0 to 1. The last sites of forward stay on
-            the GPU.
-        delay_offload_until_cuda_graph: Offloads a group after the launch of the next CUDA graph, when the CPU is idle.
-        delta_offload_bytes_across_pp_ranks: Bytes per step by which each pipeline rank offloads less than the rank before
-            it, from the second step on.
-        offload_plan: Plan file, which keeps, recomputes or offloads each site.
+        min_offloaded_tensor_size: Minimum number of elements; smaller storages stay on the GPU.
+        activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
+            last stay on the GPU.
+        delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
+            is idle.
+        delta_offload_bytes_across_pp_ranks: Number of bytes that each pipeline rank offloads less per step than the previous
+            rank, from the second step on.
+        offload_plan: Plan file with the sites to keep, recompute or offload.
         offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
-        offload_host_budget_bytes: Limit of this rank's host memory; tensors that do not fit stay on the GPU. None uses this
-            rank's share of 60% of the free host memory.
+        offload_host_budget_bytes: Limit on this rank's host memory, by default its share of 60% of the free host memory.
+            Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
-        tags: Tags that `offload_modules` may name.
+        tags: Tags that `offload_modules` accepts.
     """
 
     offload_modules: tuple[str, ...]
@@ -58,12 +59,12 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         """Check every field. Errors name the flag, the value, the limit and the fix."""
         if self.offload_plan is not None:
-            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # users pass strings too
+            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings work too
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
-                "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Name "
-                f"at least one of: {' '.join(self.tags.names)}."
+                "--fine-grained-activation-offloading is on, but --offload-modules is empty, so nothing would be offloaded. "
+                f"Add at least one of: {' '.join(self.tags.names)}."
             )
         if self.offload_modules and AUTO not in self.offload_modules:
             self.tags.check(self.offload_modules)
@@ -85,22 +86,22 @@ class OffloadConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether offload plans from a measured first step."""
+        """Return whether to plan from a measured first step."""
         return self.offload_modules == (AUTO,)
 
     @property
     def transfer_policy(self) -> TransferPolicy:
-        """Window and prefetch sizes."""
+        """Return the window and prefetch sizes."""
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Reject tags whose modules Megatron's selective recompute reruns, since they save nothing to offload.
+        """Reject tags of modules that Megatron's selective recompute reruns: these modules save nothing to offload.
 
         Args:
             recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
 
         Raises:
-            ConfigError: A tag and a recompute module exclude each other.
+            ConfigError: A tag's module is recomputed.
         """
         recomputed = set(recompute_modules)
         if self.is_auto:
@@ -108,7 +109,7 @@ class OffloadConfig:
                 return
             raise ConfigError(
                 "--offload-modules auto chooses recompute layer by layer, but --recompute-modules "
-                f"{' '.join(sorted(recomputed))} sets it for all layers. Remove Megatron's recompute flags."
+                f"{' '.join(sorted(recomputed))} applies to all layers. Remove Megatron's recompute flags."
             )
         for name in self.offload_modules:
             for module in self.tags.get(name).excluded_by:
@@ -119,7 +120,7 @@ class OffloadConfig:
                     )
 
     def _check_choice(self) -> None:
-        """Reject a negative delta, and options that conflict about what is offloaded."""
+        """Reject a negative delta, and two options that both choose what to offload."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -132,7 +133,7 @@ class OffloadConfig:
         }
         choices = [name for name, is_given in given.items() if is_given]
         if len(choices) > 1 and (self.is_auto or self.offload_plan is not None):
-            raise ConfigError(f"{choices[0]} and {choices[1]} both choose what is offloaded. Use one of them.")
+            raise ConfigError(f"{choices[0]} and {choices[1]} both choose what to offload. Use one of them.")
 
     def _check_auto(self) -> None:
         """Reject `auto` without a budget or with other tags, and a budget without `auto`."""
@@ -141,7 +142,7 @@ class OffloadConfig:
             raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Use a size, for example 60GiB.")
         if AUTO in self.offload_modules and not self.is_auto:
             others = " ".join(name for name in self.offload_modules if name != AUTO)
-            raise ConfigError(f"--offload-modules names {AUTO} and {others}: auto chooses among all tags. Use auto alone.")
+            raise ConfigError(f"--offload-modules has {AUTO} and {others}, but auto chooses among all tags. Use auto alone.")
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
@@ -154,11 +155,11 @@ class OffloadConfig:
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, *, tags: TagRegistry | None = None) -> "OffloadConfig | None":
-        """Return the options from parsed Megatron flags, or None if offload is off.
+        """Build the config from parsed Megatron flags. Return None if offload is off.
 
         Args:
-            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags have their defaults.
-            tags: Tags that `--offload-modules` may name. None means `default_tags()`.
+            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags get their defaults.
+            tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:
             ConfigError: A flag has a wrong value.
@@ -171,7 +172,7 @@ class OffloadConfig:
             text = getattr(flags, name, None)
             if text == AUTO and name == "offload_memory_budget":
                 raise ConfigError(
-                    f"--offload-memory-budget {AUTO} works only for a Trainer of transformers. For Megatron, use a size, "
+                    f"--offload-memory-budget {AUTO} works only with the Trainer of transformers. For Megatron, use a size, "
                     "for example 60GiB."
                 )
             if text is not None:
@@ -181,7 +182,7 @@ class OffloadConfig:
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Raise `ConfigError` unless `modules` is a sequence of names. A single string would be read letter by letter."""
+    """Reject values that are not a sequence of names. A single string would be read letter by letter."""
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)

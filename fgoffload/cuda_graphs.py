@@ -1,4 +1,4 @@
-"""Tags and recompute units of a Megatron layer that CUDA graphs capture, for plans and start-up checks.
+"""Determines which tags and recompute units of a Megatron layer CUDA graphs capture.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
 `MoELayer.forward` of megatron-core 0.19.2.
@@ -11,11 +11,11 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Kinds of capture: none; each layer by Megatron; each layer by Transformer Engine; a whole step by Megatron."""
+"""Values of `--cuda-graph-impl`: no graphs; each layer, by Megatron; each layer, by Transformer Engine; the whole step."""
 
 
 class Graphs(NamedTuple):
-    """The CUDA graph options of a training run."""
+    """CUDA graph options of a training run."""
 
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
@@ -24,7 +24,7 @@ class Graphs(NamedTuple):
 
 
 NO_CAPTURE = Graphs()
-"""Everything runs eagerly."""
+"""Options of a run without CUDA graphs."""
 
 _ATTENTION = ("attn_norm", "qkv_linear", "gdp_qkv", "mla_up_proj", "core_attn", "attn_proj")
 _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
@@ -36,12 +36,12 @@ _OF_MOE_LAYERS = {
     "attn": _ATTENTION,
     "moe": (*_BEFORE_EXPERTS, *_EXPERTS),
     "moe_router": _BEFORE_EXPERTS,
-    "moe_preprocess": ("dispatch",),  # permutes tokens for the exchange
+    "moe_preprocess": ("dispatch",),  # permutes the tokens before the all-to-all
 }
-"""Tags and units by value of `--cuda-graph-modules`."""
+"""Captured tags and units, by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Names of the whole layer. A replay does not call the layer's forward, so the layer cannot be recomputed."""
+"""Unit and tag of full-layer recompute. A replay skips the layer's forward, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
@@ -63,32 +63,32 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags of a layer that its graphs exclude from offload, with the reasons. See `find_captured`."""
+    """Return the tags that a layer's graphs exclude from offload, each with the reason. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:
         return kept
     if "moe" in modules:
-        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing where moe is captured")
+        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing if moe is captured")
     if impl == LOCAL:
-        kept |= {tag: "local graphs hold no copy" for tag in default_tags().names if tag in captured}
+        kept |= {tag: "local graphs capture no copies" for tag in default_tags().names if tag in captured}
         kept |= {tag: "with local graphs, only experts are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
     if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
-        kept["attn_norm"] = "it saves the input of a graph, which stays at its address"
+        kept["attn_norm"] = "it saves a graph's input, whose address is fixed"
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1
     if impl == TRANSFORMER_ENGINE and is_edge:
-        kept["mlp_norm"] = "it saves the input or an output of a graph, which stays at its address"
-    return kept | {"layer_input": "no captured layer is recomputed as a whole"}
+        kept["mlp_norm"] = "it saves a graph's input or output, whose address is fixed"
+    return kept | {"layer_input": "a captured layer cannot be recomputed as a whole"}
 
 
 def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:
-    # Megatron captures a dense layer as a whole, whichever of its modules is named.
+    # Megatron captures the whole dense layer if any of its modules is listed.
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
     of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
     inside = {name for module in modules for name in of_layer.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # Megatron captures both if one is named, and the ops after the exchange of the experts' outputs.
+        # If either is listed, Megatron captures both, and the ops after the all-to-all of the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

@@ -1,4 +1,4 @@
-"""Sets and restores environment variables of this process."""
+"""Sets and restores this process's environment variables."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 def set_environment(variables: Mapping[str, str | None]) -> None:
-    """Set `variables` by name; None removes one."""
+    """Set environment variables. A value of None removes the variable."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -16,7 +16,7 @@ def set_environment(variables: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def keep_environment(names: Iterable[str]) -> Iterator[None]:
-    """Restore the values of the variables `names` when the body ends."""
+    """Restore the environment variables `names` on exit."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Writes files atomically: a full disk or an interrupt does not damage the old file."""
+"""Writes files atomically: a full disk or an interrupt cannot damage the old file."""
 
 import contextlib
 import errno
@@ -11,16 +11,16 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path whose file replaces the file at `path` when the body ends.
+    """Yield a temporary path. The file written there replaces the file at `path` on exit.
 
         with replacing(path) as partial:
             figure.savefig(partial)
 
     The temporary path has the same folder and suffix. A `path` that is not a regular file, such as `/dev/stdout`, is written
-    directly. If `path` is a link, its target is replaced.
+    directly. If `path` is a symbolic link, its target is replaced. If the body raises, the old file is unchanged.
 
     Raises:
-        OSError: The file cannot be written or replaced. The old file is then unchanged, as it is if the body raises.
+        OSError: The file cannot be written or replaced. The old file is unchanged.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Writers may check the suffix, such as `.json.gz`. The rest of the name may already have the maximum length.
+    # Writers may check the suffix, such as `.json.gz`. The rest is dropped, since it may already have the maximum length.
     partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-20:]}")
     try:
         yield partial
@@ -52,12 +52,12 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OSError` if `path` is not writable. The check writes an empty file next to it."""
-    with contextlib.suppress(_OnlyCheckingError), replacing(path) as partial:
+    """Raise `OSError` if `path` is not writable. The check creates an empty file next to it and deletes it."""
+    with contextlib.suppress(_CheckDoneError), replacing(path) as partial:
         with partial.open("ab"):
             pass
-        raise _OnlyCheckingError
+        raise _CheckDoneError
 
 
-class _OnlyCheckingError(Exception):
-    """Ends `replacing` without replacing the file."""
+class _CheckDoneError(Exception):
+    """Leaves `replacing` without replacing the file."""

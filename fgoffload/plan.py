@@ -1,4 +1,4 @@
-"""Plans, which keep, recompute or offload each site of a rank. The planner writes them, and integrations apply them."""
+"""Plans: which sites of a model to keep, recompute or offload. The planner writes plans, and integrations apply them."""
 
 import contextlib
 import dataclasses
@@ -12,34 +12,34 @@ from fgoffload.errors import PlanError
 from fgoffload.text_files import parse_json, read_text_file
 
 FORMAT = 1
-"""Version of the JSON of `OffloadPlan.to_json`. Increase it if older readers would misread newer files."""
+"""Version of the plan file format. Increase it if older readers would misread newer files."""
 
 
 TOKENS = "tokens"
-"""Key of `made_for`: tokens of a microbatch, which are sequence length times sequences."""
+"""Key of `made_for`: tokens per microbatch, the sequence length times the number of sequences."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches of a step on each data-parallel rank. Absent if more of them would not increase the number in
+"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more would not increase the number in
 flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes per element of parameters and of activations between layers, 2 for bf16 and fp16, 4 for fp32."""
+"""Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
-"""Key of `made_for`: value of `--fp8-recipe`, and its value without FP8."""
+"""Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Keys whose value may be smaller in the training run, which then needs less memory."""
+"""Keys whose value may be smaller in the training run: smaller values need less memory."""
 
 _LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 
 
 class Action(enum.Enum):
-    """Treatment of a site.
+    """Treatment of a site by a plan.
 
-    Offload moves the module's saved tensors to the host. Recompute runs the module again in backward, so its output need not be
-    saved. Both together recompute a norm, for example, and offload its input.
+    Offload copies the module's saved tensors to the host and frees them on the GPU. Recompute reruns the module in backward, so
+    its output need not be saved. Both can be combined: for example, a norm is recomputed and its input is offloaded.
     """
 
     KEEP = "keep"  # saved tensors stay on the device
@@ -48,7 +48,7 @@ class Action(enum.Enum):
     RECOMPUTE_AND_OFFLOAD = "recompute+offload"  # the module is recomputed in backward; its input is offloaded
 
     __hash__ = object.__hash__
-    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
+    """Identity hash, several times faster than `Enum`'s own. Safe because members are singletons."""
 
     @property
     def offloads(self) -> bool:
@@ -66,9 +66,9 @@ class Site:
     """One tag in one layer of one model chunk.
 
     Args:
-        chunk: Model chunk on this rank, from 0. It is the virtual pipeline stage of an interleaved schedule, otherwise 0.
+        chunk: Model chunk on this rank, from 0: the virtual pipeline stage in an interleaved schedule, otherwise 0.
         layer: Layer number in the whole model, from 0.
-        tag: Tag of the registry, or unit of `fgoffload.tags.RECOMPUTE_UNITS`.
+        tag: Name of a registered tag, or of a unit in `fgoffload.tags.RECOMPUTE_UNITS`.
     """
 
     chunk: int
@@ -82,14 +82,14 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Action for each site of all ranks. Sites that the plan does not name are kept.
+    """Actions for the sites of all ranks. Sites without an action are kept.
 
     Args:
         actions: Action by site.
-        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. Compute waits until no more are, since
-            the planner counts the rest as freed. None never waits.
-        made_for: Facts of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name, and
-            `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more are, compute waits, because the
+            planner counts the excess as freed. None disables the wait.
+        made_for: Settings of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name,
+            and `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """
 
     actions: Mapping[Site, Action]
@@ -98,11 +98,11 @@ class OffloadPlan:
 
     @property
     def offloaded_tags(self) -> tuple[str, ...]:
-        """Sorted tags with an offloaded site."""
+        """Return the sorted tags that have an offloaded site."""
         return tuple(sorted({site.tag for site, action in self.actions.items() if action.offloads}))
 
     def get_action(self, site: Site) -> Action:
-        """Return the action for `site`, or `Action.KEEP` if the plan does not name it."""
+        """Return the action for `site`, by default `Action.KEEP`."""
         return self.actions.get(site, Action.KEEP)
 
     def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
@@ -115,10 +115,10 @@ class OffloadPlan:
 
     @classmethod
     def from_fraction(cls, sites: Sequence[Site], fraction: float) -> "OffloadPlan":
-        """Return the plan that offloads `fraction` of `sites` and keeps the rest.
+        """Return a plan that offloads `fraction` of `sites` and keeps the rest.
 
-        The last sites of forward are kept: backward needs them first, so no compute could hide their copies. The count is
-        exact: with 10 sites, 0.9 keeps 1 and 0.8 keeps 2. Sites are never split.
+        The plan keeps the last sites of forward: backward needs them first, so no compute could hide their copies. The number
+        of offloaded sites is rounded down. With 10 sites, 0.9 keeps 1 and 0.8 keeps 2.
 
         Args:
             sites: Sites in forward order.
@@ -129,10 +129,10 @@ class OffloadPlan:
         return cls(actions={site: Action.OFFLOAD if i < offloaded else Action.KEEP for i, site in enumerate(sites)})
 
     def to_json(self, *, predicted: Mapping[str, Any] | None = None) -> str:
-        """Return the plan as JSON, with one row per site, in order.
+        """Return the plan as JSON, with one row per site, sorted.
 
         Args:
-            predicted: Predicted peak and step time, for people who read the file. `from_json` ignores them.
+            predicted: Predicted peak memory and step time, for human readers. `from_json` ignores them.
         """
         rows = [
             {"chunk": site.chunk, "layer": site.layer, "tag": site.tag, "action": self.actions[site].value}
@@ -144,10 +144,10 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Compare `made_for` with the facts `found` of the training run, by the keys that both have.
+        """Compare `made_for` with `found`, the settings of this training run. Keys that only one of them has are ignored.
 
         Raises:
-            PlanError: The plan was made for another training run. The message names the first difference.
+            PlanError: The plan was made for other settings. The message shows the first difference.
         """
         for name, planned in (self.made_for or {}).items():
             actual = found.get(name, planned)
@@ -155,16 +155,16 @@ class OffloadPlan:
             if actual != planned and not is_fewer:
                 raise PlanError(
                     f"The plan was made for {name} {planned}, but this training run has {actual}. Plan again for this run, or "
-                    f"delete `{_MADE_FOR}` from the plan file to compare only its sites."
+                    f"delete `{_MADE_FOR}` from the plan file to check only its sites."
                 )
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "OffloadPlan":
-        """Parse the JSON of a plan.
+        """Parse the output of `to_json`.
 
         Args:
-            text: Output of `to_json`.
-            source: Name of the text in errors.
+            text: JSON text.
+            source: Name for the text in errors.
 
         Raises:
             PlanError: `text` is not a plan of this format.
@@ -176,16 +176,16 @@ class OffloadPlan:
             raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
         unknown = [key for key in document if key not in _KEYS]
         if unknown:
-            raise PlanError(f"{source} has {unknown[0]!r}, which is not a key of a plan: {', '.join(_KEYS)}. Remove it.")
+            raise PlanError(f"{source} has the unknown key {unknown[0]!r}. Remove it. Valid keys: {', '.join(_KEYS)}.")
         actions: dict[Site, Action] = {}
         rows = document.get("sites")
         if not isinstance(rows, list):
-            raise PlanError(f"{source} has no list `sites`. {fix}")
+            raise PlanError(f"{source} has no `sites` list. {fix}")
         for number, row in enumerate(rows):
             site, action = _read_row(row, number, source)
             if site in actions:
                 raise PlanError(
-                    f"{source}: row {number} of `sites` names {site} in chunk {site.chunk} a second time. Remove one of them."
+                    f"{source}: row {number} of `sites` repeats {site} of chunk {site.chunk}. Remove one of the two rows."
                 )
             actions[site] = action
         window_bytes, made_for = document.get(_LOSS_WINDOW), document.get(_MADE_FOR)
@@ -194,7 +194,7 @@ class OffloadPlan:
         if made_for is not None and not (
             isinstance(made_for, dict) and all(type(value) in (int, str) for value in made_for.values())
         ):
-            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. Use whole numbers or text by name, or remove it.")
+            raise PlanError(f"{source}: {_MADE_FOR} is {made_for!r}. Use an object of integers and strings, or remove it.")
         return cls(actions=actions, loss_window_bytes=window_bytes, made_for=made_for)
 
     @classmethod
@@ -218,18 +218,18 @@ def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:
         chunk, layer = row["chunk"], row["layer"]
         # Compare types: int() accepts 1.9 and "3", and JSON's true is an int in Python.
         if type(chunk) is not int or type(layer) is not int:
-            raise TypeError("chunk and layer are whole numbers")
+            raise TypeError("chunk and layer must be integers")
         return Site(chunk=chunk, layer=layer, tag=str(row["tag"])), Action(row["action"])
     except (KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"{source}: row {number} of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
+            f"{source}: row {number} of `sites` is {row!r}. It needs chunk and layer (integers), tag, and action "
             f"({', '.join(action.value for action in Action)})."
         ) from error
 
 
 @contextlib.contextmanager
 def naming_plan_file(path: Path | None) -> Iterator[None]:
-    """Prefix each `PlanError` of the body with the plan file, if the plan has one."""
+    """Prefix each `PlanError` from the body with the plan file's path. Without a path, errors are unchanged."""
     try:
         yield
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Registry of tags, which users select for offload, and of units, which a plan can recompute.
+"""Defines the tags that users can offload and the units that a plan can recompute.
 
 Source of Megatron's tags and of the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
 `TransformerConfig.__post_init__`, megatron-core 0.16.1.
@@ -14,14 +14,14 @@ from fgoffload.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """Module name that users select for offload.
+    """Module whose saved tensors users can offload.
 
     Args:
         name: Name for `--offload-modules`.
         saves: Description of the tensors that the module saves for backward.
         requires: Tags that save the same storage. Offloading this tag without them frees nothing.
-        excludes: Tags that a layer with this tag cannot have, since this tag's module does their work too.
-        excluded_by: Megatron recompute modules (`--recompute-modules`) that leave the module nothing to offload.
+        excludes: Tags that no layer with this tag has, because this tag's module replaces theirs.
+        excluded_by: Values of `--recompute-modules` under which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -40,32 +40,32 @@ class Tag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TagRegistry:
-    """Immutable set of tags in the order in which a layer's forward reaches them.
+    """Immutable set of tags, in the order of a layer's forward.
 
-    Add your own tags with `with_tag`. Two models in one process may have different registries:
+    Add your own tags with `with_tag`. Two models in one process can use different registries:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
 
     Args:
-        tags: Tags with distinct names.
+        tags: Tags with unique names.
     """
 
     tags: tuple[Tag, ...]
 
     def __post_init__(self) -> None:
-        """Reject duplicate names and unregistered requirements."""
+        """Reject duplicate names and required tags that are not registered."""
         names = self.names
         for tag in self.tags:
             if names.count(tag.name) > 1:
-                raise ConfigError(f"tag {tag.name!r} is registered twice. Give each tag its own name.")
+                raise ConfigError(f"tag {tag.name!r} is registered twice. Use a different name for each tag.")
             for required in tag.requires:
                 if required not in names:
                     raise ConfigError(f"tag {tag.name!r} requires {required!r}, which is not registered. Register it first.")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in registry order."""
+        """Return the names of the tags in registry order."""
         return tuple(tag.name for tag in self.tags)
 
     def __iter__(self) -> Iterator[Tag]:
@@ -84,14 +84,14 @@ class TagRegistry:
             flag: Flag in which the user typed it, for the error.
 
         Raises:
-            ConfigError: No such tag exists. The message lists the valid tags and the nearest match.
+            ConfigError: The tag is unknown. The message lists the valid tags and the closest match.
         """
         for tag in self.tags:
             if tag.name == name:
                 return tag
         if "," in name:
             separated = " ".join(name.replace(",", " ").split())
-            raise ConfigError(f"{flag} {name!r} is not a tag: separate tags with spaces, for example {flag} {separated}.")
+            raise ConfigError(f"{flag} {name!r} is not a tag. Separate tags with spaces, for example {flag} {separated}.")
         nearest = difflib.get_close_matches(name, self.names, n=1, cutoff=0.6)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         if find_recompute_unit(name) is not None:
@@ -99,7 +99,7 @@ class TagRegistry:
         raise ConfigError(f"{flag} {name!r} is not a tag.{hint} Valid tags: {' '.join(self.names)}.")
 
     def get_place(self, name: str) -> tuple[int, str]:
-        """Return a sort key for names in registry order, with unregistered names last."""
+        """Return a sort key that puts names in registry order, unregistered names last."""
         return (self.names.index(name) if name in self.names else len(self.tags), name)
 
     def with_tag(self, tag: Tag) -> "TagRegistry":
@@ -111,26 +111,26 @@ class TagRegistry:
         return TagRegistry((*self.tags, tag))
 
     def check(self, names: Iterable[str], *, flag: str = "--offload-modules") -> tuple[Tag, ...]:
-        """Check the requirements of the tags called `names`, and return the tags.
+        """Return the tags called `names` after checking that they can be offloaded together.
 
         Raises:
-            ConfigError: A name is unknown or repeated, or a required tag is not among them.
+            ConfigError: A name is unknown or repeated, a required tag is missing, or two tags exclude each other.
         """
         chosen = tuple(self.get(name, flag=flag) for name in names)
         chosen_names = [tag.name for tag in chosen]
         for tag in chosen:
             if chosen_names.count(tag.name) > 1:
-                raise ConfigError(f"{flag} names {tag.name!r} twice. Name each tag once.")
+                raise ConfigError(f"{flag} lists {tag.name!r} twice. List each tag once.")
             for excluded in tag.excludes:
                 if excluded in chosen_names:
                     raise ConfigError(
-                        f"{flag} names {tag.name!r} and {excluded!r}: a model has only one of them. Remove the other."
+                        f"{flag} lists {tag.name!r} and {excluded!r}, but a model has only one of them. Remove the other."
                     )
             for required in tag.requires:
                 if required not in chosen_names:
                     raise ConfigError(
-                        f"{flag} {tag.name!r} needs {required!r} with it: both save the same storage, and one of them alone "
-                        f"frees nothing. Add {required!r} or remove {tag.name!r}."
+                        f"{flag} {tag.name!r} needs {required!r}: both save the same storage, so {tag.name!r} alone frees "
+                        f"nothing. Add {required!r} or remove {tag.name!r}."
                     )
         return chosen
 
@@ -142,62 +142,62 @@ def default_tags() -> TagRegistry:
 
 
 _DEFAULT_TAGS = (
-    Tag(name="layer_input", saves="the layer's input, which full recompute of the layer keeps"),
-    Tag(name="attn_norm", saves="the layer input, which the norm before attention keeps", is_in_megatron=True),
-    Tag(name="qkv_linear", saves="the norm's output, which the query-key-value projection keeps", is_in_megatron=True),
+    Tag(name="layer_input", saves="the layer's input, under full recompute of the layer"),
+    Tag(name="attn_norm", saves="the layer's input, which is also the input of the norm", is_in_megatron=True),
+    Tag(name="qkv_linear", saves="the norm's output, the input of the query-key-value projection", is_in_megatron=True),
     Tag(
         name="gdp_qkv",
-        saves="the input of the convolution of a gated delta product, and its normed query and key",
+        saves="the convolution input and the normalized query and key of a gated delta product",
         excluded_by=("gdp_in_proj",),
     ),
     Tag(
         name="core_attn",
-        saves="query, key and value, the attention output, and what the softmax keeps",
+        saves="query, key and value, the attention output, and the softmax statistics",
         excluded_by=("core_attn",),
         is_in_megatron=True,
     ),
     Tag(
         name="attn_proj",
-        saves="the attention output, the same storage that core_attn keeps",
+        saves="the attention output, in the same storage as for core_attn",
         requires=("core_attn",),
         is_in_megatron=True,
     ),
-    Tag(name="mlp_norm", saves="the residual after attention, which the norm before the MLP keeps", is_in_megatron=True),
-    Tag(name="mlp_fc1", saves="the norm's output, which the first linear of a dense MLP keeps", excluded_by=("mlp",)),
-    Tag(name="mlp_act", saves="the first linear's output, which the activation of a dense MLP keeps", excluded_by=("mlp",)),
-    Tag(name="mlp_fc2", saves="the activation's output, which the second linear of a dense MLP keeps", excluded_by=("mlp",)),
+    Tag(name="mlp_norm", saves="the residual after attention, the input of the norm before the MLP", is_in_megatron=True),
+    Tag(name="mlp_fc1", saves="the norm's output, the input of a dense MLP's first linear", excluded_by=("mlp",)),
+    Tag(name="mlp_act", saves="the output of a dense MLP's first linear", excluded_by=("mlp",)),
+    Tag(name="mlp_fc2", saves="the activation's output, the input of a dense MLP's second linear", excluded_by=("mlp",)),
     Tag(
         name="shared_expert",
-        saves="the norm's output, the first linear's output and the activation's output of the shared experts",
+        saves="the shared experts' input, and the input and output of their activation",
         excluded_by=("moe", "shared_experts"),
     ),
-    Tag(name="router", saves="the norm's output, the logits and the probabilities of the router", excluded_by=("moe",)),
+    Tag(name="router", saves="the router's input, logits and probabilities", excluded_by=("moe",)),
     Tag(
         name="expert_fc1",
-        saves="the permuted tokens, which the experts' first linear keeps",
+        saves="the permuted tokens, the input of the experts' first linear",
         excluded_by=("moe",),
         is_in_megatron=True,
     ),
     Tag(
         name="moe_act",
-        saves="the first linear's output, which the experts' activation keeps",
+        saves="the output of the experts' first linear",
         excluded_by=("moe",),
         is_in_megatron=True,
     ),
     Tag(
         name="expert_fc2",
-        saves="the activation's output, which the experts' second linear keeps",
+        saves="the activation's output, the input of the experts' second linear",
         excluded_by=("moe", "moe_act"),
     ),
     Tag(
         name="fused_group_mlp",
-        saves="what Transformer Engine's fused grouped MLP keeps of both linears and the activation between them",
+        saves="the tensors that Transformer Engine's fused grouped MLP saves for its linears and its activation",
         excludes=("expert_fc1", "moe_act", "expert_fc2"),
         excluded_by=("moe",),
     ),
     Tag(
         name="moe_combine",
-        saves="the experts' output before unpermute, where the dispatcher applies the probabilities there",
+        saves="the experts' output before unpermute, if the dispatcher applies the probabilities there",
         excluded_by=("moe",),
     ),
 )
@@ -205,14 +205,14 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """Part of a layer that a plan can recompute in single layers, so that later modules save less."""
+    """Part of a layer that a plan can recompute in any single layer, to save fewer tensors there."""
 
     name: str
-    """Name in a plan. It equals a tag's name if the unit is that tag's module."""
+    """Name in plans: the tag's name if the unit is the module of a tag."""
     recompute_module: str | None = None
-    """Value of `--recompute-modules` that does the same in all layers, or None."""
+    """Value of `--recompute-modules` that recomputes the same part in all layers, or None."""
     covers: tuple[str, ...] = ()
-    """Tags and units of the layer that are recomputed with it and save nothing."""
+    """Tags and units of the layer that are recomputed with this unit and so save nothing."""
     excludes: tuple[str, ...] = ()
     """Units of the layer that cannot be recomputed together with this unit."""
     reads: tuple[str, ...] = ()
@@ -229,25 +229,25 @@ RECOMPUTE_UNITS = (
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
     RecomputeUnit(name="attn_norm", recompute_module="layernorm"),
-    RecomputeUnit(name="qkv_linear", excludes=("core_attn",)),  # with the norm fused into it, and rotary embeddings
+    RecomputeUnit(name="qkv_linear", excludes=("core_attn",)),  # includes the fused norm and rotary embeddings
     RecomputeUnit(name="mla_up_proj", recompute_module="mla_up_proj"),
     RecomputeUnit(name="core_attn", recompute_module="core_attn", covers=("core_attn",)),  # attention without its projections
     RecomputeUnit(name="mlp_norm", recompute_module="layernorm"),
-    RecomputeUnit(name="mlp_fc1", covers=("mlp_act", "mlp_fc2")),  # with the norm fused into it, and the activation
+    RecomputeUnit(name="mlp_fc1", covers=("mlp_act", "mlp_fc2")),  # includes the fused norm and the activation
     RecomputeUnit(name="mlp", recompute_module="mlp", covers=_MLP_TAGS),  # a dense MLP
     RecomputeUnit(name="moe", recompute_module="moe", covers=(*_MOE_TAGS, "dispatch")),  # router, dispatch and all experts
     RecomputeUnit(name="shared_expert", recompute_module="shared_experts", covers=("shared_expert",)),
-    RecomputeUnit(name="expert_fc1", covers=("moe_act", "expert_fc2")),  # with the activation
+    RecomputeUnit(name="expert_fc1", covers=("moe_act", "expert_fc2")),  # includes the activation
     RecomputeUnit(name="moe_act", recompute_module="moe_act", covers=("expert_fc2",)),  # the activation of the experts
     RecomputeUnit(
-        name="dispatch",  # the permutation of tokens for experts that are all on their rank
+        name="dispatch",  # the token permutation, only if each rank has all experts
         covers=("expert_fc1",),  # the tag
         excludes=("expert_fc1",),  # the unit, which is recomputed from the tag's tensors
         reads=("router",),
     ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears are
-our own units, see `partial_recompute.py` of the Megatron integration."""
+our own units, see `partial_recompute.py` in the Megatron integration."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))

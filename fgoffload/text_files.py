@@ -1,4 +1,4 @@
-"""Reads text and JSON files that users name."""
+"""Reads text and JSON files from users."""
 
 import gzip
 import json
@@ -10,14 +10,14 @@ from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import MIB, format_bytes
 
 LARGEST_TEXT_BYTES = 256 * MIB
-"""Maximum bytes of an unpacked file. A profile of 128 layers has a few MiB."""
+"""Maximum size of a decompressed file. A profile of 128 layers takes a few MiB."""
 
 
 def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadError] = ConfigError) -> str:
-    """Return the UTF-8 text of the file at `path`, unpacked if its name ends with `.gz`.
+    """Return the UTF-8 text of the file at `path`, decompressed if its name ends with `.gz`.
 
-    A byte order mark is removed, and line ends are normalized. Errors begin with `name`, such as `profile p.json`, and end with
-    the sentence `fix`.
+    The byte order mark is removed, and line endings are normalized. Errors begin with `name`, such as `profile p.json`, and
+    end with the sentence `fix`.
 
     Raises:
         OffloadError: The file cannot be read. The error is an `error_type`.
@@ -26,8 +26,8 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
         with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else file as source:
             content = source.read(LARGEST_TEXT_BYTES + 1)
         if len(content) > LARGEST_TEXT_BYTES:
-            unpacked = ", unpacked" if path.suffix == ".gz" else ""
-            raise error_type(f"{name}: larger than {format_bytes(LARGEST_TEXT_BYTES)}{unpacked}. {fix}")
+            when = " after decompression" if path.suffix == ".gz" else ""
+            raise error_type(f"{name}: larger than {format_bytes(LARGEST_TEXT_BYTES)}{when}. {fix}")
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise error_type(f"{name}: not a valid gzip file. {fix}") from error
@@ -41,7 +41,7 @@ def parse_json(text: str, *, name: str, fix: str, error_type: type[OffloadError]
     """Parse JSON text. See `read_text_file` for the other arguments.
 
     Raises:
-        OffloadError: The text is not JSON, or Python cannot parse it because of its nesting or the length of a number.
+        OffloadError: The text is not JSON, is nested too deeply, or has a number with too many digits.
     """
     try:
         return json.loads(text)

@@ -11,35 +11,35 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
-"""Bytes. Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, against 50 GB/s for large ones (H100, PCIe 5)."""
+"""Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large ones (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default limit for all ranks of a node together, as a fraction of host memory. The engine applies it to the memory free at
-start, the planner to the node's memory. Data loaders, checkpoint writing and the page cache use the rest."""
+"""Default fraction of host memory for all ranks of a node together. The engine takes this fraction of the memory that is free
+at start, the planner of the node's total. The rest is for data loaders, checkpoint writing and the page cache."""
 
 
 class HostMemory(enum.Enum):
     """Kind of host memory that holds offloaded bytes."""
 
     PINNED = "pinned"  # copies run at the link's rate and overlap compute
-    PAGEABLE = "pageable"  # copies are slower and block the CPU, but the system may swap the memory
+    PAGEABLE = "pageable"  # copies are slower and block the CPU, but the OS may swap the memory out
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Offload options: which tensors are offloaded, when they are copied, and which host memory they use.
+    """Options of offload: which tensors to offload, when to copy them, and which host memory to use.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
-        window_bytes: Bytes that may be in flight to the host before compute waits. None uses `derive_policy`.
-        prefetch_bytes: Bytes that may be reloaded before backward needs them. None uses `derive_policy`.
-        host_budget_bytes: Limit of this process's host memory; tensors that do not fit stay on the GPU. None uses this
-            process's share of 60% of the free host memory.
+        window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` chooses them.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` chooses them.
+        host_budget_bytes: Limit on this process's host memory, by default its share of 60% of the free host memory. Tensors
+            that do not fit stay on the GPU.
         host_memory: Pinned memory is faster. Use pageable memory if the limit for pinned memory (`ulimit -l`) is low.
-        is_timed: Measures the seconds of copies and waits for `stats()`. This records a few more events per group, and
-            `stats()` waits for them.
-        keep: Filter that is called with each tensor that could be offloaded. The tensor stays on the GPU if it returns true.
+        is_timed: Whether to time copies and waits for `stats()`. This records a few more events per group, and `stats()`
+            waits for them.
+        keep: Filter that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.
     """
 
     enabled: bool = True
@@ -65,11 +65,11 @@ class TransferConfig:
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the window and prefetch sizes.
 
-        A size of None becomes a quarter of the offloaded bytes, at least one group and at most the default. So one group is
-        always prefetched, and three quarters of a small model's activations are off the GPU at the peak.
+        A size of None becomes a quarter of the offloaded bytes, but at most the default and at least the largest group. So at
+        least one group is prefetched, and a small model's window and prefetch do not cancel out its savings.
 
         Args:
-            offloaded_bytes: Peak bytes on the host. None, before the first forward, means the defaults.
+            offloaded_bytes: Peak bytes on the host. None (before the first forward) selects the defaults.
             largest_group_bytes: Bytes of the last forward's largest group.
         """
 
@@ -89,7 +89,7 @@ class TransferConfig:
         zeros = {
             "min_offloaded_bytes": "0 offloads storages of any size",
             "window_bytes": "0 makes compute wait for each copy",
-            "prefetch_bytes": "0 switches prefetch off",
+            "prefetch_bytes": "0 disables prefetch",
         }
         for name, zero in zeros.items():
             size_bytes = getattr(self, name)

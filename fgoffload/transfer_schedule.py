@@ -1,23 +1,26 @@
-"""Decides which groups are offloaded, reloaded, cancelled and released, and when. Engine and simulator share it.
+"""Decides when groups are offloaded, reloaded, cancelled and released. The engine and the simulator share it.
 
-The schedule knows groups by their order and bytes. The engine reports events of a device, the simulator events in simulated
-time. Both execute its decisions, and their lanes know where bytes are. Locks, weak references and shared storages belong to the
-engine.
+The schedule uses only the order and the bytes of groups. The engine calls it with device events, the simulator with simulated
+events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak references
+and shared storages.
 
     [Note: Events]
-    A pass begins: `announce`. Forward reaches a site: `open`. A group ends: `close`, `submit`, then compute waits by
-    `must_wait`, then `look_ahead`. Backward comes next: `list_held`, `expect_backward`. Backward reaches a group: `enter`,
-    `leave`, `reach`. It has left a layer without offloaded tensors: `prefetch`. It unpacks tensors there: `release`. Before
-    `submit`, `list_held`, `reach` and `prefetch` the executor releases memory that finished copies no longer need.
+    Calls for each event, in order:
+    - a pass begins: `announce`; forward reaches a site: `open`
+    - a group ends: `close`, `submit`, wait if `must_wait` is true, `look_ahead`
+    - a forward ended and its backward comes next: `list_held`, `expect_backward`
+    - backward reaches a group: `enter`, `leave`, `reach`
+    - backward unpacks tensors in a layer without offloaded tensors: `release`; it has left that layer: `prefetch`
+    Before `submit`, `list_held`, `reach` and `prefetch`, the executor releases memory whose copies are done.
 
     [Note: Prefetch across passes]
-    A caller that knows the order of passes announces, as each begins, the lane of the next backward. That backward follows the
-    pass directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in
-    a backward, only after all groups of its own lane. The bytes ahead in both lanes together stay within the prefetch bytes, so
-    a larger group is not reloaded: they are on the device when that forward ends and memory peaks, see docs/decisions.md. An
-    announcement is a hint: it reloads only groups on the host, and wrong reloads are dropped.
+    When a pass begins, a caller with a known order of passes announces the lane of the next backward. That backward follows
+    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in a
+    backward, only after all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes, even
+    for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement is a
+    hint: it reloads only groups on the host, and wrong reloads are dropped.
 
-All rules count bytes, never tensors or groups, whose sizes differ by a factor of 100 in one model.
+All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
 """
 
 import abc
@@ -32,7 +35,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes
 
 STAGING_SLOTS = 2
-"""Number of slots for the offload of captured modules: graphs use one while the other is copied."""
+"""Number of staging slots for captured modules: graphs fill one while the other is copied to the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class TransferPolicy:
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        """Reject sizes that are not whole numbers of 0 or more."""
+        """Reject negative sizes, and sizes that are not ints."""
         for flag, size_bytes in (("--offload-window", self.window_bytes), ("--offload-prefetch", self.prefetch_bytes)):
             if check_bytes(size_bytes, name=flag) < 0:
                 raise ConfigError(f"{flag} {size_bytes} is below 0 bytes. Use 0 or a size, for example 512MiB.")
@@ -60,16 +63,16 @@ class TransferPolicy:
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead, since backward would always wait for a large group otherwise. `ahead_bytes` are
-        reloaded, or in flight to the device, for groups that backward has not reached.
+        One group of any size may be ahead; otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
+        or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        It must fit into the `released_bytes` that backward has released there. Otherwise the device would hold more than at the
-        end of forward, where most steps have their peak.
+        The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would hold
+        more than at the end of forward, where most steps peak.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes
@@ -83,26 +86,26 @@ class SavedState(enum.Enum):
     """Location of saved bytes."""
 
     RESIDENT = enum.auto()  # on the device only: not submitted, kept, or cancelled in time
-    OFFLOADING = enum.auto()  # on the device, and their copy to the host is not known to be done
+    OFFLOADING = enum.auto()  # still on the device; the copy to the host may be running
     OFFLOADED = enum.auto()  # on the host only
-    RELOADED = enum.auto()  # on the host, and in a device buffer that is filled when its copy is done
+    RELOADED = enum.auto()  # on the host and in a device buffer; the copy to the buffer may be running
     FREED = enum.auto()  # nowhere, since backward no longer needs them; only in the simulator
 
     __hash__ = object.__hash__
-    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
+    """Identity hash, several times faster than `Enum`'s own. Safe because members are singletons."""
 
 
 class GroupState(enum.Enum):
-    """Life cycle of one run of a site."""
+    """Life cycle of a group."""
 
-    SAVING = enum.auto()  # forward is in the site, or after it and before the group's end
-    HELD = enum.auto()  # ended, and waits until the host has synchronized
+    SAVING = enum.auto()  # forward has entered the site, and the group has not ended
+    HELD = enum.auto()  # ended, but its copies wait for `OffloadEngine.flush`
     SUBMITTED = enum.auto()  # its copies to the host are queued or done
     SPENT = enum.auto()  # backward has left the site
 
 
 class ScheduledGroup:
-    """Schedule's view of one run of a site for one microbatch."""
+    """One run of a site for one microbatch, with the state that the schedule needs."""
 
     __slots__ = ("ahead_bytes", "end_position", "position", "state")
 
@@ -110,24 +113,24 @@ class ScheduledGroup:
         self.position = position
         """Number of groups in the lane before this one."""
         self.end_position = position + 1 if end_position is None else end_position
-        """Number of groups in the lane when this one ended. Groups between its region and its end are included."""
+        """Number of groups in the lane when this one ended, including groups opened after its region."""
         self.ahead_bytes = 0
-        """Bytes reloaded or cancelled before backward has reached the group."""
+        """Bytes reloaded, or cancelled, before backward reached the group."""
         self.state = GroupState.SAVING
 
     def submit(self) -> None:
-        """Note that the group's copies to the host start."""
+        """Record that the group's copies to the host start."""
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Note that backward has left the site. A backward inside of the region, which still saves, does not count."""
+        """Record that backward has left the site. A backward inside a region that still saves tensors does not count."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that are copied together and have one state: a storage in the engine, a bundle's number in the simulator."""
+"""Bytes that are copied together and share a state: a storage in the engine, a bundle's number in the simulator."""
 
 
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):
@@ -142,24 +145,24 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.remaining = len(self.groups)
-        """Number of groups that backward has not left (`end`), and that are neither reloaded nor cancelled (`remaining`)."""
+        """`end` counts the groups that backward has not left, `remaining` those neither reloaded nor cancelled."""
         self.ahead_bytes = 0
-        """Bytes ahead in all groups together."""
+        """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes that backward unpacked in layers without offloaded tensors, and releases after the op that uses them."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. Each is released after the op that uses it."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
     def list_remaining(self, group: int) -> list[Saved]:
-        """Return the bytes of a group, by position, that are still needed and `OFFLOADING` or `OFFLOADED`, in order."""
+        """Return the bytes still needed by the group at position `group` that are `OFFLOADING` or `OFFLOADED`, in order."""
 
     @abc.abstractmethod
     def is_offloaded(self, saved: Saved) -> bool:
-        """Return whether `saved`, one of `list_remaining`, is `OFFLOADED`."""
+        """Return whether `saved`, an element of `list_remaining`, is `OFFLOADED`."""
 
     @abc.abstractmethod
     def count_bytes(self, remaining: Iterable[Saved]) -> int:
-        """Return the number of bytes to copy for `remaining`."""
+        """Return the size of `remaining` in bytes."""
 
     def open(self, group: Group) -> None:
         """Append `group`, whose site forward has reached."""
@@ -171,38 +174,38 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.end = self.remaining = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
-        """End `group`. It is submitted next, or with `is_held` once the host has synchronized."""
+        """End `group`. The caller submits it next, or with `is_held` at the next `OffloadEngine.flush`."""
         group.end_position = len(self.groups)
         if is_held:
             group.state = GroupState.HELD
 
     def list_held(self) -> list[Group]:
-        """Return the held groups, which stay if backward comes next: their offload would end just when backward needs them."""
+        """Return the held groups. If backward comes next, they stay on the device, since backward needs them at once."""
         return [group for group in self.groups if group.state is GroupState.HELD]
 
     def expect(self, group: Group, size_bytes: int) -> None:
-        """Note that `size_bytes` of `group` are ahead of backward. 0 once backward has reached it."""
+        """Record that `size_bytes` of `group` are ahead of backward: 0 once backward has reached the group."""
         self.ahead_bytes += size_bytes - group.ahead_bytes
         group.ahead_bytes = size_bytes
 
-    def is_news(self, group: Group, *, is_offloaded: bool) -> bool:
-        """Return whether an unpack of bytes of `group` shows for the first time that backward has reached the group.
+    def is_first_unpack(self, group: Group, *, is_offloaded: bool) -> bool:
+        """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
-        If backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) shows that another
-        backward of the same graph has begun. Late unpacks by ops of other branches find reloaded bytes. A group may have been
-        reloaded before backward reached any group, or in a group inside of it. Its bytes count as ahead until backward reaches
-        it.
+        Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
+        of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
+        reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as ahead until
+        backward reaches it.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
         return group.position >= self.end if is_offloaded else group.ahead_bytes > 0
 
     def leave(self, position: int) -> list[Group]:
-        """Note that backward has left the groups from `position` on, and return groups whose reloaded bytes may be dropped.
+        """Record that backward has left the groups from `position` on. Return groups whose reloaded bytes may be dropped.
 
-        These are the groups that it left at the previous call, since ops between two regions, such as the rotary embedding, may
-        share storages with the region that backward has just left. A position after the end means that another backward of the
-        same graph has begun.
+        These are the groups left at the previous call: ops between two regions, such as the rotary embedding, may share
+        storages with the region that backward has just left. A `position` after the end means that another backward of the same
+        graph has begun.
         """
         if position > self.end:
             self.end = self.remaining = position
@@ -219,7 +222,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         return leftover
 
     def discard_prefetched(self) -> list[Group]:
-        """Return the groups that were reloaded for a backward that does not come next. Their reloaded bytes may be dropped."""
+        """Undo the prefetch for a backward that does not come next. Return the groups whose reloaded bytes may be dropped."""
         reloaded = self.groups[self.remaining : self.end]
         for group in reloaded:
             self.expect(group, 0)
@@ -229,37 +232,37 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Decision to cancel the offload of bytes that are still on the device, and to reload other bytes."""
+    """Bytes whose offload to cancel, and bytes to reload."""
 
     lane: ScheduledLane[Group, Saved]
     """Lane of the bytes."""
     cancelled: list[Saved]
-    """Bytes still on the device, whose offload is cancelled."""
+    """Bytes whose offload is cancelled. They are still on the device."""
     reloaded: dict[Saved, Group]
-    """Bytes on the host only, with the group that needs them, in the order of their copies to the device."""
+    """Bytes to reload, each with the group that needs it, in copy order. They are on the host only."""
     is_late: bool
-    """Whether backward has already reached their group."""
+    """Whether backward has already reached the group."""
 
 
 class TransferSchedule:
-    """Decides which bytes are reloaded, and when. The offload of bytes that are still on the device is cancelled instead.
+    """Decides which bytes are reloaded, and when. If bytes are still on the device, their offload is cancelled instead.
 
-    Each event returns an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
+    Most methods return an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
         self.policy = policy
-        """Window and prefetch sizes. They may change between any two events."""
+        """Window and prefetch sizes. They may change between calls."""
         self.current: ScheduledLane[Any, Any] | None = None
-        """Lane of the running backward. None in a forward."""
+        """Lane of the running backward, or None during a forward."""
         self._next: ScheduledLane[Any, Any] | None = None
-        """Lane whose backward comes next, if announced."""
+        """Lane of the next backward, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """Note that a pass begins and that the backward of `lane` comes next. Return groups as `enter` does.
+        """Record that a pass begins and that the backward of `lane` comes next. Return the same groups as `enter`.
 
         Args:
-            lane: None if it is unknown, its forward has not run, or more than one other forward comes before its backward.
+            lane: None if it is unknown, has not run forward, or runs backward after more than one other forward.
             during: Lane whose backward begins. None if a forward begins.
         """
         discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
@@ -267,7 +270,7 @@ class TransferSchedule:
         return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Note that backward is in `lane`. Return groups of another lane that were reloaded for nothing."""
+        """Record that backward is in `lane`. Return groups of another lane whose reload was unnecessary."""
         if lane is self.current:
             return []
         discarded = self._discard_prefetched() if self._next is not lane else []
@@ -278,7 +281,7 @@ class TransferSchedule:
         return [] if self._next is None else self._next.discard_prefetched()
 
     def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
-        """Reload the first groups of the announced backward, since the running pass has made progress."""
+        """Reload the first groups that the announced backward needs. Call it when the running pass has made progress."""
         lane, current = self._next, self.current
         if lane is None or not lane.remaining or (current is not None and current.remaining):
             return
@@ -287,11 +290,11 @@ class TransferSchedule:
         yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Cancel the offload of the last groups of `lane` that are in flight, since its backward comes next."""
+        """Cancel the offload of the last groups of `lane` that are in flight, because its backward comes next."""
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload `group` if nothing did, and the next groups: backward has reached `group` and left the later ones."""
+        """Reload `group` unless it was prefetched, then the next groups: backward has reached `group` and left later ones."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.remaining == lane.end:
             lane.remaining -= 1
@@ -299,7 +302,7 @@ class TransferSchedule:
         yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload the next groups, as far as the policy allows, since backward has made progress in `lane`."""
+        """Reload the next groups within the policy's limits. Call it when backward has made progress in `lane`."""
         yield from self._reload_ahead(lane, self.policy.may_prefetch)
         if not lane.remaining:
             yield from self.look_ahead()
@@ -307,7 +310,7 @@ class TransferSchedule:
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Backward unpacks `size_bytes` in such a layer now. Without these reloads it would always wait for its first group.
+        Call it when backward unpacks `size_bytes` there. Without these reloads, backward would always wait for its first group.
         """
         if not lane.remaining:
             return
@@ -326,9 +329,9 @@ class TransferSchedule:
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `other_ahead_bytes` are ahead in another lane. With `only`, stop at a group that is not submitted or not in this state.
+        `other_ahead_bytes` are ahead in another lane. `only` stops at groups that are not submitted or not in this state.
         """
-        chosen: dict[Saved, Group] = {}  # each once, though several groups may need it
+        chosen: dict[Saved, Group] = {}  # several groups may need the same bytes
         while lane.remaining > 0:
             group = lane.groups[lane.remaining - 1]
             remaining = [saved for saved in lane.list_remaining(lane.remaining - 1) if saved not in chosen]
@@ -349,6 +352,6 @@ class TransferSchedule:
 
 
 def _sort(lane: ScheduledLane[Group, Saved], chosen: dict[Saved, Group], *, is_late: bool) -> ReloadDecision[Group, Saved]:
-    """Return the decision for `chosen`: cancel the offload of bytes still on the device, and reload the rest."""
+    """Return a decision that cancels the offload of `chosen` bytes still on the device and reloads the rest."""
     reloaded = {saved: group for saved, group in chosen.items() if lane.is_offloaded(saved)}
     return ReloadDecision(lane, [saved for saved in chosen if saved not in reloaded], reloaded, is_late)

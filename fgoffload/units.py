@@ -1,6 +1,6 @@
-"""Parses and formats bytes and seconds.
+"""Parses sizes, and formats sizes and times.
 
-G and GiB are 2**30 bytes, GB is 10**9 bytes; K, M and T likewise. Sizes are shown in GiB, link rates in GB/s, as vendors do.
+G and GiB are 2**30 bytes, GB is 10**9 bytes; K, M and T likewise. We print sizes in GiB and link rates in GB/s, as vendors do.
 """
 
 import math
@@ -26,25 +26,25 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
-    """Parse a size: `60GiB`, `18.9 G`, `64GB`, `1048576`. Fractions of a byte are dropped.
+    """Parse a size, such as `60GiB`, `18.9 G`, `64GB` or `1048576`. Sizes with a unit above B are rounded down to whole bytes.
 
     Args:
-        text: Number, whole or decimal, with an optional unit: B, KiB, K, KB, and the same for M, G and T, in any case.
+        text: Integer or decimal with an optional unit: B, KiB, K, KB, and the same for M, G and T, in upper or lower case.
         name: Flag or option as the user typed it.
         needs_unit: Whether to reject a number without a unit, except 0.
 
     Raises:
-        ConfigError: `text` is not a size, its unit is unknown or missing, or it has a fraction of a byte.
+        ConfigError: `text` is not a size, is negative or too large, lacks a unit, or is not a whole number of bytes.
     """
     if text.strip().startswith("-") and _SIZE.fullmatch(text.strip()[1:]):
-        raise ConfigError(f"{name} {text!r} is negative. Use 0 or a size, for example 512MiB.")
+        raise ConfigError(f"{name} {text!r} is negative. Use a positive size, for example 512MiB.")
     match = _match_size(text)
     if match is None:
         raise ConfigError(f"{name} {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
     if math.isinf(size_bytes):
-        raise ConfigError(f"{name} has {len(match['number'])} digits. Use a size that memory can have, for example 60GiB.")
+        raise ConfigError(f"{name} has {len(match['number'])} digits. Use a smaller size, for example 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
         raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, for example {match['number']}GiB.")
     # Most decimal fractions of a GiB are not whole bytes, and the last byte does not matter.
@@ -65,10 +65,10 @@ def _match_size(text: str) -> re.Match[str] | None:
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:
-    """Return `size_bytes`, the value of `name` in code, which may be negative.
+    """Check that `size_bytes`, the value of the option `name`, is an int, and return it. It may be negative.
 
     Raises:
-        ConfigError: The size is not an int. Only flags take text.
+        ConfigError: `size_bytes` is not an int, for example a string such as `60GiB`, which only flags accept.
     """
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
         raise ConfigError(f"{name} {size_bytes!r} is not a whole number of bytes. Pass an int, for example 64 * fgoffload.MIB.")
@@ -76,7 +76,7 @@ def check_bytes(size_bytes: object, *, name: str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return `size_bytes` in the largest binary unit in which it is at least 1, such as `11.70 GiB` or `512 B`."""
+    """Format a size in the largest binary unit that gives at least 1, such as `11.70 GiB` or `512 B`."""
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
@@ -84,5 +84,5 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_ms(seconds: float) -> str:
-    """Return `seconds` as milliseconds: `0.0205` becomes `20.5 ms`."""
+    """Format seconds as milliseconds: `0.0205` becomes `20.5 ms`."""
     return f"{seconds * 1e3:.1f} ms"

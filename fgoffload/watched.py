@@ -1,4 +1,4 @@
-"""Chooses which ops of a Megatron layer the engine watches. The simulator uses the same choice."""
+"""Chooses which ops of a Megatron layer the engine watches. The simulator uses the same rules."""
 
 import enum
 from collections.abc import Collection
@@ -7,36 +7,36 @@ from collections.abc import Collection
 class Watched(enum.Enum):
     """Ops of a layer whose saves may share an offloaded storage. See `OffloadEngine.watch`.
 
-    Each watched save costs a few microseconds of CPU time in forward and backward. A layer with experts has over a hundred
-    saves: a view of the tokens and a weight for each expert.
+    Each watched save costs a few microseconds of CPU time in forward and in backward. A layer with experts can save over a
+    hundred tensors: a view of the tokens and a weight for each expert.
     """
 
     LAYER = "the whole layer"
     FOLLOWED = "the whole layer, if no op outside the sites saves an offloaded storage"
     ATTENTION = "only attention"
-    NOTHING = "nothing"  # no op outside of sites saves an offloaded storage
+    NOTHING = "nothing"  # no op outside the sites saves an offloaded storage
 
     @property
     def covers_layer(self) -> bool:
-        """Return whether any unpacked tensor of the layer shows the position of backward."""
+        """Return whether unpacking any tensor of the layer shows how far backward has come."""
         return self in (Watched.LAYER, Watched.FOLLOWED)
 
 
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages no op outside of their sites saves: the residual, inputs of attention's projections, and the experts'
+"""Tags whose storages are saved only inside their sites: the residual, inputs of attention's projections, and the experts'
 tokens and outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
-"""Tags whose storages other ops of attention save too. The projection saves the output of core attention. The query and key
-norms save the storage of the value."""
+"""Tags whose storages are also saved by other ops of attention. The projection saves the output of core attention. The query
+and key norms save a storage that also holds the value."""
 
 
 def find_watched(tags: Collection[str], *, shares_router_input: bool) -> Watched:
     """Return which ops of a layer to watch if `tags` are offloaded.
 
-    `shares_router_input`: whether other modules, such as shared experts or a recomputed permutation, save the router's input.
+    `shares_router_input` is true if other modules, such as shared experts or a recomputed permutation, save the router's input.
     """
     shared = set(tags) - _ALONE
     if shared == {"router"} and not shares_router_input:

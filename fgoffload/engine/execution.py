@@ -154,7 +154,7 @@ class Execution:
                 is_released = not saved.is_released and saved.state is SavedState.RESIDENT
                 saved.is_released = saved.is_released or is_released
                 self.execute(self.schedule.release(lane, saved.size_bytes if is_released else 0))
-        elif is_in_backward() and lane.is_news(group, is_offloaded=saved.state is SavedState.OFFLOADED):
+        elif is_in_backward() and lane.is_first_unpack(group, is_offloaded=saved.state is SavedState.OFFLOADED):
             self.approach(lane, group)
         if saved.state in (SavedState.RESIDENT, SavedState.OFFLOADING):
             # During the copy to the host, the storage is still on the device. It is freed only after a wait for that copy.

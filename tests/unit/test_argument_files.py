@@ -37,10 +37,10 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("#\n#\nA=(--x\n", r"line 3: the array that begins here has no end. Close it"),
+        ("#\n#\nA=(--x\n", r"line 3: the array that begins here is not closed. Close it"),
         ("A=(--x 'open)", "line 1: a quote is not closed"),
-        ("A=(--x)\nif true; then\n", "line 2: the block that begins here has no end. Close it with fi"),
-        ("A=1", r"has no array of flags. Write for example MODEL_ARGS=\( --num-layers 4 \)\."),
+        ("A=(--x)\nif true; then\n", "line 2: the block that begins here is not closed. Close it with fi"),
+        ("A=1", r"has no array of flags. Add one, for example MODEL_ARGS=\( --num-layers 4 \)\."),
     ],
 )
 def test_an_unterminated_construct_is_refused_with_its_line(script: str, message: str) -> None:

@@ -55,7 +55,7 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("stray", "'stray' is not a flag"),
         ("--num-layers four", r"x\.sh: --num-layers 'four' is not a whole number. Use one, for example 4"),
         ("--num-layers 0", "--num-layers 0 is below 1. Use 1 or more"),
-        ("--normalization Foo", "--normalization 'Foo' is none of: LayerNorm, RMSNorm. Give one of them."),
+        ("--normalization Foo", "--normalization 'Foo' is not supported. Use one of: LayerNorm, RMSNorm."),
         ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size 3 is not a multiple of .* = 2. Use 2"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
         ("--moe-layer-freq print(1)", "is neither a whole number nor a list"),

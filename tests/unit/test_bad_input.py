@@ -97,7 +97,7 @@ def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, con
         (
             "bomb.json.gz",
             lambda path: path.write_bytes(gzip.compress(bytes(101))),
-            "profile: larger than 100 B, unpacked. Measure again.",
+            "profile: larger than 100 B after decompression. Measure again.",
         ),
         ("/dev/zero", lambda path: None, "profile: larger than 100 B. Measure again."),
     ],

@@ -15,15 +15,15 @@ ALL_TAGS = " ".join(default_tags().names)
 REFUSALS = [
     (
         {"offload_modules": ()},
-        "--fine-grained-activation-offloading is on and --offload-modules is empty: nothing would be offloaded. Name at least "
-        f"one of: {ALL_TAGS}.",
+        "--fine-grained-activation-offloading is on, but --offload-modules is empty, so nothing would be offloaded. Add at "
+        f"least one of: {ALL_TAGS}.",
     ),
     (
         {"offload_modules": ("core_atn",)},
         f"--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'? Valid tags: {ALL_TAGS}.",
     ),
-    ({"offload_modules": ("attn_proj",)}, "--offload-modules 'attn_proj' needs 'core_attn' with it: both save the same"),
-    ({"offload_modules": ("moe_act", "moe_act")}, "--offload-modules names 'moe_act' twice. Name each tag once."),
+    ({"offload_modules": ("attn_proj",)}, "--offload-modules 'attn_proj' needs 'core_attn': both save the same storage"),
+    ({"offload_modules": ("moe_act", "moe_act")}, "--offload-modules lists 'moe_act' twice. List each tag once."),
     (
         {"min_offloaded_tensor_size": -1},
         "--min-offloaded-tensor-size -1 is below 0. Use 0 or more; 0 offloads storages of any size.",
@@ -42,10 +42,10 @@ REFUSALS = [
     ({"offload_plan": Path("plan.json"), "activation_offload_fraction": 0.5}, "--offload-plan and"),
     ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Use 0 or a size, for example 512MiB."),
     ({"offload_modules": ("auto",)}, "--offload-modules auto needs a memory budget. Add"),
-    ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules names auto and"),
+    ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules has auto and"),
     (
         {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "offload_plan": Path("plan.json")},
-        "--offload-modules auto and --offload-plan both choose what is offloaded. Use one of them.",
+        "--offload-modules auto and --offload-plan both choose what to offload. Use one of them.",
     ),
     ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB needs --offload-modules auto, which plans"),
 ]

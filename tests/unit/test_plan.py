@@ -86,8 +86,8 @@ def test_a_plan_with_what_no_plan_has_is_refused():
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [], "loss_window": 5}), source="plan.json")
     assert str(caught.value) == (
-        "plan.json has 'loss_window', which is not a key of a plan: format, made_for, loss_window_bytes, predicted, sites. "
-        "Remove it."
+        "plan.json has the unknown key 'loss_window'. Remove it. Valid keys: format, made_for, loss_window_bytes, "
+        "predicted, sites."
     )
 
 
@@ -106,7 +106,7 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [good, row]}), source="plan.json")
     assert str(caught.value) == (
-        f"plan.json: row 1 of `sites` is {row!r}. It needs chunk and layer (whole numbers), tag, and action "
+        f"plan.json: row 1 of `sites` is {row!r}. It needs chunk and layer (integers), tag, and action "
         "(keep, recompute, offload, recompute+offload)."
     )
 
@@ -114,5 +114,5 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
 def test_a_site_that_is_named_twice_is_refused():
     row = {"chunk": 0, "layer": 3, "tag": "core_attn", "action": "offload"}
     text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})
-    with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` names layers\.3\.core_attn in chunk 0 a second time"):
+    with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` repeats layers\.3\.core_attn of chunk 0\. Remove"):
         OffloadPlan.from_json(text, source="plan.json")

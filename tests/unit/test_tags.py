@@ -34,7 +34,7 @@ def test_a_tag_name_that_is_not_one_word_is_refused(name):
 
 def test_tags_of_modules_that_do_each_others_work_are_refused_together():
     with pytest.raises(
-        ConfigError, match=re.escape("--offload-modules names 'fused_group_mlp' and 'moe_act': a model has only one")
+        ConfigError, match=re.escape("--offload-modules lists 'fused_group_mlp' and 'moe_act', but a model has only one")
     ):
         default_tags().check(["moe_act", "fused_group_mlp"])
 

@@ -113,21 +113,21 @@ def test_more_forward_after_all_puts_what_was_called_back_behind_what_comes_next
     assert (lane.end, lane.remaining, lane.ahead_bytes) == (3, 3, 0)
 
 
-def test_bytes_of_a_group_are_news_until_backward_has_reached_it():
+def test_unpacks_of_a_group_count_as_the_first_until_backward_has_reached_it():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=NBYTES)
-    assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups)
+    assert all(lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups)
     reach(schedule, lane, 2)
-    assert [lane.is_news(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
+    assert [lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
 
 
-def test_a_group_that_came_back_while_backward_was_inside_of_it_is_news():
+def test_the_first_unpack_of_a_group_is_found_although_it_was_reloaded_while_backward_was_inside_it():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
     lane.close(lane.groups[0], is_held=False)
     reach(schedule, lane, 1)
     assert (lane.end, lane.remaining) == (lane.groups[0].end_position, 0)
-    assert lane.is_news(lane.groups[0], is_offloaded=False)
+    assert lane.is_first_unpack(lane.groups[0], is_offloaded=False)
     reach(schedule, lane, 0)
-    assert not lane.is_news(lane.groups[0], is_offloaded=False)
+    assert not lane.is_first_unpack(lane.groups[0], is_offloaded=False)
 
 
 def test_a_group_that_ends_behind_another_one_is_reached_from_there():
@@ -160,8 +160,8 @@ def test_another_backward_of_the_same_graph_begins_behind_all_groups():
         reach(schedule, lane, position)
     lane.leave(0)
     lane.states["b"] = OFFLOADED  # as the engine drops it
-    assert lane.is_news(lane.groups[1], is_offloaded=True)
-    assert not lane.is_news(lane.groups[1], is_offloaded=False)
+    assert lane.is_first_unpack(lane.groups[1], is_offloaded=True)
+    assert not lane.is_first_unpack(lane.groups[1], is_offloaded=False)
     assert reach(schedule, lane, 1) == [("", "b")]
 
 
@@ -169,7 +169,7 @@ def test_the_last_groups_of_an_announced_lane_come_back_during_a_forward_within_
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
     assert schedule.announce(lane, during=None) == []
     assert [lane.execute(schedule.look_ahead()) for _ in range(2)] == [[("", "dc")], []]
-    assert all(lane.is_news(group, is_offloaded=False) for group in lane.groups[2:])
+    assert all(lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups[2:])
     assert reach(schedule, lane, 3) == [("", "b")]  # and nothing is late
 
 

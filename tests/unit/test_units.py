@@ -34,7 +34,7 @@ def test_text_that_is_no_size_is_refused_with_flag_value_and_units(text):
 def test_a_size_below_zero_is_refused_as_that(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
-    assert str(caught.value) == (f"--offload-window {text!r} is negative. Use 0 or a size, for example 512MiB.")
+    assert str(caught.value) == (f"--offload-window {text!r} is negative. Use a positive size, for example 512MiB.")
 
 
 def test_a_part_of_a_byte_is_refused():

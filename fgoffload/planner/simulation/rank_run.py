@@ -223,14 +223,14 @@ class RankRun(RankClock):
         """Wait until the bundles that backward needs are reloaded. Mirrors `OffloadEngine.take`."""
         number, bundles = take
         group = None if number is None else lane.groups[number]
-        if group is not None and not bundles and lane.is_news(group, is_offloaded=False):
+        if group is not None and not bundles and lane.is_first_unpack(group, is_offloaded=False):
             self._reach(lane, group)
         for bundle in bundles:
             if group is None:
                 # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect, because backward
                 # reaches the bundle's group next, and the prefetch there ignores released bytes.
                 self._execute(self._schedule.release(lane, 0))
-            elif lane.is_news(group, is_offloaded=lane.states[bundle] is _OFFLOADED):
+            elif lane.is_first_unpack(group, is_offloaded=lane.states[bundle] is _OFFLOADED):
                 self._reach(lane, group)
             if lane.states[bundle] is _OFFLOADED:
                 self._reload(lane, (bundle,))

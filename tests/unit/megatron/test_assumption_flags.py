@@ -64,8 +64,8 @@ def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
     [
         ("--main-grads-dtype bf16", "--main-grads-dtype bf16 needs --use-precision-aware-optimizer. Add it, or pass"),
         ("--main-params-dtype fp16", "--main-params-dtype fp16 needs --use-precision-aware-optimizer"),
-        ("--main-params-dtype bf16", "--main-params-dtype 'bf16' is none of: fp32, fp16"),
-        (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Give one of them"),
+        ("--main-params-dtype bf16", "--main-params-dtype 'bf16' is not supported. Use one of: fp32, fp16"),
+        (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Use one of them"),
         ("--min-offloaded-tensor-size -1", "--min-offloaded-tensor-size -1 is below 0"),
         ("--offload-window 1PB", "--offload-window '1PB' is not a size"),
         ("--offload-prefetch 5", "--offload-prefetch '5' has no unit"),
@@ -81,7 +81,7 @@ def test_flags_that_megatron_refuses_are_refused(flags, message):
 def test_another_optimizer_is_counted_as_adam_and_that_is_said(caplog):
     assert read_state("--bf16 --optimizer adam") == read_state("--bf16 --optimizer muon") == (4, 4, 8)
     assert [record.message for record in caplog.records] == [
-        "--optimizer muon is counted with Adam's states, since its states are unknown."
+        "--optimizer muon: its states are unknown, so a plan counts the states of Adam."
     ]
 
 

@@ -109,13 +109,13 @@ def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
 
 
 REFUSED = {
-    "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4, which share it",
-    "--multi-latent-attention": "--kv-lora-rank is missing, and --multi-latent-attention needs it",
+    "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4. Use a multiple",
+    "--multi-latent-attention": "--kv-lora-rank is missing, but --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
-    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is not from 1 to --moe-router-num-groups 2",
-    "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is none of",
-    "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of that activation",
+    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is outside 1 to --moe-router-num-groups 2",
+    "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is not supported. Use one of",
+    "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of the unfused activation",
     "--tp 2 --mtp-num-layers 1": "without --sequence-parallel is not supported with multi-token prediction.",
     "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank 2 .* Use one of them",
 }
@@ -183,7 +183,7 @@ def test_impossible_typed_flags_are_refused(typed, message):
                 "file.sh: unknown flags, which a plan ignores: --unheard-of, --recompute-granularty (--recompute",
             ],
         ),
-        ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is counted as aux_loss"]),
+        ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", MIXTURE, ["is treated as aux_loss"]),
         ("--lora-rank 16", DENSE, ["no adapters, so predicted memory is too low and times are too long): --lora-rank."]),
         ("--tokenizer-type Llama2Tokenizer", DENSE.replace("--vocab-size", "--seed"), ["a plan assumes 32000 tokens, as for"]),
         ("--moe-token-dispatcher-type flex --tp 2", MIXTURE, ["--sequence-parallel is assumed", "deepep: its buffers are not"]),
@@ -211,7 +211,7 @@ def test_a_file_sets_the_number_of_gpus(tmp_path):
     path.write_text(f"MODEL_ARGS=( {DENSE} --pp 2 )\n")
     assert read_model_file(path)[1].world_size == 2  # as many as the model needs
     path.write_text(f"NUM_GPUS=many\nMODEL_ARGS=( {DENSE} )\n")
-    with pytest.raises(ConfigError, match=r"mine.sh: NUM_GPUS=many is not a whole number. Use for example NUM_GPUS=1024."):
+    with pytest.raises(ConfigError, match=r"mine.sh: NUM_GPUS=many is not a whole number. Use one, for example NUM_GPUS=1024."):
         read_model_file(path)
 
 

@@ -33,7 +33,7 @@ def read_from_elsewhere(flags, **fields):
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Leave it out."),
+        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Remove it."),
         ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but elsewhere has none"),
         ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, which uses quick GEGLU"),
         ("--ep 3", {}, "config.json: --expert-model-parallel-size 3 does not divide num_experts 8"),
@@ -49,11 +49,11 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
 @pytest.mark.parametrize(
     ("flags", "fields", "warnings"),
     [
-        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is assumed, which Megatron needs for experts."]),
+        ("--tp 2 --etp 1", {}, ["config.json: --sequence-parallel is assumed, because Megatron needs it for experts."]),
         (
             "--tp 2",
             {"experts": None, "ffn_hidden_size": 512},
-            ["config.json: --sequence-parallel is assumed, as is usual; --no-sequence-parallel disables it."],
+            ["config.json: --sequence-parallel is assumed; --no-sequence-parallel disables it."],
         ),
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],

@@ -133,7 +133,7 @@ class AutoOffload(StepMeasurement):
             if failure is not None:
                 raise failure
             self._plan(call)
-        if self.state is MeasurementState.WANTED:
+        if self.state is MeasurementState.REQUESTED:
             self._static_bytes = self._count_bytes()
             if self._measured is None:
                 check_static(self._static_bytes, budget_bytes=self._budget_bytes)

@@ -1,4 +1,4 @@
-"""Reads Megatron flags from argument files, which are bash scripts, without running them.
+"""Reads Megatron flags from argument files, which are bash scripts, without running the scripts.
 
     MODEL_ARGS=(
         --num-layers ${LAYERS:-4}   # a comment
@@ -6,11 +6,11 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags follow the Python script in the last command that starts one. Without such a command, they come from arrays
-and from strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
+The flags are the words after the Python script in the last command that starts one. Without such a command, they are the words
+of arrays and of strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
 arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as `source` and
-loops, is skipped, and one warning lists it. It also lists branches that depend on a variable that the file does not assign.
-Such a variable is left as written, and is empty in a condition.
+loops, is skipped. One warning lists the skipped commands, and branches that depend on an unassigned variable. An unassigned
+variable is left as written, but is empty in a condition.
 """
 
 import itertools
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Words that begin a block, and the words that end it."""
+"""Word that ends a block, by the word that begins it."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
-"""Words after which a command begins."""
+"""Words after which a new command begins."""
 _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
-"""Words in commands that may change flags."""
+"""Words of commands that may change flags."""
 _AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
-"""Start of a shell word, such as `2>&1`, that ends the flags of a command given as a string."""
+"""Start of a shell word, such as `2>&1`, that ends the flags if the command is a string."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 
@@ -49,11 +49,11 @@ def read_argument_file(path: Path, *, variables: Mapping[str, str] | None = None
 
 
 def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) -> "Script":
-    """Return the flags and variables in the bash file at `path`, and warn of skipped commands.
+    """Return the flags and variables in the bash file at `path`, and warn about skipped commands.
 
     Args:
-        path: The file.
-        variables: Values of names that the file does not assign; with `os.environ` the file is read as bash reads it.
+        path: Bash file.
+        variables: Initial values of variables. Pass `os.environ` to read the file as bash does.
 
     Raises:
         ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
@@ -69,41 +69,41 @@ class Script:
     """Reads the flags and variables of the bash script `text`.
 
     Raises:
-        ConfigError: A quote, bracket or block is not closed, or there is no flag.
+        ConfigError: A quote, bracket or block is not closed, or the script has no flags.
     """
 
     def __init__(self, text: str, *, source: str, variables: Mapping[str, str] | None = None) -> None:
         self._source = source
         self._header, known = read_header(text)
         self._launch: list[str] | None = None
-        """Words before the script in the last command that starts a Python script."""
+        """Words before the Python script in the last command that starts one."""
         self._launched: list[str] = []
-        """Flags after the script in that command."""
+        """Flags after the Python script in that command."""
         self._variables = Variables(source, {**known, **(variables or {})})
         self.skipped: list[str] = []
-        """Commands that may change flags and were not run, each with its line."""
+        """Skipped commands that may change flags, each with its line number."""
         self._read(split_script(text, source))
         for command in [] if self._launched else self._variables.list_texts():  # sbatch and srun take a command as a string
             self._read_launch(command.split())
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
         self.is_launch = self._launch is not None
-        """Whether a command starts a Python script."""
+        """Whether the script starts a Python script."""
         if not self.flags:
-            raise ConfigError(f"{source} has no array of flags. Write for example MODEL_ARGS=( --num-layers 4 ).")
+            raise ConfigError(f"{source} has no array of flags. Add one, for example MODEL_ARGS=( --num-layers 4 ).")
 
     def find_num_gpus(self) -> int | None:
-        """Return the number of GPUs of the launch line, otherwise the value of NUM_GPUS, or None.
+        """Return the number of GPUs from the launch command, otherwise from NUM_GPUS, otherwise None.
 
         Raises:
             ConfigError: NUM_GPUS is not a number.
         """
         launched = count_gpus(self._launch or (), self._header)
         word = self._variables.find("NUM_GPUS")
-        if launched is not None or not word or "$" in word:  # NUM_GPUS=$N without N
+        if launched is not None or not word or "$" in word:  # such as NUM_GPUS=$N, where N is not set
             return launched
         if not word.isdecimal():
-            raise ConfigError(f"{self._source}: NUM_GPUS={word} is not a whole number. Use for example NUM_GPUS=1024.")
+            raise ConfigError(f"{self._source}: NUM_GPUS={word} is not a whole number. Use one, for example NUM_GPUS=1024.")
         return int(word)
 
     def _read(self, items: Sequence[Word]) -> None:
@@ -130,8 +130,8 @@ class Script:
             self._skip(words, self._variables.expand_whole(first))
 
     def _read_launch(self, texts: Sequence[str]) -> bool:
-        """Store the flags after a Python script, and return whether there is one."""
-        # The command of `bash -c` is one word.
+        """Store the flags after the Python script in a command. Return whether the command has such flags."""
+        # `bash -c` takes its command as one word.
         words = zip(("", *texts), texts, strict=False)
         texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
         script = next((place for place, text in enumerate(texts) if text.endswith((".py", "PRETRAIN_EXE}"))), None)
@@ -152,7 +152,7 @@ class Script:
         return True
 
     def _read_branches(self, first: Word, branches: Iterable[tuple[Sequence[Word], Sequence[Word]]]) -> None:
-        """Read the branch whose condition holds. Read none after a condition that cannot be evaluated."""
+        """Read the first branch whose condition holds. Read none after a condition that cannot be evaluated."""
         reason = ""
         skipped = [first]
         is_open = True
@@ -170,7 +170,7 @@ class Script:
             self._skip(skipped, reason)
 
     def _test(self, condition: Sequence[Word]) -> bool | None:
-        """Return whether a condition holds, or None if it cannot be evaluated. Unknown variables are empty."""
+        """Return whether a condition holds, or None if it cannot be evaluated. Unassigned variables are empty."""
         result: bool | None = True
         decisive = False
         for is_operator, group in itertools.groupby(condition, lambda one: bool(one.operator)):
@@ -221,29 +221,29 @@ class Script:
                 ends.append(_BLOCKS[item.plain])
         if ends:
             raise ConfigError(
-                f"{self._source}, line {command[0].line}: the block that begins here has no end. Close it with {ends[-1]}."
+                f"{self._source}, line {command[0].line}: the block that begins here is not closed. Close it with {ends[-1]}."
             )
         if command:
             yield command
 
     def _skip(self, command: Sequence[Word], name: str) -> None:
-        """Report a skipped command if it may assign a variable, or source or start a script."""
+        """Record a skipped command if it may assign a variable, or source or start a script."""
         if any(_find_assignment(item) or _CHANGES.search(item.plain) for item in command):
             self.skipped.append(f"{name[:40]} (line {command[0].line})")
 
 
 def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
-    """Yield words, without redirections such as `2>&1` and `> log`."""
+    """Yield the words of a command without redirections, such as `2>&1` and `> log`."""
     last = Word((), 0)
     for before, item, behind in zip((last, *command), command, (*command[1:], last), strict=False):
         is_target = before.operator.startswith(("<", ">", "&"))
-        is_channel = item.plain.isdigit() and behind.operator.startswith(("<", ">"))
-        if not item.operator and not is_target and not is_channel:
+        is_descriptor = item.plain.isdigit() and behind.operator.startswith(("<", ">"))
+        if not item.operator and not is_target and not is_descriptor:
             yield item
 
 
 def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
-    """Yield condition and body of each branch of an `if`. The condition of `else` is empty and holds."""
+    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which counts as true."""
     parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):

@@ -16,21 +16,21 @@ from fgoffload.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Bytes per number, by the type names of Megatron's flags."""
+"""Bytes per element, by the dtype names in Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Strategies of Megatron-FSDP. Each shards more over data-parallel ranks than the previous one."""
+"""Sharding strategies of Megatron-FSDP. Each shards more than the previous one."""
 
 _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Return the assumptions in Megatron's flags, by name with `_` for `-`. Absent flags have no entry.
+    """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps do not update parameters.
 
-    Without `has_optimizer`, steps update no parameter.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 
     Raises:
-        ConfigError: A flag has an invalid value, or flags exclude each other.
+        ConfigError: A flag has an invalid value, or two flags exclude each other.
     """
     elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
     if elements < 0:
@@ -53,13 +53,13 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes of each parameter in addition to its weight: without an optimizer, only the gradient's.
+    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients count.
 
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
 
     Raises:
-        ConfigError: A type needs the precision-aware optimizer, or flags exclude each other.
+        ConfigError: A dtype needs the precision-aware optimizer, or two flags exclude each other.
     """
     is_aware = values.get("use_precision_aware_optimizer", False)
     types = {name: values.get(name, "fp32") for name in _PRECISION_AWARE_TYPES}
@@ -71,18 +71,18 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     shared = _find_shared(values)
     if not has_optimizer:
         return ParameterState(gradient_bytes=gradient_bytes, main_parameter_bytes=0, moment_bytes=0, **shared)
-    part = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
-    if part:
+    fraction = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
+    if fraction:
         logger.warning(
             "--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so predicted times are too short."
         )
     if (name := values.get("optimizer", "adam")) != "adam":
-        logger.warning("--optimizer %s is counted with Adam's states, since its states are unknown.", name)
+        logger.warning("--optimizer %s: its states are unknown, so a plan counts the states of Adam.", name)
     return ParameterState(
         gradient_bytes=gradient_bytes,
         main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),
         moment_bytes=DTYPE_BYTES[types["exp_avg_dtype"]] + DTYPE_BYTES[types["exp_avg_sq_dtype"]],
-        offloaded_part=part,
+        offloaded_part=fraction,
         **shared,
     )
 
@@ -94,7 +94,7 @@ def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
         strategy = "optim_grads_params"
     if strategy == "optim_grads_params":
         logger.warning(
-            "FSDP: gathers of weights count as hidden behind compute, so predicted times are too short on a slow network."
+            "FSDP: a plan assumes that compute hides weight gathers, so predicted times are too short on a slow network."
         )
     return {
         "has_fp8_weights": values.get("fp8_param_gather", False),
@@ -107,7 +107,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
     accumulates = values.get("accumulate_allreduce_grads_in_fp32", False)
     if accumulates and main_dtype != "fp32":
         raise ConfigError(
-            f"--main-grads-dtype {main_dtype} and --accumulate-allreduce-grads-in-fp32 exclude each other. Give one of them."
+            f"--main-grads-dtype {main_dtype} and --accumulate-allreduce-grads-in-fp32 exclude each other. Use one of them."
         )
     if values.get("bf16"):
         return DTYPE_BYTES["bf16" if values.get("grad_reduce_in_bf16") else main_dtype]
@@ -117,7 +117,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
         return 0  # the optimizer updates the model's own parameters
-    # Transformer Engine stores only the 16 bits that bf16 drops from fp32. With other fp8 recipes, it stores all of fp32.
+    # Transformer Engine stores only the 16 bits that bf16 drops from fp32. With other FP8 recipes, it stores full fp32 values.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]

@@ -1,4 +1,4 @@
-"""Reads experts from Megatron's flags, for plans."""
+"""Reads the shape of experts and their router from Megatron's flags, for plans."""
 
 import contextlib
 import dataclasses
@@ -29,26 +29,26 @@ _FIELD_FLAGS = {
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
 }
-"""Flag of each field of experts and their router, with `_` for `-`."""
+"""Flag of each field of the experts and their router, with `_` for `-`."""
 
 _DEFAULT_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
 
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
-    """Return the experts of a layer, or None if it has none.
+    """Return the shape of a layer's experts, or None for a dense model.
 
-    `values` are by flag name, with `_` for `-`. Absent flags have no entry.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 
     Raises:
-        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
     """
     if "num_experts" not in values:
         return None
     channels = values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
     if channels is None:
         raise ConfigError(
-            "--moe-ffn-hidden-size is missing. Pass the channels of an expert, for example --moe-ffn-hidden-size 2048."
+            "--moe-ffn-hidden-size is missing. Pass the hidden size of an expert, for example --moe-ffn-hidden-size 2048."
         )
     with _named_by_flags():
         experts = ExpertsShape(
@@ -64,10 +64,10 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
 
 
 def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsShape:
-    """Return `experts` with the changes from the flags that say how experts run.
+    """Return `experts` with the routing, dispatch and fusion options from flags.
 
     Raises:
-        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
     """
     switched = {field: values[flag] for field, flag in _SWITCHED_FIELDS.items() if flag in values}
     imbalance = 1.0 if values.get("moe_router_force_load_balancing") else experts.imbalance
@@ -82,7 +82,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the rows of the fullest rank relative to the mean, limited or set by the experts' capacity."""
+    """Return the ratio of the fullest rank's tokens to the mean, limited by the experts' capacity."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))
@@ -96,16 +96,18 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     if not 1 <= chosen <= groups:
         raise ConfigError(
-            f"--moe-router-group-topk {chosen} is not from 1 to --moe-router-num-groups {groups}. Pass 1 to {groups}."
+            f"--moe-router-group-topk {chosen} is outside 1 to --moe-router-num-groups {groups}. Pass 1 to {groups}."
         )
     return chosen, groups
 
 
 def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
-    """Return the token dispatcher. Flex dispatchers are assumed to save as much as the all-to-all one."""
+    """Return the token dispatcher. Plans assume that flex dispatchers save as much as the all-to-all dispatcher."""
     kind = values.get("moe_token_dispatcher_type", "alltoall")
     if kind == "allgather":
-        logger.warning("--moe-token-dispatcher-type allgather counts as alltoall, so predicted memory and times are too low.")
+        logger.warning(
+            "--moe-token-dispatcher-type allgather is treated as alltoall, so predicted memory and times are too low."
+        )
     if kind != "flex":
         return "alltoall"
     backend: Dispatcher = values.get("moe_flex_dispatcher_backend", "deepep")
@@ -119,7 +121,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
         changes["has_pre_softmax"] = False  # has no effect with sigmoid
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
-            "--moe-router-dtype fp64 is not supported: the router's saved bytes are only known for fp32. Pass "
+            "--moe-router-dtype fp64 is not supported: the router's saved bytes are known only for fp32. Pass "
             "--moe-router-dtype fp32."
         )
     if "moe_router_dtype" in values:
@@ -131,7 +133,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
 
 @contextlib.contextmanager
 def _named_by_flags() -> Iterator[None]:
-    """Replace fields by flags in errors of an experts' shape."""
+    """Replace field names with flags in errors about the shape of experts."""
     try:
         yield
     except ConfigError as error:
@@ -144,13 +146,13 @@ def _find_balancing(values: Mapping[str, Any]) -> _Balancing:
     kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")
     if kind == "global_aux_loss":
         logger.warning(
-            "--moe-router-load-balancing-type global_aux_loss is counted as aux_loss, since its saved bytes are unknown."
+            "--moe-router-load-balancing-type global_aux_loss is treated as aux_loss, since its saved bytes are unknown."
         )
         kind = "aux_loss"
     known = typing.get_args(_Balancing)
     if kind not in known:
         raise ConfigError(
-            f"--moe-router-load-balancing-type {kind} is not supported: its router's saved bytes are unknown. Pass one of: "
+            f"--moe-router-load-balancing-type {kind} is not supported: the router's saved bytes are unknown. Pass one of: "
             f"{', '.join(known)}."
         )
     return cast(_Balancing, kind)

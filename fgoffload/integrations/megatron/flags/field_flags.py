@@ -1,6 +1,6 @@
 """Derives command-line flags from the fields of Megatron's config classes, with a parser that raises instead of exiting.
 
-Names, types, defaults and spellings come from the fields, so a flag that Megatron adds works without a change here.
+The fields define names, types, defaults and spellings, so new flags of Megatron work without a change here.
 """
 
 import argparse
@@ -30,21 +30,21 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 _NEAREST_CUTOFF = 0.75
-"""Minimum similarity of a suggestion, from 0 to 1 by `difflib`. Below 0.75, suggestions mislead."""
+"""Minimum similarity of a suggestion, from 0 to 1 as `difflib` counts. Less similar suggestions mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`. argparse recognizes only `-1` and `-.5`, and takes others for flags."""
+"""Matches values such as `-1e-3` and `-1MiB`. argparse accepts only `-1` and `-.5`, and treats others as flags."""
 
 
 def whole_number(text: str) -> int:
-    """Return `text` as an integer, for argparse: up to 100 decimal digits, without the `_` and blanks that Python allows."""
+    """Parse an integer for argparse. Unlike `int`, this rejects `_`, blanks and more than 100 digits."""
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use one, for example 4.")
     return int(text)
 
 
 def number(text: str) -> float:
-    """Return `text` as a finite number, for argparse."""
+    """Parse a finite number for argparse."""
     try:
         value = math.nan if "_" in text else float(text)
     except ValueError:
@@ -55,25 +55,22 @@ def number(text: str) -> float:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Return `text` as a number or a list: `2`, `[0,1,1]`, `([0]*1+[1]*3)*2`.
-
-    Runs no code in `text`. See `compute`.
-    """
+    """Parse a number or a list for argparse, such as `2`, `[0,1,1]` or `([0]*1+[1]*3)*2`. See `compute`."""
     try:
         pattern: int | list[int] = compute(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number nor a list of them. Use one, for example 2 or [0]*1+[1]*3."
+            f"{text!r} is neither a whole number nor a list of whole numbers. Use for example 2 or [0]*1+[1]*3."
         ) from None
     return pattern
 
 
 def compute(node: ast.expr) -> Any:
-    """Return the value of an expression with integers and lists of integers. Runs no code.
+    """Evaluate an expression of integers and lists of integers, without running code.
 
     Raises:
-        ValueError: The expression has something else, or a list is empty or too long.
-        TypeError: An operator does not fit its operands.
+        ValueError: The expression contains anything else, or a list is empty or too long.
+        TypeError: An operator does not support its operands.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
@@ -87,39 +84,38 @@ def compute(node: ast.expr) -> Any:
         operation, operands = _OPERATIONS[type(node.op)], (compute(node.left), compute(node.right))
         sizes = [len(one) if isinstance(one, list) else one for one in operands]
         if any(isinstance(one, list) for one in operands) and not 0 < operation(*sizes) <= _LONGEST_PATTERN:
-            raise ValueError("an empty list, or one too long for a model")
+            raise ValueError("the list is empty or too long for a model")
         return operation(*operands)
-    raise ValueError("not a number or a list of them")
+    raise ValueError("neither an integer nor a list of integers")
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
-    """Return a type for argparse that accepts only `choices`."""
+    """Return an argparse type that accepts only `choices`."""
 
     def choice(text: str) -> str:
         if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of: {', '.join(choices)}. Give one of them.")
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported. Use one of: {', '.join(choices)}.")
         return text
 
     return choice
 
 
 def size_pair(text: str) -> tuple[int, int]:
-    """Return `text`, such as `128,0` or `(128,0)`, as two integers."""
+    """Parse two integers for argparse, such as `128,0` or `(128,0)`."""
     parts = text.strip("()").split(",")
     if len(parts) != 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not two whole numbers. Use two, for example 128,0.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of whole numbers. Use one, for example 128,0.")
     return whole_number(parts[0]), whole_number(parts[1])
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parses flags from a file or a command line. Raises ConfigError, and never prints or exits.
+    """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    `source` is the file or command line, for errors. `known_elsewhere` are flags that other code reads from it, for suggestions
-    after typing errors.
+    Errors begin with `source`. Suggestions for typos include the flags `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
-        # Absent flags set no attribute, so a config class keeps its default. Abbreviations would hide typing errors.
+        # Absent flags set no attribute, so config classes apply their defaults. Abbreviations would hide typos.
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.source = source
         self._known_elsewhere = tuple(known_elsewhere)
@@ -137,7 +133,7 @@ class FlagParser(argparse.ArgumentParser):
         return vars(values)
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the flags in `words`, in all their spellings, with the names of their fields."""
+        """Return the field names of the flags in `words`, by every spelling of each flag."""
         actions = self._option_string_actions
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
@@ -148,13 +144,13 @@ class FlagParser(argparse.ArgumentParser):
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=_NEAREST_CUTOFF)), None)
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's error as a ConfigError."""
+        """Convert an error of argparse to a ConfigError, and raise it."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
-            rest = f"{rest}. Write {flag.partition('/')[0]} VALUE."
+            rest = f"{rest}. Use {flag.partition('/')[0]} VALUE."
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
-            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Leave it out."
+            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
         if rest.startswith("'$"):
             rest = f"{rest} The script does not set that variable."
         raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
@@ -164,7 +160,7 @@ class FlagParser(argparse.ArgumentParser):
         if not flag.startswith("-"):
             raise ConfigError(f"{self.source}: {word!r} is not a flag. Flags begin with --.")
         nearest = self.find_nearest(flag)
-        hint = "Leave it out." if nearest is None else f"Did you mean {nearest}?"
+        hint = "Remove it." if nearest is None else f"Did you mean {nearest}?"
         raise ConfigError(f"{self.source}: {flag} is an unknown flag. {hint}")
 
 
@@ -175,9 +171,9 @@ def add_field_flags(
     leave_out: Collection[str] = (),
     aliases: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Add a flag for each field of `config_class` whose type has a text form.
+    """Add a flag for each field of `config_class` whose type can be parsed from text.
 
-    A boolean field gets `--name` and `--no-name`. A field with Megatron-LM's spelling gets only that spelling.
+    A boolean field gets `--name` and `--no-name`. A field that has Megatron-LM's spelling gets only that spelling.
     """
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -200,7 +196,7 @@ def to_flag(field_name: str) -> str:
 
 
 def name_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return `message` with dataclass fields replaced by flags. `flags` has the flag of each field, with `_` for `-`."""
+    """Replace field names with flags in `message`. `flags` has the flag of each field, with `_` for `-`."""
     return re.sub(rf"\b({'|'.join(flags)})\b", lambda match: to_flag(flags[match[0]]), message)
 
 
@@ -212,7 +208,7 @@ class _StoreOneOrMore(argparse.Action):
 
 
 def _find_options(hint: Any) -> dict[str, Any] | None:
-    """Return options of argparse for a field of type `hint`, or None if the type has no text form."""
+    """Return argparse options for a field of type `hint`, or None if the type cannot be parsed from text."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = [member for member in (typing.get_args(hint) if is_union else (hint,)) if member is not types.NoneType]
     elements = [typing.get_args(member)[0] for member in members if typing.get_origin(member) is list]

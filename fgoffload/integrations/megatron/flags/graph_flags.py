@@ -1,7 +1,7 @@
-"""Adds and reads Megatron's CUDA graph flags, with the names of 0.19 for any installed version.
+"""Adds and reads Megatron's CUDA graph flags, with the names of megatron-core 0.19 for any installed version.
 
-Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of a whole step was a scope of `local` graphs. Both
-spellings are accepted, and converted to the fields of the installed version.
+Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of the whole step was a scope of `local` graphs. Both
+spellings are accepted and converted to the fields of the installed version.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 
 GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
-"""Config fields of all versions that `add_graph_flags` covers."""
+"""Config fields, in all versions, that `add_graph_flags` covers."""
 
 _WHOLE_LAYER = "full"
 _LAYER_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
@@ -27,7 +27,7 @@ def add_graph_flags(parser: FlagParser) -> None:
 
 
 def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields set by the flags in `values`, with the names of 0.19. An empty list means the whole layer."""
+    """Return the graph fields set in `values`, with the names of 0.19. An empty list of modules means the whole layer."""
     fields = {name: values[name] for name in (_IMPL, _MODULES) if name in values}
     modules = fields.get(_MODULES)
     if modules == [_WHOLE_LAYER]:
@@ -38,7 +38,7 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return `fields`, named as in 0.19, with graph fields converted for a config with the fields `known`."""
+    """Convert graph fields, named as in 0.19, to fields of the installed config class, whose names are `known`."""
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
         changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning

@@ -1,7 +1,7 @@
-"""Parses Megatron's flags that a plan depends on, without Megatron-Core or torch.
+"""Parses the Megatron flags that a plan depends on, without Megatron-Core or torch.
 
-Spellings are Megatron-LM's, and Megatron-Core's field names if these differ. `tests/unit/megatron/test_model_shapes.py`
-compares the tables with Megatron-Core's config.
+Each flag has Megatron-LM's spelling and, if it differs, the name of Megatron-Core's field.
+`tests/unit/megatron/test_model_shapes.py` compares the tables with Megatron-Core's config.
 """
 
 import argparse
@@ -37,7 +37,7 @@ decoder-last-pipeline-num-layers,num-layers-in-last-pipeline-stage
 micro-batch-size global-batch-size min-offloaded-tensor-size
 num-gpus
 """
-"""Flags with integer values; commas join the spellings of one flag. The short spellings and `--num-gpus` are ours."""
+"""Flags with integer values. Commas separate the spellings of a flag. The short spellings and `--num-gpus` are ours."""
 
 _SWITCHES = """
 bf16 fp16 swiglu quick-geglu gated-linear-unit bias-swiglu-fusion,bias-activation-fusion disable-bias-linear add-qkv-bias
@@ -75,21 +75,21 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "exp-avg-dtype": {"type": one_of(DTYPE_BYTES)},
     "exp-avg-sq-dtype": {"type": one_of(DTYPE_BYTES)},
 }
-"""Other flags, with options for argparse."""
+"""Other flags, with their argparse options."""
 
 _REALS = """
 rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacity-factor optimizer-offload-fraction
 """
-"""Flags with real values."""
+"""Flags with float values."""
 
 _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefetch"
-"""Flags with values that other code reads."""
+"""Flags with text values, which other code parses."""
 
 
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
-    """Return a parser of the flags that a plan depends on. Absent flags set no value.
+    """Return a parser for the flags that a plan depends on. Absent flags set no value.
 
-    `source` is the file or command line, for errors. `own_flags` are flags that other code reads from it, for suggestions.
+    Errors begin with `source`, a file or the command line. Suggestions for typos include `own_flags`, which other code parses.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     shared: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return `flags` without any flag in `typed` whose value has a variable that the script does not set."""
+    """Drop flags that `typed` overrides if their value has an unset variable."""
     given, kept = build_model_parser("").find_given(typed), list(flags)
     for place in reversed(range(len(kept) - 1)):
         if kept[place] in given and "$" in kept[place + 1]:
@@ -117,6 +117,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags in `words`, which the parser did not recognize, except flags that change no plan."""
+    """Return the flags in `words`, which no parser recognized, without those that cannot change a plan."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

@@ -1,9 +1,9 @@
-"""Reads the model and the ranks of a plan from Megatron's flags, without torch or Megatron-Core.
+"""Reads a plan's model and ranks from Megatron's flags, without torch or Megatron-Core.
 
     model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
 
-Absent flags have Megatron-LM's defaults, with two exceptions. A gated model needs `--ffn-hidden-size`, since Megatron-LM and
-Megatron-Core have different defaults. Optimizer states are sharded unless `--no-use-distributed-optimizer` is given.
+Absent flags get Megatron-LM's defaults, with two exceptions. A gated model needs `--ffn-hidden-size`, because Megatron-LM and
+Megatron-Core have different defaults. Optimizer states are sharded unless you pass `--no-use-distributed-optimizer`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fgoffload.integrations.megatron.flags.experts_flags import change_experts, 
 from fgoffload.integrations.megatron.flags.field_flags import name_flags, to_flag
 from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.flags.model_flags import build_model_parser, drop_unset, list_unknown
-from fgoffload.integrations.megatron.flags.model_warnings import find_vocab_size, warn_of_flags, warn_of_left
+from fgoffload.integrations.megatron.flags.model_warnings import find_vocab_size, warn_of_flags, warn_of_unparsed
 from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.integrations.megatron.flags.parallel_flags import (
     FIELD_FLAGS,
@@ -46,7 +46,7 @@ num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_c
 moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
 q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """
-"""Fields of a model and its layers with the same name as their flag, with `_` for `-`."""
+"""Fields of a model and its layers that have the name of their flag, with `_` for `-`."""
 
 _SET_BY_CONFIGURATION = """
 num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
@@ -63,10 +63,10 @@ _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1, which disagree on `kv_lora_rank`."""
+"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1. For `kv_lora_rank` the two disagree."""
 
 _DEFAULT_VOCAB_SIZE = 256
-"""Default of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer sets it."""
+"""Vocabulary size of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer determines it."""
 
 
 def read_model_file(
@@ -74,7 +74,7 @@ def read_model_file(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
-    The launch line, or `NUM_GPUS=1024` in the file, sets the number of ranks.
+    The launch command, or `NUM_GPUS=1024` in the file, sets the number of ranks.
 
     Raises:
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
@@ -84,7 +84,7 @@ def read_model_file(
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
     count = found[1].world_size
     if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
-        logger.warning("%s has no number of GPUs: the plan assumes %d, the minimum. Pass --num-gpus.", path, count)
+        logger.warning("%s does not set the number of GPUs. The plan assumes %d, the minimum. Pass --num-gpus.", path, count)
     return found
 
 
@@ -96,14 +96,14 @@ def read_model(
     num_gpus: int | None = None,
     own_flags: Collection[str] = (),
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the model and the ranks from `flags`.
+    """Return the model and the ranks that `flags` describe.
 
     Args:
-        flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped, with one warning.
+        flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are skipped with one warning.
         source: Source of the flags, for errors and the model's name.
-        typed: Further flags, from the command line. They take precedence, and an unknown one is an error.
-        num_gpus: Number of ranks without `--num-gpus`. None selects the minimum that holds the model and its experts.
-        own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
+        typed: Flags from the command line. They override `flags`, and an unknown flag is an error.
+        num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum that holds the model and its experts.
+        own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
         ConfigError: A flag is missing or has an invalid value, or the ranks cannot share the model.
@@ -112,7 +112,7 @@ def read_model(
     try:
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
-                "no flag of Megatron-LM, such as --num-layers, describes the model. For a recipe of NeMo or Megatron Bridge, "
+                "--num-layers and --hidden-size are missing, so the model is unknown. For a recipe of NeMo or Megatron Bridge, "
                 "pass the model's config.json from Hugging Face, and parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
@@ -120,7 +120,7 @@ def read_model(
                 raise ConfigError(f"{to_flag(name)} is missing. Pass for example {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
         if "num_experts" in values and _assume_sequence_parallel(values):
-            logger.warning("%s: --sequence-parallel is assumed, which Megatron needs for experts.", source)
+            logger.warning("%s: --sequence-parallel is assumed, because Megatron needs it for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
         list_chunks(model, parallelism)  # raises if the ranks cannot share the model
@@ -134,22 +134,22 @@ def read_model(
 def read_parallelism(
     flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the ranks from `flags`, and `model` with the changes from `flags`, for a model from another source.
+    """Apply `flags` to a model from another source. Return the changed model and the ranks.
 
-    Makes two assumptions, each with a warning: sequence parallelism if ranks share layers, and without `--global-batch-size`
-    enough microbatches to fill the pipeline.
+    Two defaults differ from Megatron's, and each logs a warning: tensor parallelism enables sequence parallelism, and without
+    `--global-batch-size` a step has enough microbatches to fill the pipeline.
 
     Args:
-        flags: Flags as typed: the ranks, `--seq-length`, and how layers and experts run. Any other is an error.
+        flags: Flags as typed: parallel sizes, `--seq-length`, and options of layers and experts. Any other flag is an error.
         source: Source of the flags, for errors.
         model: Model, for example from Hugging Face's files. Its vocabulary is padded as in Megatron.
-        own_flags: Flags of the command line that other code reads, for suggestions after typing errors.
+        own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
         ConfigError: A flag has an invalid value, or the ranks cannot share the model.
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
-    takes_sequence_parallel = _assume_sequence_parallel(values)
+    is_assumed = _assume_sequence_parallel(values)
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
@@ -157,14 +157,14 @@ def read_parallelism(
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
-    if takes_sequence_parallel:
-        reason = "which Megatron needs for experts" if model.experts else "as is usual; --no-sequence-parallel disables it"
-        logger.warning("%s: --sequence-parallel is assumed, %s.", source, reason)
+    if is_assumed:
+        reason = ", because Megatron needs it for experts" if model.experts else "; --no-sequence-parallel disables it"
+        logger.warning("%s: --sequence-parallel is assumed%s.", source, reason)
     if "global_batch_size" not in values:
         microbatches = parallelism.microbatches
         sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
         logger.warning(
-            "%s: --global-batch-size is missing. A step is assumed to have %d microbatches, %d for each chunk of each stage, "
+            "%s: --global-batch-size is missing. The plan assumes %d microbatches per step, %d for each chunk of each stage, "
             "as with --global-batch-size %d.",
             *(source, microbatches, MICROBATCHES_OF_A_CHUNK, sequences),
         )
@@ -174,16 +174,16 @@ def read_parallelism(
 def read_assumptions(
     flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
 ) -> Assumptions:
-    """Return the assumptions in `flags` about gradients, optimizer, fused kernels and offload settings.
+    """Return the assumptions about gradients, optimizer, fused kernels and offload settings from `flags`.
 
     Args:
-        flags: Megatron-LM's flags. A later one takes precedence. Unknown flags are skipped silently.
+        flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are skipped silently.
         source: Source of the flags, for errors.
-        typed: Further flags, from the command line. They take precedence.
+        typed: Flags from the command line. They override `flags`.
         has_optimizer: Whether steps update the parameters.
 
     Raises:
-        ConfigError: A flag has an invalid value, or flags exclude each other.
+        ConfigError: A flag has an invalid value, or two flags exclude each other.
     """
     parsed, _ = build_model_parser(source).parse_known_args(drop_unset(flags, typed))
     parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
@@ -194,21 +194,21 @@ def read_assumptions(
 
 
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of the flags by name, with `_` for `-`."""
+    """Return the values of all flags by name, with `_` for `-`."""
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(drop_unset(flags, typed))
-    left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # without effect then
-    warn_of_left(left, parser, source)
+    left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # no effect with SwiGLU
+    warn_of_unparsed(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     typed_values, left = parser.parse_known_args(list(typed))
-    # A first word that is not a flag is an error.
+    # The first leftover word must be a flag.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
-            parser.parse_flags([word])  # raises, and names the most similar flag
-    warn_of_left(left, parser, parser.source)
+            parser.parse_flags([word])  # raises an error that suggests the most similar flag
+    warn_of_unparsed(left, parser, parser.source)
     overridden = {*VIRTUAL_STAGE_FLAGS} if any(name in typed_values for name in VIRTUAL_STAGE_FLAGS) else set()
     if vars(typed_values).get("num_virtual_stages_per_pipeline_rank") == 1:
-        overridden.add("microbatch_group_size_per_virtual_pipeline_stage")  # without effect then
+        overridden.add("microbatch_group_size_per_virtual_pipeline_stage")  # no effect with one chunk per rank
     values = {name: value for name, value in vars(parsed).items() if name not in overridden} | vars(typed_values)
     if not values.keys() & {"vocab_size", "padded_vocab_size"} and (size := find_vocab_size(flags, source)):
         values["vocab_size"] = size
@@ -216,7 +216,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
 
 
 def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
-    """Enable sequence parallelism if ranks share layers and no flag sets it. Return whether it was changed."""
+    """Enable sequence parallelism under tensor parallelism unless a flag sets it. Return whether this changed `values`."""
     if values.get("tensor_model_parallel_size", 1) <= 1 or "sequence_parallel" in values:
         return False
     values["sequence_parallel"] = True
@@ -226,15 +226,15 @@ def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
-        raise ConfigError("--bf16 and --fp16 exclude each other. Give one of them; --no-bf16 or --no-fp16 overrides a file.")
+        raise ConfigError("--bf16 and --fp16 exclude each other. Use one of them; --no-bf16 or --no-fp16 overrides a file.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
     latent = _make_latent(values)
     if values.get("quick_geglu") and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
-            "--no-bias-swiglu-fusion with --quick-geglu: the saved bytes of that activation without fusion are unknown. "
-            "Leave --no-bias-swiglu-fusion out, or pass --swiglu."
+            "--no-bias-swiglu-fusion with --quick-geglu: the saved bytes of the unfused activation are unknown. Remove "
+            "--no-bias-swiglu-fusion, or pass --swiglu."
         )
     model = ModelShape(
         name=name,
@@ -269,13 +269,13 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
     """Return a model from another source with the changes from the flags."""
     for name in values:
         if name in _SET_BY_CONFIGURATION.split():
-            raise ConfigError(f"{to_flag(name)} is set by the configuration of {model.name}. Leave it out.")
+            raise ConfigError(f"{to_flag(name)} is set by the configuration of {model.name}. Remove it.")
         if name.startswith("moe_") and model.experts is None:
-            raise ConfigError(f"{to_flag(name)} is for experts, but {model.name} has none. Leave it out.")
+            raise ConfigError(f"{to_flag(name)} is for experts, but {model.name} has none. Remove it.")
     if model.has_quick_gate and not values.get("bias_swiglu_fusion", True):
         raise ConfigError(
-            f"--no-bias-swiglu-fusion with {model.name}, which uses quick GEGLU: the saved bytes of that activation "
-            "without fusion are unknown. Leave --no-bias-swiglu-fusion out."
+            f"--no-bias-swiglu-fusion with {model.name}, which uses quick GEGLU: the saved bytes of the unfused activation are "
+            "unknown. Remove --no-bias-swiglu-fusion."
         )
     experts = None if model.experts is None else change_experts(model.experts, values)
     padded = _pad(values, model.vocab_size)
@@ -283,7 +283,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that flags set for models from any source."""
+    """Return the fields that flags may change in a model from any source."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
@@ -291,7 +291,7 @@ def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
         changes["has_fused_activation"] = values["bias_swiglu_fusion"]
     if "hidden_dropout" in values:
         if not 0 <= values["hidden_dropout"] <= 1:
-            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is not a probability. Give a number from 0 to 1.")
+            raise ConfigError(f"--hidden-dropout {values['hidden_dropout']} is not a probability. Use a number from 0 to 1.")
         changes["has_hidden_dropout"] = values["hidden_dropout"] > 0
     if "fp8_format" in values:
         changes["fp8_recipe"] = values.get("fp8_recipe", "delayed")
@@ -303,7 +303,7 @@ def _make_latent(values: Mapping[str, Any]) -> LatentAttention | None:
         return None
     if "kv_lora_rank" not in values:
         raise ConfigError(
-            "--kv-lora-rank is missing, and --multi-latent-attention needs it. Pass for example --kv-lora-rank 512."
+            "--kv-lora-rank is missing, but --multi-latent-attention needs it. Pass for example --kv-lora-rank 512."
         )
     sizes = {name: values.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
     return LatentAttention(q_lora_rank=values.get("q_lora_rank"), kv_lora_rank=values["kv_lora_rank"], **sizes)
@@ -315,18 +315,18 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
     if "num_query_groups" in values:
         raise ConfigError(
             f"--num-query-groups {values['num_query_groups']} has no effect without --group-query-attention. "
-            "Add that flag, or leave --num-query-groups out."
+            "Add that flag, or remove --num-query-groups."
         )
     return int(values["num_attention_heads"])
 
 
 def _find_kv_channels(values: Mapping[str, Any]) -> int:
     hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
-    # The model itself rejects a number of heads below 1.
+    # `ModelShape` rejects a number of heads below 1.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
-            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}, which share it. Use a "
-            "multiple, or set the channels of a head with --kv-channels."
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}. Use a multiple, or set "
+            "the channels of a head with --kv-channels."
         )
     return int(values.get("kv_channels", hidden_size // max(1, heads)))
 
@@ -352,14 +352,14 @@ def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
         if positions < values["seq_length"]:
             raise ConfigError(
                 f"--max-position-embeddings {positions} is below --seq-length {values['seq_length']}. "
-                f"Give {values['seq_length']} or more."
+                f"Use {values['seq_length']} or more."
             )
         return {"learned_positions": positions, "rotary_percent": 0.0}
     return {"rotary_percent": 0.0 if kind == "none" else values.get("rotary_percent", 1.0)}
 
 
 def _find_window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    # -1 is an unlimited window.
+    # -1 means an unlimited window.
     tokens = values.get("window_size", (-1, 0))[0]
     if tokens == -1:
         return {}

@@ -1,4 +1,4 @@
-"""Warns of flags that are missing or not modelled."""
+"""Warns about flags that are missing or not modelled."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
 _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LARGE_VOCAB_SIZE = 131072
-"""Vocabulary size for tokenizers that a plan does not open. Most recent models have 128 to 202 thousand tokens."""
+"""Assumed vocabulary size of all other tokenizers. Most recent models have 128 to 202 thousand tokens."""
 
 _SCORE_SAVING_BACKENDS = ("unfused", "local")
-"""Attention backends that save the scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
+"""Attention backends that save the attention scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
 
 
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
-    """Warn of missing flags with unusual defaults, and of flags that the formulas do not cover.
+    """Warn about missing flags with unusual defaults, and about flags that the planner's formulas do not cover.
 
-    `values` are by flag name, with `_` for `-`. Absent flags have no entry.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
     """
     for message in _list_warnings(values, parallelism):
         logger.warning("%s: %s", source, message)
@@ -46,7 +46,7 @@ def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Itera
             "Measure a profile for the real bytes."
         )
     if read_graphs(values).impl != NO_GRAPHS:
-        yield "a plan does not count the unused memory in CUDA graph pools, so a step reserves more."
+        yield "a plan does not count unused memory in CUDA graph pools, so a step reserves more memory than predicted."
     if (backend := values.get("attention_backend")) in _SCORE_SAVING_BACKENDS:
         yield (
             f"--attention-backend {backend} saves the attention scores, but a plan assumes fused attention, which saves "
@@ -62,7 +62,7 @@ def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Itera
 
 
 def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
-    """Return the vocabulary size of the tokenizer that `flags` name, without opening it, or None if they name none."""
+    """Guess the vocabulary size of the tokenizer in `flags` without opening it. Return None if the flags have no tokenizer."""
     if not any(word in _TOKENIZER_FLAGS for word in flags):
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
@@ -73,11 +73,11 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
     return size
 
 
-def warn_of_left(left: Sequence[str], parser: FlagParser, source: str) -> None:
-    """Warn of the unmodelled flags in `left`, one line for each effect, and of unknown flags in one line."""
+def warn_of_unparsed(words: Sequence[str], parser: FlagParser, source: str) -> None:
+    """Warn about flags that `parser` did not parse: one line for each effect of unmodelled flags, and one for unknown flags."""
     effects: dict[str, list[str]] = {}
     unknown = []
-    for flag in list_unknown(left):
+    for flag in list_unknown(words):
         if (effect := find_effect(flag)) is not None:
             effects.setdefault(effect, []).append(flag)
         else:

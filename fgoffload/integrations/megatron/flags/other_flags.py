@@ -1,7 +1,7 @@
 """Lists Megatron flags that no plan depends on: they do not affect memory or time, or are not modelled.
 
-`other_flags.json` has each flag by name, and unmodelled flags by the resulting error of a prediction. Each flag also has its
-`--no-...` form.
+`other_flags.json` groups flags without effect by topic, and unmodelled flags by how they make predictions wrong. The `--no-...`
+form of each flag is recognized too.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
 torchrun's own flags; and our own offload flags.
@@ -17,24 +17,24 @@ WITHOUT_EFFECT = frozenset(flag for flags in _TABLE["without effect"].values() f
 """Flags that change neither saved tensors nor predicted times."""
 
 DECIDED_BY_PLAN = frozenset(_TABLE["without effect"]["offload and recompute, which the plan decides"])
-"""Flags of offload and recompute."""
+"""Flags for offload and recompute, which the plan replaces."""
 
 _NOT_MODELLED: Mapping[str, str] = {flag: effect for effect, flags in _TABLE["not modelled"].items() for flag in flags}
 
 
 def has_no_effect(flag: str) -> bool:
-    """Return whether `flag` changes no plan."""
+    """Return whether `flag` cannot change a plan."""
     return flag in WITHOUT_EFFECT or _drop_no(flag) in WITHOUT_EFFECT
 
 
 def find_effect(flag: str) -> str | None:
-    """Return the error of a prediction without the unmodelled `flag`, or None for any other flag."""
+    """Return how the unmodelled `flag` makes predictions wrong, or None for any other flag."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 
 
 def trains_adapters(words: Iterable[str]) -> bool:
-    """Return whether `words` train low-rank adapters, with the model's own weights frozen."""
+    """Return whether the flags in `words` train low-rank adapters and freeze the model's own weights."""
     effect = _NOT_MODELLED["--lora-rank"]
     return any(word.startswith("--") and find_effect(word.partition("=")[0]) == effect for word in words)
 

@@ -1,4 +1,4 @@
-"""Reads ranks and microbatches from Megatron's flags, for plans."""
+"""Reads parallel sizes and microbatches from Megatron's flags, for plans."""
 
 import math
 import types
@@ -20,7 +20,7 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""Flag of each field of Parallelism, with `_` for `-`."""
+"""Flag of each size in Parallelism, with `_` for `-`."""
 
 FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -37,29 +37,29 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
         "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
-"""Flag of each field, without the data-parallel size and the microbatches, which depend on several flags."""
+"""Flag of each field of Parallelism, except the data-parallel size and the microbatches, which depend on several flags."""
 
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-"""The two flags for the number of chunks of a rank, with `_` for `-`. Megatron-LM accepts only one of them."""
+"""The two flags for the number of chunks per rank, with `_` for `-`. Megatron-LM accepts only one of them at a time."""
 
 MICROBATCHES_OF_A_CHUNK = 4
-"""Default number of microbatches per model chunk of each stage. Pipeline ranks then idle for less than a fifth of the step."""
+"""Default number of microbatches per model chunk of each stage. With 4, pipeline ranks idle for less than 20% of the step."""
 
 
 def make_parallelism(
     values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
 ) -> Parallelism:
-    """Return the ranks and microbatches from flags.
+    """Return the ranks and microbatches that flags describe.
 
-    `values` are by flag name, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the number of
-    ranks is the minimum that holds the model and its experts. Without `--global-batch-size`, a step has one microbatch, as in
-    Megatron, or with `fills_pipeline` enough to fill the pipeline.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
+    plan uses the minimum number of ranks that holds the model and its experts. Without `--global-batch-size`, a step has one
+    microbatch, as in Megatron, or with `fills_pipeline` enough microbatches to fill the pipeline.
 
     Raises:
-        ConfigError: A value is invalid. Names the flag, the value, the limit and the fix.
+        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
-    # Checked first: if ranks cannot share a layer, no number of GPUs can be suggested.
+    # Checked first: if ranks cannot share a layer, the error below cannot suggest a number of GPUs.
     layer_sizes = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
     data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
@@ -78,7 +78,7 @@ def make_parallelism(
 
 def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
-    # By default, Megatron shards an expert over as many ranks as other layers.
+    # By default, Megatron shards experts over as many ranks as other layers.
     sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
     for field, size in sizes.items():
         check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
@@ -105,7 +105,7 @@ def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], nu
         if "expert_tensor_parallel_size" not in values and num_gpus % unsharded == 0:
             tensor = f"--tensor-model-parallel-size {sizes['tensor_parallel_size']}"
             fix = f"--expert-tensor-parallel-size 1 (--etp), which otherwise equals {tensor}, or {fix}"
-        raise ConfigError(f"{given} not a multiple of {fewest}, which {needs}. Give {fix}.")
+        raise ConfigError(f"{given} not a multiple of {fewest}, which {needs}. Use {fix}.")
     return num_gpus // model
 
 
@@ -123,7 +123,7 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
     if sequences % one:
         raise ConfigError(
             f"--global-batch-size {sequences} is not a multiple of --micro-batch-size {micro_batch_size} x data-parallel size "
-            f"{data_parallel_size} = {one}. Give {-(-sequences // one) * one}, or another --num-gpus."
+            f"{data_parallel_size} = {one}. Use {-(-sequences // one) * one}, or another --num-gpus."
         )
     return int(sequences // one)
 
@@ -132,7 +132,7 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
     """Return the virtual pipeline size from either of Megatron-LM's two flags.
 
     Raises:
-        ConfigError: Both flags are set, or the layers cannot be divided.
+        ConfigError: Both flags are set, or the layers cannot be divided evenly.
     """
     per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
     if per_chunk is None:
@@ -140,7 +140,7 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
     if chunks is not None:
         flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
         raise ConfigError(
-            f"{' and '.join(flags)} (--vp) both set the chunks of a pipeline rank. Use one of them; to override a file, use "
+            f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use one of them; to override a file, use "
             "the file's flag."
         )
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
@@ -149,6 +149,6 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
     if counted % (stages * per_chunk):
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide the {counted} layers. "
-            "Give a number that does, or --num-virtual-stages-per-pipeline-rank."
+            "Use a number that does, or --num-virtual-stages-per-pipeline-rank."
         )
     return int(counted // (stages * per_chunk))

@@ -1,4 +1,4 @@
-"""Splits a bash script into words and expands them, without running anything.
+"""Splits a bash script into words and expands them, without running the script.
 
 Words expand as in bash: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Command substitutions and unknown
 variables are left as written.
@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.flags.field_flags import compute
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
-"""End of a word outside of quotes."""
+"""End of a word outside quotes."""
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
 _LITERAL = re.compile(r"(?P<plain>[^\s\"'\\$`|&;<>()]+)|'(?P<single>[^']*)'|\\(?P<escaped>.?)", re.DOTALL)
 _IN_DOUBLE = re.compile(r"([^\"\\$`]+|\\(?![$`\"\\\n]))|\\([$`\"\\\n])")
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     kind: str
     """`plain`, `quoted`, `double` with its pieces in `inner`, `variable`, `arithmetic`, `command`, or `array` of words."""
     text: str
-    """Text, without quotes or brackets."""
+    """Text without quotes or brackets."""
     inner: tuple["Piece | Word", ...] = ()
 
 
@@ -47,7 +47,7 @@ class Word(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """Text of a word without quotes and expansions; empty for any other word."""
+        """Return the text if the word has no quotes or expansions, otherwise an empty string."""
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
@@ -55,7 +55,7 @@ def split_script(text: str, source: str) -> list[Word]:
     """Return the words and operators of `text`, without comments, continuations and here-documents.
 
     Raises:
-        ConfigError: A quote or bracket is not closed. Names its line.
+        ConfigError: A quote or bracket is not closed. The message names its line.
     """
     return _Scanner(text, source).scan()
 
@@ -67,7 +67,7 @@ class _Scanner:
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._documents: list[str] = []
-        """End markers of here-documents after the current line."""
+        """End markers of the here-documents that follow the current line."""
 
     def scan(self, *, in_array: bool = False) -> list[Word]:
         begin = self._at
@@ -88,7 +88,7 @@ class _Scanner:
             else:
                 words.append(Word(self._scan_pieces(), line))
         if in_array:
-            raise self._refuse("the array that begins here has no end", begin)
+            raise self._refuse("the array that begins here is not closed", begin)
         return words
 
     def _scan_pieces(self) -> tuple[Piece, ...]:
@@ -142,7 +142,7 @@ class _Scanner:
         return Piece("quoted", "$")
 
     def _take_brackets(self, opened: str, closed: str) -> str:
-        """Return the text up to the matching closing bracket, with nested brackets."""
+        """Return the text up to the matching closing bracket. Brackets may be nested."""
         begin, depth = self._at, 0
         for place in range(begin, len(self._text)):
             if depth == 0 and self._text.startswith(closed, place):
@@ -166,7 +166,7 @@ class _Scanner:
         return bisect.bisect_left(self._newlines, place) + 1
 
     def _refuse(self, problem: str, place: int) -> ConfigError:
-        return ConfigError(f"{self._source}, line {self._find_line(place)}: {problem}. Close it, as bash requires.")
+        return ConfigError(f"{self._source}, line {self._find_line(place)}: {problem}. Close it.")
 
 
 class Variables:
@@ -203,7 +203,7 @@ class Variables:
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:
-        """Yield the words of arrays, and of strings that begin with a flag, that no other word expands."""
+        """Yield the words of each array, and of each string that begins with a flag, unless another word expands it."""
         own = {name: text for name, text in self._scalars.items() if name in self._assigned}
         texts = {name: [word for word in text.split() if word[0] != "$" or len(word) == 1] for name, text in own.items()}
         flags = {name: own[name].split() for name, words in texts.items() if words[:1] and words[0].startswith("--")}
@@ -271,14 +271,14 @@ class Variables:
 
 
 def _scan_text(text: str, source: str) -> Word:
-    """Return `text` as if it were inside double quotes."""
+    """Scan `text` as if it were inside double quotes."""
     stripped = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
     (word,) = split_script('"' + stripped.replace('"', '\\"') + '"', source)
     return word
 
 
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Return the result of integer arithmetic, or the text as written if it cannot be computed."""
+    """Evaluate integer arithmetic, or return the text as written if this fails."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
         return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))

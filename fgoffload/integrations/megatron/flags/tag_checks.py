@@ -1,6 +1,6 @@
-"""Rejects tags that cannot offload anything with Megatron's flags, before Megatron starts.
+"""Rejects tags that have nothing to offload under Megatron's flags, before Megatron starts.
 
-Callers of `apply` may have several models with different sites, so there tags without a site are reported after the first step.
+A caller of `apply` may have several models with different sites, so `apply` reports tags without a site after the first step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,18 +20,18 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields of models whose layers other flags or files define."""
+"""Fields of models whose layers are defined by other flags or files."""
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags that save nothing that could be offloaded.
+    """Reject tags that save nothing to offload.
 
     Args:
         offload: Offload settings.
         values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
-        ConfigError: Names the tag, the flag and the fix.
+        ConfigError: A tag has nothing to offload. The message names the tag, the flag and the fix.
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
@@ -53,16 +53,16 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Reject tags of routed experts if Megatron stashes their saved tensors itself.
+    """Reject tags of routed experts if Megatron's paged stash already moves their saved tensors.
 
     Raises:
-        ConfigError: Names the tag and the reason.
+        ConfigError: A tag and the stash exclude each other.
     """
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(
                 f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves the experts' saved "
-                "tensors to its own pages, so nothing is left to offload. Leave one of them out."
+                "tensors to its own pages, so nothing is left to offload. Remove one of them."
             )
 
 
@@ -72,13 +72,13 @@ def _check_recompute(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     for name in offload.offload_modules:
         if name == "layer_input" and not is_full:
             raise ConfigError(
-                "--offload-modules 'layer_input' is only saved under full recompute. Give --recompute-granularity full, or "
-                "leave the tag out."
+                "--offload-modules 'layer_input' is only saved under full recompute. Pass --recompute-granularity full, or "
+                "remove the tag."
             )
         if name != "layer_input" and is_uniform and name in offload.tags:
             raise ConfigError(
                 f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
-                "a whole and only saves its input. Give layer_input instead, or --recompute-method block."
+                "a whole and only saves its input. Use layer_input instead, or --recompute-method block."
             )
 
 
@@ -93,5 +93,5 @@ def _check_model(tags: Iterable[str], values: Mapping[str, Any]) -> None:
         elif name in _DENSE_TAGS and experts and not has_dense_layers(values):
             needs = "dense layers"
         if needs:
-            fix = f"Give {flag}, or leave it out" if flag else "Leave it out"
-            raise ConfigError(f"--offload-modules {name!r} needs {needs}, and this model has none. {fix}.")
+            fix = f"Pass {flag}, or remove the tag" if flag else "Remove the tag"
+            raise ConfigError(f"--offload-modules {name!r} needs {needs}, but this model has none. {fix}.")

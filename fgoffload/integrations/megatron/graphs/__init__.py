@@ -1,1 +1,1 @@
-"""CUDA graphs of Megatron, with offload in captured layers."""
+"""Supports offload in layers that Megatron captures in CUDA graphs."""

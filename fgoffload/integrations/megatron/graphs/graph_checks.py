@@ -1,4 +1,4 @@
-"""Rejects combinations of CUDA graphs and offload that are not supported."""
+"""Rejects unsupported combinations of CUDA graphs and offload."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Check that CUDA graphs and offload do not exclude each other.
+    """Reject tags that cannot be offloaded under the run's CUDA graphs.
 
     `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
-        ConfigError: Names the flag, the module, the reason and the fix.
+        ConfigError: A tag and a flag exclude each other. The message names both, the reason and the fix.
     """
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
@@ -31,7 +31,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     if offload.is_auto:
         raise ConfigError(
             f"--offload-modules auto measures modules in eager steps, but --cuda-graph-impl {impl} replays graphs without "
-            "them. Make a plan with fgoffload plan, or select tags."
+            "running them. Make a plan with fgoffload plan, or select tags."
         )
     has_experts = bool(values.get("num_moe_experts"))
     if not values.get("moe_paged_stash"):
@@ -43,16 +43,15 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     for tag in selected:
         if tag in kept:
             raise ConfigError(
-                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} exclude each other: {kept[tag]}. Leave one of them "
-                "out."
+                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} exclude each other: {kept[tag]}. Remove one of them."
             )
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
-    """Check that a plan recomputes no captured module.
+    """Reject a plan that recomputes a captured module.
 
     Raises:
-        PlanError: Names the unit and the fix.
+        PlanError: A unit is captured. The message names the unit and the fix.
     """
     impl, modules = read_graphs(values)
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
@@ -66,7 +65,7 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
-    """Return which modules are captured, by the names of 0.19."""
+    """Return the CUDA graph options, with the names of megatron-core 0.19."""
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:
@@ -79,16 +78,16 @@ def read_graphs(values: Mapping[str, Any]) -> Graphs:
 
 
 def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error if a graph of a full iteration would capture experts without a fixed capacity."""
+    """Yield an error if a full-iteration graph would capture experts without a fixed capacity."""
     is_padded = values.get("moe_expert_capacity_factor") is not None and values.get("moe_pad_expert_input_to_capacity")
     if impl == FULL_ITERATION and values.get("num_moe_experts") and not is_padded:
         yield (
             f"--cuda-graph-impl {impl}: dropless routing synchronizes on the token counts, which a graph cannot capture. Pass "
-            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or leave the graph out."
+            "--moe-expert-capacity-factor 1.0 and --moe-pad-expert-input-to-capacity, or remove --cuda-graph-impl."
         )
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:
-    """Return whether a model with experts also has dense layers. True if the number of layers is missing."""
+    """Return whether a model with experts may have dense layers too. True if the number of layers is missing."""
     num_layers = values.get("num_layers")
     return not num_layers or not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

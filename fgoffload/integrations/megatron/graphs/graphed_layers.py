@@ -1,11 +1,11 @@
-"""Tracks forward through replays of Megatron's CUDA graphs, and offloads saves of captured modules.
+"""Offloads the saved tensors of modules in Megatron's CUDA graphs, and tracks forward through graph replays.
 
-Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` first
-to warm up and then for the graph. From then on it calls `_te_cuda_graph_replay`, and captured modules no longer run their
-`forward` or its hooks. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saves of captured
-modules are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` to warm
+up and to capture. For later steps it calls `_te_cuda_graph_replay`, which does not run the `forward` or the hooks of captured
+modules. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saved tensors of captured modules
+are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
-A graph of a full iteration contains forward and backward of all microbatches, and the engine's copies: see
+A full-iteration graph contains forward and backward of all microbatches, and the engine's copies, see
 `OffloadEngine.capture_step`. A replay runs no Python, so the statistics do not change after the captured step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
@@ -37,25 +37,25 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """Captures and replays the forwards of layers."""
+    """Adds offload to the capture and the replay of layers."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
         self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
-        """Captured forwards by microbatch; None for one that offloads nothing."""
+        """Captured forwards by microbatch. None if the forward offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
         """Microbatches whose outputs are marked to stay on the GPU."""
         self.find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Returns a region for the site of a tag in the layer that is being captured or warmed up; None if no layer is."""
+        """Returns the region of a tag in the layer that is being captured or warmed up. None outside a capture."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Megatron's wrappers of schedules that have captured a full iteration."""
+        """Megatron's schedule wrappers that have captured a full iteration."""
         self.is_replaying = False
-        """Whether forward is after the graph of a layer, so that groups may wait for the next one."""
+        """Whether forward is in a layer that replays its graph, so that groups may wait for the next graph."""
 
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
-        """Run the forward of `layer` for a capture or its warm-up, and offload the saves of its regions."""
+        """Run the forward of `layer` for a capture or its warm-up, and offload what its regions save."""
         self._known.pop(layer, None)
         chunk = self.chunks.get(layer)
         if self.find_region is not None or is_inert() or chunk is None:
@@ -80,7 +80,7 @@ class GraphedLayers:
         if engine.device.is_capturing():
             self._forwards.setdefault(layer, []).append(forward)
         else:
-            self._forwards.pop(layer, None)  # a warm-up: the layer is captured anew
+            self._forwards.pop(layer, None)  # a warm-up, so a new capture follows
         return outputs
 
     def replay(self, layer: torch.nn.Module, run: Callable[[], Any]) -> Any:
@@ -94,25 +94,25 @@ class GraphedLayers:
             self._follow_backward(forward, outputs)
         known = self._known.setdefault(layer, set())
         if microbatch not in known:
-            known.add(microbatch)  # only once, since each replay has the same outputs
+            known.add(microbatch)  # once is enough, since each replay has the same outputs
             self._engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
     def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
         staging = self._engine.staging
         node = next((one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None), None)
-        if node is not None:  # this single node replays the whole backward
+        if node is not None:  # one node replays the whole backward
             node.register_prehook(lambda gradients: staging.enter_backward(forward))
             node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
 
     def capture_step(self, wrapper: Any, run: Callable[[], Any]) -> Any:
-        """Run the capture of a full iteration by `wrapper`."""
+        """Run `wrapper`'s capture of a full iteration with offload."""
         self._steps.add(wrapper)
         with self._engine.capture_step():
             return run()
 
     def close(self) -> None:
-        """Disable graphs that would read tensors which this engine no longer reloads."""
+        """Disable graphs whose offloaded tensors a closed engine cannot reload."""
         for wrapper in self._steps:
             if wrapper.cuda_graph[_TRAINING] is not None:
                 wrapper.cuda_graph[_TRAINING] = _RemovedGraph(wrapper.cuda_graph[_TRAINING])
@@ -125,15 +125,15 @@ class GraphedLayers:
 
 
 class _RemovedGraph:
-    """Replaces a graph whose engine is closed. It can be reset, but not replayed."""
+    """Placeholder for a graph whose engine is closed. It can be reset but not replayed."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
-            "This CUDA graph was captured with activation offload, which was removed since: its saved tensors are gone. "
-            "Capture again (`TECudaGraphHelper.create_cudagraphs`)."
+            "This CUDA graph was captured with activation offload, which was removed since, so its saved tensors are gone. "
+            "Capture it again (`TECudaGraphHelper.create_cudagraphs`)."
         )
 
     replay = __call__
@@ -147,17 +147,17 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def is_capturing() -> bool:
-    """Return whether Megatron captures graphs of layers or warms up for that. A forward is then not part of a step."""
+    """Return whether Megatron captures layers or warms up for a capture. Such a forward is not part of a step."""
     return bool(load_module("megatron.core.transformer.cuda_graphs").is_graph_capturing())
 
 
 def may_query() -> bool:
-    """Return whether events may be queried, which is not allowed during a capture."""
+    """Return whether events may be queried. CUDA forbids this during a capture."""
     return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], run_layer: Callable[..., Any]) -> None:
-    """Wrap the methods that capture and replay graphs. `run_layer` tracks the replay of a layer as its forward."""
+    """Wrap the methods that capture and replay graphs. `run_layer` tracks a layer's replay like a forward of the layer."""
     for owner in (GRAPHABLE, LAYER):
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_capture, get_offload))
     wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_replay, get_offload))
@@ -175,7 +175,7 @@ def _capture(get_offload: Callable[[], Any], original: Any, layer: Any, *args: A
 def _replay(get_offload: Callable[[], Any], original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     offload = get_offload()
     outputs = offload.graphs.replay(layer, lambda: original(layer, *args, **kwargs))
-    offload.flush_delayed()  # the graph is launched, so the host has time now
+    offload.flush_delayed()  # the graph has been launched, so the CPU is idle
     return outputs
 
 

@@ -1,9 +1,9 @@
 """Applies offload to an unmodified training script of Megatron-LM.
 
-own = take_own_flags(words)  # the script's words without our flags, and the settings from our flags
+own = take_own_flags(words)  # separates our flags from the script's words
 if own.offload is not None:
     offload = apply_to_script(own.offload, own.script_words)
-    ...  # run it with own.script_words
+    ...  # run the script with own.script_words
     offload.remove()
 """
 

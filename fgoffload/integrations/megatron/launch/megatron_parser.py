@@ -1,8 +1,8 @@
 """Reads the values of Megatron-LM's flags with Megatron-LM's own parser, before the script starts.
 
-Flags differ between versions, so the parser of the Megatron-LM next to the script is used. A script without Megatron-LM has its
-own parser, which cannot be used before the script runs. Since 0.18, wheels of megatron-core include `megatron.training`. Not
-every script uses it, so the parser of a wheel is ignored.
+Flags differ between versions, so this uses the parser of the Megatron-LM next to the script. A script without Megatron-LM may
+have its own parser, which is unavailable until the script runs. Since 0.18, wheels of megatron-core include
+`megatron.training`. Not every script uses it, so a parser from a wheel is ignored.
 """
 
 import argparse
@@ -20,13 +20,13 @@ _MODULE = "megatron.training.arguments"
 
 
 class _ParserIsComplete(BaseException):
-    """Ends Megatron-LM's `parse_args` before it parses. Not an `Exception`, so that no handler catches it as an error."""
+    """Ends Megatron-LM's `parse_args` before it parses. It is no `Exception`, so error handlers do not catch it."""
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of all Megatron-LM flags in `words`, or None without a parser or if it rejects `words`.
+    """Return the values of all Megatron-LM flags, from `words` or defaults. None without a parser, or if it rejects `words`.
 
-    Imports Megatron-LM's training code, which the script imports anyway. The script reports rejected words itself.
+    This imports Megatron-LM's training code, which the script imports anyway. The script itself reports rejected words.
     """
     parser = _find_parser()
     if parser is None:
@@ -35,7 +35,7 @@ def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
     with contextlib.redirect_stderr(silence), contextlib.redirect_stdout(silence):
         try:
             return vars(parser.parse_known_args(list(words))[0])
-        # Some of its types raise errors that argparse does not turn into an exit, such as KeyError.
+        # Some argument types raise errors that argparse does not turn into an exit, such as KeyError.
         except (SystemExit, AssertionError, LookupError, TypeError, ValueError):
             return None
 
@@ -46,11 +46,11 @@ def _find_parser() -> argparse.ArgumentParser | None:
     try:
         module = load_module(_MODULE)
     except (ImportError, IntegrationError):
-        return None  # if the script needs it, the script reports that it is missing
+        return None  # if the script needs the module, its own import raises the error
     parse_args: Any = getattr(module, "parse_args", None)
     found: list[argparse.ArgumentParser] = []
 
-    # In every version since 2, Megatron-LM passes the complete parser to the script's `extra_args_provider`, and then parses.
+    # Since version 2, Megatron-LM passes the complete parser to the script's `extra_args_provider` and then parses.
     def take_parser(parser: argparse.ArgumentParser) -> NoReturn:
         found.append(parser)
         raise _ParserIsComplete
@@ -63,10 +63,10 @@ def _find_parser() -> argparse.ArgumentParser | None:
 
 
 def _is_from_wheel() -> bool:
-    """Return whether `megatron.training` is next to the metadata that pip writes for an installed wheel."""
+    """Return whether pip's metadata of an installed wheel is next to `megatron.training`."""
     try:
         spec = importlib.util.find_spec(_MODULE.rpartition(".")[0])
-    except (ImportError, ValueError):  # Megatron is missing, or is a module created by hand
+    except (ImportError, ValueError):  # Megatron is missing, or its module has no spec
         return False
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any(any(Path(folder).parents[1].glob("megatron_core-*.dist-info")) for folder in folders)

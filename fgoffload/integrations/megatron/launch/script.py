@@ -35,9 +35,9 @@ class OwnFlags:
     script_words: tuple[str, ...]
     """Words without our flags and their values, in order."""
     remarks: tuple[str, ...] = ()
-    """Warnings about our flags that have no effect."""
+    """Warnings about offload flags without effect."""
     trainer_budget: str | int | None = None
-    """Memory budget for a script that creates trainers, if Megatron's offload is off: `auto`, or bytes."""
+    """Memory budget for a script that creates a transformers Trainer, if Megatron's offload is off: `auto` or bytes."""
 
 
 def take_own_flags(words: Sequence[str]) -> OwnFlags:
@@ -69,7 +69,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
 def _read_budget(text: str) -> int:
     budget_bytes = parse_bytes(text, name=f"{COMMAND_LINE}: {_BUDGET}", needs_unit=True)
     if budget_bytes <= 0:
-        raise ConfigError(f"{COMMAND_LINE}: {_BUDGET} {text} leaves no GPU memory. Use a size like 60GiB.")
+        raise ConfigError(f"{COMMAND_LINE}: {_BUDGET} {text} leaves no GPU memory. Use a size, for example 60GiB.")
     return budget_bytes
 
 
@@ -86,16 +86,16 @@ def apply_to_script(
 ) -> MegatronOffload:
     """Apply offload for a script that starts afterwards in this process. Call `remove` when the script has ended.
 
-    The script's folder must already be first in `sys.path`, so that offload is applied to a Megatron-LM in that folder.
+    The script's folder must already be first in `sys.path`; otherwise a Megatron-LM in that folder would not be found.
 
     Args:
-        config: Offload settings; see `take_own_flags`.
+        config: Offload settings, see `take_own_flags`.
         script_words: Arguments for the script, without our flags.
         environment: Environment of this process. `LOCAL_RANK` selects its GPU.
 
     Raises:
         ConfigError: A tag conflicts with a flag of the script.
-        IntegrationError: Megatron-Core is missing, lacks a symbol, or offload is applied already.
+        IntegrationError: Megatron-Core is missing or lacks a symbol, or offload is already applied.
         PlanError: The plan file cannot be read.
     """
     _choose_gpu(environment)
@@ -108,22 +108,22 @@ def apply_to_script(
 
 
 def describe_megatron() -> str:
-    """Return a sentence with the version and folder of the Megatron-Core in use."""
+    """Return a sentence with the version and the folder of the Megatron-Core in use."""
     return f"Megatron-Core {get_version()} is in {Path(load_module('megatron.core').__file__).parent}."
 
 
 def _choose_gpu(environment: Mapping[str, str]) -> None:
     """Select the GPU that Megatron-LM will select later, since the engine's streams and memory belong to one GPU."""
     local_rank = environment.get("LOCAL_RANK", "0")
-    # If each process sees only its own GPU, that GPU is selected already.
+    # If each process sees only its own GPU, that GPU is already selected.
     if not needs_cpu_support() and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
         torch.cuda.set_device(int(local_rank))
 
 
 def _check_tags(offload: OffloadConfig, values: dict[str, Any] | None) -> None:
     if values is None or values.get("yaml_cfg"):
-        return  # unknown, or in that file
-    if "num_experts" in values:  # the field has another name than the flag
+        return  # the values are unknown or in the YAML file
+    if "num_experts" in values:  # the flag and the field have different names
         values["num_moe_experts"] = values["num_experts"]
     try:
         check_tags(offload, values)

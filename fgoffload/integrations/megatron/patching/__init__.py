@@ -1,1 +1,1 @@
-"""Megatron-Core's symbols: importing, replacing and putting them back."""
+"""Imports Megatron-Core, and replaces and restores its symbols."""

@@ -1,10 +1,10 @@
-"""Runs the released Megatron-Core on a machine without a GPU, or without Transformer Engine.
+"""Makes released versions of Megatron-Core run without a GPU or without Transformer Engine.
 
     with apply_cpu_support():
         ...  # build and train a GPTModel of the local layer spec
 
 Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
-CPU, with Gloo between processes. CUDA's random state is the CPU's, so recompute restores the state that dropout draws from.
+CPU, with Gloo between processes. Calls for CUDA's random state use the CPU's, so recompute repeats dropout correctly.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 _logger = logging.getLogger(__name__)
 
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
-"""Functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and closely related ones."""
+"""Functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and similar ones."""
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def needs_cpu_support() -> bool:
-    """Return whether CUDA has no usable GPU."""
+    """Return whether this machine lacks a usable CUDA GPU."""
     return not torch.cuda.is_available()
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Megatron-Core has found Transformer Engine."""
+    """Return whether Megatron-Core could import Transformer Engine."""
     return bool(load_module("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE)
 
 
@@ -42,7 +42,7 @@ def apply_cpu_support() -> Patches:
     """Make Megatron-Core run on the CPU and without Transformer Engine, until `remove`.
 
     Raises:
-        IntegrationError: A symbol to replace does not exist. Nothing is replaced then.
+        IntegrationError: A symbol to replace does not exist. In this case nothing is replaced.
     """
     with Patches() as support:
         _replace_device(support)
@@ -77,7 +77,7 @@ def _replace_device(support: Patches) -> None:
         support.replace(owner, "cuda", lambda self, *args, **kwargs: self)
     for name in _FACTORIES:
         support.replace("torch", name, _on_cpu(getattr(torch, name)))
-    # Megatron decorates small functions with torch.compile. On a CPU that needs a C++ compiler and seconds per layer.
+    # Megatron compiles small functions with torch.compile. On a CPU this needs a C++ compiler and takes seconds per layer.
     support.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -93,11 +93,11 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_in_megatron(support: Patches) -> None:
-    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_if_ranks_share_layers)
+    support.replace(f"{_RANDOM}:CudaRNGStatesTracker", "fork", _fork_if_layers_are_sharded)
     support.replace(
         _RANDOM, "_set_cuda_rng_state", lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     )
-    # The all-to-all dispatcher moves its split sizes to the CPU and then to NumPy, but only if they were on a GPU.
+    # Megatron's function converts the all-to-all dispatcher's split sizes to NumPy only if they were on a GPU.
     support.replace("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _convert_on_cpu)
 
 
@@ -106,8 +106,8 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 @contextlib.contextmanager
-def _fork_if_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Switch to another random state if processes hold parts of one layer, which must draw different numbers."""
+def _fork_if_layers_are_sharded(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Use the random state `name` inside if several ranks hold shards of a layer, because they need different numbers."""
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -127,17 +127,17 @@ def _fork_if_ranks_share_layers(self: Any, name: str = "model-parallel-rng") -> 
 
 
 def _support_local_layers(support: Patches) -> None:
-    # Megatron's replacement for Apex's norm rejects sequence parallelism, since nothing would sum its gradients over ranks.
+    # Megatron's substitute for Apex's norm rejects sequence parallelism, because its gradients would not be summed over ranks.
     original = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm.__new__
     build = staticmethod(_mark_for_sequence_parallelism(original))
     support.replace("megatron.core.transformer.torch_norm:WrappedTorchNorm", "__new__", build)
     if load_module(_RANDOM).HAVE_TE:
         return
-    # Without Transformer Engine, the router reads this undefined name. None selects plain torch.
+    # Without Transformer Engine, this name is undefined but the router reads it. None selects plain torch.
     router = "megatron.core.transformer.moe.moe_utils"
     require_symbol(router, "RouterGatingLinearFunction")
     support.define(router, "te_general_gemm", None)
-    # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads its state.
+    # CheckpointWithoutOutput() in 0.16.1 assumes that FP8 is on (`False is not None`) and reads the FP8 state.
     require_symbol(_RANDOM, "CheckpointWithoutOutput")
     support.define(_RANDOM, "FP8GlobalStateManager", types.SimpleNamespace(is_fp8_enabled=lambda: False))
     for name in ("activation_recompute_forward", "fp8_autocast"):
@@ -161,7 +161,7 @@ def _mark_for_sequence_parallelism(original: Any) -> Any:
 
 
 class _InlineStream:
-    """Stream that completes work when it is queued."""
+    """CPU substitute for a CUDA stream: all work is done when it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

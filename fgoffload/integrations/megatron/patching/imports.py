@@ -1,4 +1,4 @@
-"""Imports Megatron-Core, and hides warnings that users cannot act on."""
+"""Imports Megatron-Core, and hides warnings that users can do nothing about."""
 
 import contextlib
 import importlib
@@ -12,24 +12,24 @@ from typing import Any
 from fgoffload.errors import IntegrationError
 
 CPU_OFFLOAD_V1 = "NVTE_CPU_OFFLOAD_V1"
-"""Environment variable that Megatron's own engine needs. See docs/reference/environment.md."""
+"""Environment variable that Megatron's own offload engine needs. See docs/reference/environment.md."""
 
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "absl.logging is not installed",
-    # From the config, about defaults and about layers of Transformer Engine.
+    # Raised by the config, about defaults and Transformer Engine's layers.
     "full scope is deprecated",
     "If you are using transformer_engine",
     "moe_ffn_hidden_size is not set",
     # Megatron's own router and linear layers call each other in a deprecated way.
     "Warning: tp_group is None",
     "MLP requires ffn_hidden_size",
-    # Since 0.19, if a config is made before its ranks.
+    # Since 0.19, if a config is created before torch.distributed is initialized.
     "Could not determine rank from torch.distributed",
     "`torch.distributed.",
 )
-"""Start of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
+"""Beginnings of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
 
 _EXPECTED_LOGS = {
     # At import on a machine with a CUDA toolkit and no GPU.
@@ -37,15 +37,15 @@ _EXPECTED_LOGS = {
     # Since 0.19, about the model class of training scripts.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""Start of similar log lines, by logger."""
+"""Beginnings of similar log lines, by logger."""
 
 _DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
-"""Warnings for Megatron's developers at import, such as about torch.jit.script and moved modules."""
+"""Kinds of warnings at import for Megatron's developers, such as about torch.jit.script and moved modules."""
 
 
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
-    """Suppress the warnings that Megatron-Core raises regardless of its use."""
+    """Suppress the warnings that Megatron-Core raises however it is used."""
 
     def accept(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(tuple(_EXPECTED_LOGS.values()))
@@ -63,7 +63,7 @@ def require_torch() -> None:
     """Import torch.
 
     Raises:
-        IntegrationError: torch cannot be imported. Says how to install it.
+        IntegrationError: torch cannot be imported. The message has the command that installs it.
     """
     try:
         importlib.import_module("torch")
@@ -74,13 +74,13 @@ def require_torch() -> None:
 
 
 def load_module(name: str) -> Any:
-    """Import the module called `name` without warnings, and return it, typed as Any since Megatron-Core ships no types.
+    """Import a module of Megatron-Core without warnings. Its type is Any because Megatron-Core ships no types.
 
     Raises:
         IntegrationError: The module cannot be found.
     """
     if (loaded := sys.modules.get(name)) is not None:
-        return loaded  # every forward of a layer calls this, and changing warning filters is slow
+        return loaded  # every layer's forward calls this function, and changing warning filters is slow
     with ignore_expected_warnings():
         for category in _DEVELOPER_WARNINGS:
             warnings.simplefilter("ignore", category)

@@ -1,4 +1,4 @@
-"""Wraps functions, and methods of classes and single objects, until `Patches` are removed."""
+"""Wraps functions and methods, also those of a single object, until their `Patches` are removed."""
 
 import functools
 import types
@@ -9,11 +9,11 @@ from typing import Any
 from fgoffload.integrations.megatron.patching.patches import Patches, get_owner, require_symbol
 
 _PATCHES = "_fgoffload_patches"
-"""Attribute of a wrapper with its patches."""
+"""Attribute of a wrapper that holds its `Patches`."""
 
 
 def wrap_symbol(patches: Patches, owner: str, name: str, around: Callable[..., Any]) -> None:
-    """Call `around` instead of the function or method `name`, with the original as first argument."""
+    """Call `around` instead of the function or method `name`, with the original as the first argument."""
     require_symbol(owner, name)
     patches.replace(owner, name, _wrap(getattr(get_owner(owner), name), around))
 
@@ -29,7 +29,7 @@ def _wrap(original: Any, around: Callable[..., Any]) -> Any:
 def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
     """Call `around` instead of the method `name` of one object, with the method as a function, the object and the arguments.
 
-    In a copy of the object, the method is bound to the copy. A method is wrapped only once by the same `patches`.
+    In a copy of the object, the method is bound to the copy. The same `patches` wrap a method only once.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:
@@ -41,7 +41,7 @@ def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., 
 
 
 def _drop_self(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `self` to the arguments of a plain function that a user set on an object."""
+    """Add an ignored `self` to a plain function that a user set on an object."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -58,7 +58,7 @@ def set_attribute(patches: Patches, target: Any, name: str, value: Any) -> None:
 
     def undo() -> None:
         target = reference()
-        # Other code may have wrapped our value since.
+        # Other code may have replaced our value.
         if target is None or vars(target).get(name) is not value:
             return
         if had_own:

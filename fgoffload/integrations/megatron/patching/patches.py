@@ -1,4 +1,4 @@
-"""Replaces symbols of a framework reversibly, from outside of its code."""
+"""Replaces symbols of a framework without changing its code, and restores them."""
 
 import contextlib
 from typing import Any
@@ -7,25 +7,25 @@ from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 _ABSENT = object()
-"""Marks a name that its owner did not define. Restoring deletes it."""
+"""Marks a name that its owner did not define. Restoring deletes the name."""
 
 
 class Patches(contextlib.ExitStack):
     """Replaces symbols. `remove`, or leaving the context, restores all of them in reverse order."""
 
     def replace(self, owner: str, name: str, value: Any) -> None:
-        """Replace `name` in `owner`: the dotted path of a module, or with a colon of a class in it, such as `torch:Tensor`.
+        """Replace `name` in `owner`, the path of a module or of a class, such as `torch` or `torch:Tensor`.
 
         Raises:
-            IntegrationError: There is no such symbol. Names its dotted path.
+            IntegrationError: The symbol does not exist. The message contains its dotted path.
         """
         require_symbol(owner, name)
         self.define(owner, name, value)
 
     def define(self, owner: str, name: str, value: Any) -> None:
-        """Set `name` in `owner` to `value`, whether or not it was defined."""
+        """Set `name` in `owner` to `value`, even if `owner` does not define it."""
         target = get_owner(owner)
-        # The dict instead of getattr, so that a static or inherited method is restored as one.
+        # Unlike getattr, the dict shows whether a method is static or inherited, so it is restored correctly.
         original = vars(target).get(name, _ABSENT)
         setattr(target, name, value)
         if original is _ABSENT:
@@ -34,12 +34,12 @@ class Patches(contextlib.ExitStack):
             self.callback(setattr, target, name, original)
 
     def remove(self) -> None:
-        """Restore all symbols. A second call does nothing."""
+        """Restore all symbols. Further calls do nothing."""
         self.close()
 
 
 def require_symbol(owner: str, name: str) -> None:
-    """Raise an IntegrationError that names the dotted path if `owner` lacks `name`."""
+    """Raise an IntegrationError with the dotted path if `owner` lacks `name`."""
     if not hasattr(get_owner(owner), name):
         raise _missing(f"{owner.replace(':', '.')}.{name}")
 
@@ -57,6 +57,6 @@ def get_owner(path: str) -> Any:
 
 def _missing(path: str) -> IntegrationError:
     return IntegrationError(
-        f"{path} does not exist in the installed version, and this integration needs it. "
-        "It exists in torch 2.11 to 2.13 and in megatron-core 0.16.1 to 0.20: install one of these versions."
+        f"{path} does not exist in the installed version, but this integration needs it. Install versions of torch and "
+        "megatron-core that docs/reference/tested.md lists."
     )

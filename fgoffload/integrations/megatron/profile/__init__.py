@@ -1,1 +1,1 @@
-"""Measures a step of a Megatron training, for the planner."""
+"""Measures a step of a Megatron training run for the planner."""

@@ -11,7 +11,7 @@ from fgoffload.units import format_bytes
 
 
 class MemoryReading(NamedTuple):
-    """Allocated bytes now, and peak bytes since the previous reading."""
+    """Currently allocated bytes, and peak bytes since the previous reading."""
 
     allocated_bytes: int
     peak_bytes: int
@@ -25,7 +25,7 @@ class DeviceMemory:
         self._peak_bytes = 0
 
     def count_allocated(self) -> int:
-        """Return the bytes allocated now."""
+        """Return the currently allocated bytes."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def count_peak(self) -> int:
@@ -52,24 +52,24 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
-    """Raise on all processes if static memory before the first step reaches the budget on any process. Collective.
+    """Check on all ranks that the budget is above every rank's static memory before the first step. Collective.
 
     `static_bytes` are all allocated bytes of this process, such as weights and gradients.
 
     Raises:
-        PlanError: The budget is too small. Names both sizes and the fix.
+        PlanError: The budget is too small for a rank. All ranks raise it. The message has both sizes and the fix.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:
         raise PlanError(
             f"--offload-memory-budget {format_bytes(budget_bytes)} is not above the static memory of a rank (weights and "
-            f"gradients), {format_bytes(largest_bytes)} before the first step. Give a larger budget, or spread the model over "
+            f"gradients), {format_bytes(largest_bytes)} before the first step. Use a larger budget, or spread the model over "
             "more ranks."
         )
 
 
 def count_parameter_bytes(models: Iterable[torch.nn.Module]) -> int:
-    """Return the bytes of all parameters and gradients of `models`, each storage once, without optimizer state."""
+    """Return the bytes of all parameters and gradients of `models`. Each storage counts once. Optimizer state is excluded."""
     found: dict[int, int] = {}
     for model in models:
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Builds models of layers for the planner from recorded runs."""
+"""Builds the planner's layer models from recorded runs."""
 
 import dataclasses
 import statistics
@@ -14,7 +14,7 @@ from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
 
 class _Storages:
-    """Finds the run of a chunk that counts each saved storage."""
+    """Determines which run of a chunk counts each saved storage."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._microbatches: dict[int, set[int]] = {}
@@ -29,20 +29,20 @@ class _Storages:
         self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
 
     def is_static(self, key: int) -> bool:
-        """Return whether several microbatches saved it, such as a table that is allocated anyway."""
+        """Return whether several microbatches saved the storage, such as a table that is always allocated."""
         return len(self._microbatches[key]) > 1
 
     def is_in_all_layers(self, key: int) -> bool:
-        """Return whether all layers of the chunk saved it."""
+        """Return whether all layers of the chunk saved the storage."""
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts it: the first run of the microbatch that saved it, or each run if all layers did."""
+        """Return whether `run` counts the storage. Only the microbatch's first run does, unless all layers save the storage."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts]) -> ChunkModel:
-    """Return the model of a chunk from its recorded microbatches. Each layer has its own kind."""
+    """Build the model of a chunk from its recorded microbatches. Each layer has its own kind."""
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
@@ -56,7 +56,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
                 offloaded.add(one.number)
     layers = [_borrow(layer, layers, offloaded) if layer.number in offloaded else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
-    # Logits exist for one microbatch at a time, since every schedule runs backward right after the last forward.
+    # Only one microbatch has logits at a time, because every schedule runs backward right after the last forward.
     last_bytes = _count_outer_bytes(runs, storages, is_last=True)
     last = tuple(_add_extra_bytes(segment, last_bytes) for segment in segments[1:])
     saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
@@ -64,12 +64,12 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
 
 
 def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Collection[int]) -> NumberedLayer:
-    """Return a layer that was offloaded while it was timed, with values from other layers of its kind.
+    """Return `layer`, which was offloaded while it was timed, with values from other layers of its kind.
 
-    Its times include copies, which a plan counts separately, so it gets the times of layers that stayed on the GPU, if any. Its
-    temporary bytes are unknown, since the counters include offloaded bytes, so it gets the maximum over all layers of its kind.
+    Its times include copies, which a plan counts separately, so it gets the mean times of layers that stayed on the GPU, if
+    any. Its temporary bytes are unknown, because the counters include offloaded bytes. It gets the maximum of its kind.
     """
-    alike = [other for other in layers if _is_of_kind(other.model, layer.model)]
+    alike = [other for other in layers if _is_same_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in offloaded] or [layer]
     segments = tuple(
         dataclasses.replace(
@@ -84,8 +84,8 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Co
     return dataclasses.replace(layer, model=dataclasses.replace(layer.model, segments=segments))
 
 
-def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
-    """Return whether layers have the same segments and save equal bytes with equal tags. Times are ignored."""
+def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
+    """Return whether two layers have the same segments and tags, and save about the same bytes. Times are ignored."""
     names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
     tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
     least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
@@ -93,9 +93,9 @@ def _is_of_kind(first: LayerModel, other: LayerModel) -> bool:
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
-    """Return the maximum bytes per microbatch saved outside of layers, or in layers but still referenced elsewhere.
+    """Return the maximum bytes per microbatch saved outside layers, or in layers but still referenced elsewhere.
 
-    `is_last` selects the storages saved after the layers; otherwise all others count.
+    With `is_last`, only storages saved after the layers count; without it, all others.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -120,9 +120,9 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Return the runs whose times count, from runs of one layer or of the code outside layers."""
+    """Select the runs to take times from, among the runs of one layer or of the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
-    # The first microbatch warms up and reads device bytes.
+    # The first microbatch is a warm-up and reads the memory counters.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_offloaded] or timed
     # Later microbatches may be launch-bound.
@@ -132,7 +132,7 @@ def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
 def _build_segments(
     recorder: StepRecorder, runs: Sequence[Run], wait: tuple[str, HostWait] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the segments of runs of one layer or of the code outside layers, with median times."""
+    """Build the segments of one layer, or of the code outside layers, with median times over `runs`."""
     timed = _list_timed(runs)
 
     def measure(spans: list[list[Span]]) -> float:
@@ -162,14 +162,14 @@ class _LayerBuilder:
         self._storages = storages
         self._runs = runs
         self._facts = facts
-        # Sequential experts without tokens save nothing.
+        # Sequential experts that get no tokens save nothing, so the run with the most saves is the model.
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 
     def build(self) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # A plan decides later which storages are packed for offload, so every segment reserves room to pack all of them in
-        # forward and unpack them in backward.
+        # A plan decides later which storages are packed for offload. So every segment reserves memory to pack all of them in
+        # forward and to unpack them in backward.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
             _add_extra_bytes(segment, packed_bytes)
@@ -181,7 +181,7 @@ class _LayerBuilder:
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Add the bytes that other sequential experts still hold in backward of the last expert's first linear."""
+        """Add the bytes that other sequential experts still hold during backward of the last expert's first linear."""
         if segment.name != "expert_fc1":
             return segment
         later = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
@@ -189,7 +189,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return names of the saved tensors by key: the first segment that saves the tensor, and its number there."""
+        """Return the names of the saved tensors, by key: the first segment that saves the tensor, and its number there."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():
@@ -211,7 +211,7 @@ class _LayerBuilder:
         tensors = []
         for key, name in self._names.items():
             record = self._run.saved[key]
-            # Without a tag, the first segment that saves it, which no flag selects.
+            # A tensor without a tag gets the name of its first segment as one. No flag selects this name.
             tags = tuple(record.tags) or tuple(record.segments)[:1]
             tensors.append(
                 SavedTensor(

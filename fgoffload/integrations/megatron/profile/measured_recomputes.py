@@ -1,4 +1,4 @@
-"""Builds models of a layer's recompute units for the planner, from recorded runs."""
+"""Builds the planner's models of a layer's recompute units from recorded runs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.planner.ranks.layer_model import SavedTensor, Segment, UnitModel
 
 _PARTIAL_UNITS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc1", "expert_fc2"))
-"""Units of partial_recompute.py, each with the tag at which its recompute ends."""
+"""Units of `partial_recompute.py`, each with the tag before which its recompute ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class UnitBuilder:
     run: Run
     """One forward and backward of the layer."""
     names: Mapping[int, str]
-    """Names of its saved tensors, by storage key."""
+    """Names of the layer's saved tensors, by storage key."""
     is_in_all_layers: Callable[[int], bool]
-    """Returns whether all layers save the storage of a key."""
+    """Returns whether all layers save the storage with this key."""
 
     def build(self, segments: Sequence[Segment]) -> tuple[UnitModel, ...]:
-        """Return the units that reduce the layer's saved bytes. `segments` are the layer's."""
+        """Return the units that reduce the layer's saved bytes. `segments` are the layer's segments."""
         units = [self._build_watched(unit, segments) for unit in self.facts.watched]
         if "layer" in self.facts.units:
             units.insert(0, self._build_whole(segments))
@@ -58,9 +58,9 @@ class UnitBuilder:
             record.outputs if unit.is_refilled else frozenset()
         )
         output_bytes = sum(saved.size_bytes for key, saved in self.run.saved.items() if key in record.outputs)
-        # Megatron's checkpoint copies the recomputed output into place, with about as much memory traffic as the norm itself.
+        # Megatron's checkpoint copies the recomputed output into place. This moves about as many bytes as the norm itself.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if unit.is_refilled else 0.0
-        # A view keeps its whole storage. Megatron's value is a view of a tensor with query, key and value.
+        # A view keeps its whole storage. Megatron's value, for example, is a view of a tensor with query, key and value.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self.run.saved)
         own = SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=input_bytes)
         return UnitModel(
@@ -95,27 +95,27 @@ class UnitBuilder:
         )
 
     def _count_copy(self, seconds: float, size_bytes: int) -> dict[str, Any]:
-        """Return the cost of copying an output into place: in FP8 always, otherwise only under Megatron's own flags."""
+        """Return the cost of copying an output into place. It always applies in FP8, otherwise only under Megatron's flags."""
         kind = "extra" if self.facts.is_quantized else "copy"
         return {f"{kind}_s": seconds, f"{kind}_bytes": size_bytes}
 
     def _build_permutation(self, segments: Sequence[Segment]) -> UnitModel | None:
         names = [segment.name for segment in segments]
         tokens, permuted = (self.run.input_keys.get(tag, -1) for tag in ("router", "expert_fc1"))
-        # The recompute starts from the tensor that the router saves. An fp32 router saves its own copy instead.
+        # The recompute starts from the tensor that the router saves. An fp32 router saves an fp32 copy instead.
         if tokens not in self.names or permuted not in self.names or not {"router", "expert_fc1"} <= set(names):
             return None
         token_bytes, permuted_bytes = (self.run.saved[key].size_bytes for key in (tokens, permuted))
         segment = segments[names.index("expert_fc1") - 1]
         # The sort by expert, which reads and writes the permuted tokens, is not recomputed.
-        part = (token_bytes + permuted_bytes) / (token_bytes + 3 * permuted_bytes)
+        fraction = (token_bytes + permuted_bytes) / (token_bytes + 3 * permuted_bytes)
         return UnitModel(
             name="dispatch",
             segments=(segment.name,),
             drops=(self.names[permuted],),
             held=(self.names[permuted],),
             before="expert_fc1",
-            forward_part=part,
+            forward_part=fraction,
         )
 
     def _build_partial_recompute(self, unit: str, until: str, segments: Sequence[Segment]) -> UnitModel | None:
@@ -136,16 +136,16 @@ class UnitBuilder:
         )
 
     def _is_passed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
-        """Return whether this storage is an input of module `until`, or a contiguous copy of one."""
+        """Return whether the storage is an input of the module `until`, or a contiguous copy of an input."""
         if next(iter(saved.tags), None) != until:
             return False
         record = self.run.modules.get(until)
         if record is None:
-            return True  # a linear, which saves only its input
+            return True  # the module is a linear, which saves only its input
         return key in record.inputs or (key not in record.outputs and saved.size_bytes in record.tensor_bytes)
 
     def _find_end(self, norm: str) -> str:
-        """Return the last segment that uses the output of a norm, before whose backward the norm is recomputed."""
+        """Return the last segment that uses a norm's output. The norm is recomputed before that segment's backward."""
         names = list(self.run.segments)
         tagged = [name for name in names if self.run.segments[name].tag is not None]
         if norm == "mlp_norm":

@@ -1,10 +1,10 @@
-"""Finds the modules of a layer that can be recomputed with bitwise identical results, from the graph of one run.
+"""Finds the modules of a layer whose recompute is bitwise identical, from the autograd graph of one run.
 
-[Note: Units that keep every bit]
+[Note: Bitwise identical units]
 A checkpoint sums the gradients of its input separately and passes on the sum. If other modules use that input too, a step
-without recompute may add their gradients in between, and floating-point sums depend on the order. So such a unit is offered
-only if its graph reaches its input once, or if no other module uses the input. A unit that is recomputed for the graph of its
-forward (`reruns.py`) always keeps every bit. In FP8, Megatron's checkpoints recompute these units too.
+without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
+unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of
+the original forward, which is always bitwise identical. In FP8, Megatron's checkpoints replace `reruns.py`.
 """
 
 import dataclasses
@@ -32,37 +32,37 @@ class WatchedUnit:
     name: str
     module: torch.nn.Module
     is_refilled: bool
-    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. If not, its input is
-    kept and its saves are dropped, as in `tensor_parallel.checkpoint`."""
+    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. Otherwise only its
+    saved tensors are dropped, and its input is kept, as in `tensor_parallel.checkpoint`."""
     sums_shared_input: bool
-    """Whether others use its input, and recompute sums the gradients separately. See [Note: Units that keep every bit]."""
+    """Whether other modules use its input and recompute sums the gradients separately. See [Note: Bitwise identical units]."""
 
 
 LAYER_INPUT = "layer input"
-"""Name of the layer's input tensor."""
+"""Name of the layer's input in the planner's models."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """Facts about a layer, from its modules."""
+    """Properties of a layer, read from its modules."""
 
     number: int
     kind: str
-    """Kind for display: `dense` or `moe`."""
+    """Kind of the layer, for display: `dense` or `moe`."""
     units: tuple[str, ...]
     """Units that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
     """Units that are modules."""
     wait: HostWait | None
-    """Synchronization of the host before it launches the experts."""
+    """How the host synchronizes before it launches the experts."""
     is_quantized: bool = False
-    """Whether its linears use FP8. Megatron's checkpoints then replace `reruns.py`."""
+    """Whether the linears use FP8. If so, Megatron's checkpoints replace `reruns.py`."""
     has_sequential_experts: bool = False
-    """Whether the layer runs one expert after the other, instead of grouped linears."""
+    """Whether the layer runs one expert after another instead of grouped linears."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
-    """Return the `units` of a Megatron layer that are modules. Up-projections of latent attention are not offered."""
+    """Return the `units` of a Megatron layer that are modules, except up-projections of latent attention."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
     # Without a norm before it, the MLP shares its input with the residual.
@@ -83,7 +83,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Add hooks that record these modules, and return the handles. `get_recorder` returns None while no step is measured."""
+    """Add hooks that record these modules, and return the hook handles. `get_recorder` returns None outside measured steps."""
     handles = []
     for unit in watched:
         begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))
@@ -93,7 +93,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
-    """Return whether recompute of `unit` is bitwise identical. See [Note: Units that keep every bit]."""
+    """Return whether recompute of `unit` is bitwise identical. See [Note: Bitwise identical units]."""
     return not unit.sums_shared_input or record.input_edges == 1
 
 
@@ -105,7 +105,7 @@ def _find_run(get_recorder: GetRecorder) -> Run | None:
 def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     run = _find_run(get_recorder)
     if run is not None:
-        # Megatron's sites enclose modules, and ours are inside modules.
+        # The site may enclose the module, as Megatron's do, or be inside it, as ours are.
         around = run.current
         tensors = list(list_tensors((args, kwargs)))
         run.modules[unit] = ModuleRecord(
@@ -127,7 +127,7 @@ def _end_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, arg
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    """Return the maximum number of times that the graph of `outputs` reaches one of `inputs`."""
+    """Return the highest number of times that the graph of `outputs` reaches any one of `inputs`."""
     found = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
     ends: dict[Any, int] = {(edge.node, edge.output_nr): 0 for edge in found}
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

@@ -1,14 +1,14 @@
-"""Records a measured step: the times of segments of forward and backward, and every saved storage.
+"""Records a measured step: the times of segments in forward and backward, and every saved storage.
 
 The recorder's hooks replace the engine's around each model, layer and site. A segment is a site's region, or the code between
-two regions. The saved tensors that backward unpacks show its segment. A timed event on the compute stream separates two
+two regions. Each tensor that backward unpacks shows the current segment. Timed events on the compute stream separate the
 segments, so the host never waits, and results are bitwise identical.
 
-Hooks slow the host down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So the
-first microbatches stall the device before each segment of forward while the host gets ahead.
+Hooks slow the CPU down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So in
+the first microbatches, the recorder stalls the device before each segment of forward while the CPU gets ahead.
 
-A measured layer without room in the budget is offloaded. Its segments pause while the engine submits a group or returns a
-tensor, where compute may wait for copies. A plan counts such waits separately.
+A measured layer that does not fit in the budget is offloaded. The clock of its segments stops while the engine submits a group
+or returns a tensor, because compute may wait for copies there. A plan counts these waits separately.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Seconds of stall before a segment of forward: longer than the host takes to launch even eager experts."""
+"""Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
-"""Stalled microbatches of a chunk. Times of the first do not count if there are others, and times of later ones never do."""
+"""Number of stalled microbatches per chunk. Only their times count, and the first one's only if it is the only microbatch."""
 
 FIRST, LAST = "first", "last"
-"""Segments of a model chunk before its layers and after them."""
+"""Segments of a model chunk before and after its layers."""
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: another handle and the segment. Without `saving`, the tensor is kept."""
+    """Handle of a tensor saved in a measured step: the inner handle and the segment. Without `saving`, the tensor is kept."""
 
     __slots__ = ("handle", "saving", "segment")
 
@@ -51,12 +51,12 @@ class RecordedHandle(KeptHandle):
         self.segment = segment
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, which the engine reloads if necessary."""
+        """Return the tensor. The engine reloads it if necessary."""
         return self.handle.take() if self.saving is None else self.saving.unpack(self.handle)
 
 
 class RecordedRegion(Region):
-    """A site in a measured step. `inner` is the engine's region if the site is offloaded."""
+    """Region that records a site. `inner` is the engine's region if the site is offloaded."""
 
     __slots__ = ("_inner", "_place", "_recorder", "_run", "_tag")
 
@@ -82,21 +82,21 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Record the input of the site. No mark is needed, since unpacked tensors show the position of backward."""
+        """Record the input of the site. Unpacked tensors show the position of backward, so this adds no marker to the graph."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
             self._inner.enter(tensor)
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """End the engine's group, if any, so that it is offloaded."""
+        """End and offload the engine's group, if any."""
         if self._inner is not None:
-            with self._recorder.apart():  # the host waits if the window is full
+            with self._recorder.apart():  # compute waits if the window is full
                 self._inner.end(tensor, is_held=is_held)
 
 
 class _RecordedWatch(Saving):
-    """Saves of a layer or model between its regions, which belong to the segment of forward."""
+    """Records tensors that a layer or model saves between its regions, in the current segment of forward."""
 
     __slots__ = ("_inner", "_recorder", "_run")
 
@@ -113,22 +113,22 @@ class _RecordedWatch(Saving):
 
 
 class StepRecorder:
-    """Records the segments and saves of one step, without device bytes if `memory` is None."""
+    """Records the segments and saves of one step. Without `memory`, device bytes are not recorded."""
 
     def __init__(self, device: Device, *, memory: DeviceMemory | None, observers: Sequence[ActivationLedger] = ()) -> None:
         self._device = device
         self._observers = observers
         self._memory = memory
         self.runs: list[Run] = []
-        """Runs of layers and models, in the order of forward."""
+        """Runs of layers and models, in forward order."""
         self.live_bytes = 0
-        """Recorded saved bytes that backward has not reached yet."""
+        """Saved bytes that backward has not reached yet."""
         self.largest_layer_bytes = 0
         """Maximum saved bytes of one layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self.current_layer: Run | None = None
-        """Run of the layer whose forward is in progress."""
+        """Run of the layer that forward is in."""
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
         """Number of forwards, by chunk."""
@@ -136,7 +136,7 @@ class StepRecorder:
         """The running segment, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
-        """Whether the running forward stalls the device before each segment."""
+        """Whether to stall the device before each segment of this forward."""
         self.stalls: list[Span] = []
         """Start and end of each stall."""
         self._live_at_start = 0
@@ -179,17 +179,17 @@ class StepRecorder:
             self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
-        """Return a recording region, or `inner` outside of a recorded layer. `inner` is the engine's region, if any."""
+        """Return a recording region. Outside a recorded layer, return `inner`, the engine's region, if any."""
         run = self.current_layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
     def enter(self, segment: SegmentRecord) -> None:
-        """Begin a segment as forward enters a region."""
+        """Begin the segment of a region that forward enters."""
         self._stack.append(segment)
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the innermost region."""
+        """End the segment of the region that forward leaves."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
@@ -197,7 +197,7 @@ class StepRecorder:
     # Saved and unpacked tensors.
 
     def save(self, tensor: torch.Tensor, run: Run, place: Place, inner: Saving | None) -> KeptHandle:
-        """Return the handle for a tensor that autograd saves in `run`. `inner`, if any, keeps or offloads it."""
+        """Return a handle for a tensor that autograd saves in `run`. `inner`, if any, keeps or offloads the tensor."""
         segment = self._open[0] if self._open is not None else run.get_segment(FIRST)
         if self._is_activation(tensor):
             storage = StorageRef(tensor)
@@ -222,7 +222,7 @@ class StepRecorder:
         return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
-        """Return a saved tensor, whose segment shows the position of backward."""
+        """Return a saved tensor. If its segment is not the current one, backward has reached it."""
         if not isinstance(handle, RecordedHandle):
             return handle.take()
         if is_in_backward():
@@ -243,7 +243,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Exclude the code inside from the running segment."""
+        """Exclude the time of the code inside from the running segment."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:
@@ -252,7 +252,7 @@ class StepRecorder:
             self._opened_at = self._mark()
 
     def measure_seconds(self, spans: list[Span]) -> float:
-        """Return the total seconds of spans. The host blocks until the device has reached their ends."""
+        """Return the total duration of `spans`. The host blocks until the device has reached their ends."""
         for _, end in spans:
             self._device.synchronize(end)
         return sum(self._device.measure_seconds(start, end) for start, end in spans)
@@ -266,7 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Only in the first microbatch, whose times do not count if there are others, since reading the counters is slow.
+        # Reading the counters is slow, so only the first microbatch does. Its times do not count if there are others.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES

@@ -1,6 +1,6 @@
-"""Measures a training step of Megatron-Core's schedules, for one rank of a profile.
+"""Measures a training step in Megatron-Core's schedules, for one rank of a profile.
 
-A recorded step offloads and recomputes nothing. Its results are bitwise identical.
+A recorded step neither offloads nor recomputes, and its results are bitwise identical.
 """
 
 import contextlib
@@ -36,19 +36,19 @@ from fgoffload.planner.timing.profile import RankProfile
 class MeasurementState(enum.Enum):
     """Progress of a measurement."""
 
-    IDLE = enum.auto()  # records no step
-    WANTED = enum.auto()  # will record the next step
-    RECORDING = enum.auto()  # inside the schedule
-    RECORDED = enum.auto()  # after the schedule, with a profile to take
+    IDLE = enum.auto()  # no step is recorded
+    REQUESTED = enum.auto()  # the next step will be recorded
+    RECORDING = enum.auto()  # the schedule of the recorded step is running
+    RECORDED = enum.auto()  # the schedule has ended, and `take_profile` may be called
 
 
 class StepMeasurement:
-    """Measures steps on request, and runs other steps by plans.
+    """Measures steps on request, and applies plans to other steps.
 
     Args:
         device: Device of the model.
-        min_offloaded_numel: Elements. Smaller storages stay on the GPU under any plan.
-        use_plan: Makes the integration offload by a plan.
+        min_offloaded_numel: Minimum number of elements. Smaller storages stay on the GPU under any plan.
+        use_plan: Function that makes the integration offload according to a plan.
         observers: Ledgers that count the saves and unpacks of a recorded step.
     """
 
@@ -63,7 +63,7 @@ class StepMeasurement:
         self._use_plan = use_plan
         self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
         self._switches = Patches()
-        """Patches for the recomputed units of the plan in use."""
+        """Patches that recompute the units of the plan in use."""
         self._observers = observers
         self._device = device
         self._min_offloaded_numel = min_offloaded_numel
@@ -72,7 +72,7 @@ class StepMeasurement:
         self.call: ScheduleCall | None = None
         """Schedule call of the recorded step."""
         self._recorder: StepRecorder | None = None
-        """Recorder of a step, until its profile is taken."""
+        """Recorder of the step, until `take_profile` is called."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -82,7 +82,7 @@ class StepMeasurement:
 
     def request(self) -> None:
         """Record the next step."""
-        self.state = MeasurementState.WANTED
+        self.state = MeasurementState.REQUESTED
 
     def close(self) -> None:
         """Remove all hooks and patches from the model."""
@@ -90,18 +90,18 @@ class StepMeasurement:
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop measuring, and remove the hooks in layers, so that planned steps run at full speed."""
+        """Stop measuring and remove the hooks in layers, which would slow planned steps down."""
         while self._hooks:
             self._hooks.pop().remove()
         self.forget()
 
     def forget(self) -> None:
-        """Drop all records, and record no step until the next request."""
+        """Drop all records, and stop recording until the next request."""
         self._recorder = None
         self.state = MeasurementState.IDLE
 
     def apply(self, plan: OffloadPlan) -> None:
-        """Offload and recompute by `plan` from now on. Must be called between forwards."""
+        """Offload and recompute according to `plan` from the next forward on. Call it between forwards."""
         self._switches.remove()
         self._use_plan(plan)
         for (chunk, number), (reference, inputs) in self._layers.items():
@@ -114,11 +114,11 @@ class StepMeasurement:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a step is being recorded."""
+        """Return whether a step is being recorded."""
         return self.state is MeasurementState.RECORDING
 
     def prepare_layer(self, layer: Any, chunk: int, inputs: LayerInputs) -> None:
-        """Record the facts of a layer, and add hooks to the modules that can be recomputed."""
+        """Record the properties of a layer, and add hooks to its modules that can be recomputed."""
         units = layer_recompute.find_units(layer)
         watched = list_watched(layer, units)
         number = get_number(layer)
@@ -136,16 +136,16 @@ class StepMeasurement:
         self._hooks += watch_units(lambda: self._recorder, watched)
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Start recording when a schedule begins, if a step is wanted."""
-        # A step that is still recorded has raised. Its incomplete records are dropped.
-        if self.state in (MeasurementState.WANTED, MeasurementState.RECORDING):
+        """Start recording if a step was requested. Called when a schedule begins."""
+        # In state RECORDING, the previous step has raised an exception. Its incomplete records are dropped.
+        if self.state in (MeasurementState.REQUESTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
             self._started = self._mark()
             self.state = MeasurementState.RECORDING
 
     def finish_step(self) -> None:
-        """Stop recording when a schedule ends."""
+        """Stop recording. Called when a schedule ends."""
         if self.state is MeasurementState.RECORDING:
             self._ended = self._mark()
             self.state = MeasurementState.RECORDED
@@ -162,7 +162,7 @@ class StepMeasurement:
         return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region of the recorded step, for a site in the layer that forward is in."""
+        """Return a region that records a site of the layer that forward is in, while a step is recorded."""
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -174,14 +174,14 @@ class StepMeasurement:
     def take_profile(self) -> RankProfile:
         """Return the profile of the recorded step and drop its records. The host blocks until the step is done.
 
-        All allocated bytes count as static, so call it after the graphs of the step are freed.
+        All allocated bytes count as static, so call this after the autograd graphs of the step are freed.
 
         Raises:
-            StateError: No step was recorded since the last call.
+            StateError: No step has been recorded since the last call.
         """
         recorder = self._recorder
         if self.state is not MeasurementState.RECORDED or recorder is None or self.call is None:
-            raise StateError("no step was recorded. Call `request`, and run a step through Megatron's schedules.")
+            raise StateError("No step was recorded. Call `request`, then run a step in Megatron's schedules.")
         now = self._mark()
         self._device.synchronize(now)
         profile = RankProfile(
@@ -202,7 +202,7 @@ class StepMeasurement:
         return int(load_module("megatron.core.parallel_state").get_pipeline_model_parallel_rank())
 
     def _count_bytes(self) -> int:
-        """Return the allocated bytes, or without counters the bytes of parameters and gradients."""
+        """Return the allocated bytes or, on a device without counters, the bytes of parameters and gradients."""
         return count_parameter_bytes(self._models) if self._memory is None else self._memory.read().allocated_bytes
 
     def _build_chunks(self, recorder: StepRecorder) -> tuple[ChunkModel, ...]:
@@ -221,7 +221,7 @@ class StepMeasurement:
 
 
 def _find_wait(layer: Any) -> HostWait | None:
-    """Return how the forward of a layer synchronizes on token counts, or None."""
+    """Return how a layer's forward synchronizes on token counts, or None if it does not."""
     if getattr(layer.mlp, "token_dispatcher", None) is None:
         return None
     return HostWait.HOLD if has_held_wait(layer) else HostWait.KERNEL

@@ -1,4 +1,4 @@
-"""Records of a measured step: timed segments, saved storages, and modules that could be recomputed."""
+"""Records of a measured step: timed segments, saved storages, and modules that can be recomputed."""
 
 import dataclasses
 
@@ -9,109 +9,109 @@ from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
 Span = tuple[Event, Event]
-"""Start and end of work on the device."""
+"""Start and end of a period of work on the device."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SegmentRecord:
-    """A segment of one microbatch, in forward and backward."""
+    """Times and bytes of one segment for one microbatch, in forward and backward."""
 
     name: str
     tag: str | None
-    """Tag of the segment; None between regions."""
+    """Tag of the segment, or None between regions."""
     is_sampled: bool
-    """Whether device bytes are read at its begin and end."""
+    """Whether device bytes are read at its start and end."""
     forward: list[Span] = dataclasses.field(default_factory=list)
     backward: list[Span] = dataclasses.field(default_factory=list)
     born_bytes: int = 0
-    """Bytes of storages that are first saved here, until backward has left the segment."""
+    """Bytes of storages first saved in this segment. 0 once backward has left it."""
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
-    """Peak device bytes of each pass beyond static and saved bytes; 0 if not measured."""
+    """Peak device bytes in each pass beyond static and saved bytes, or 0 if not measured."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SavedRecord:
-    """A storage that autograd saved in a layer, or in a model outside of its layers."""
+    """A storage that autograd saved in a layer, or in a model outside its layers."""
 
     storage: StorageRef
-    """Weak reference to the storage. While it exists, no other storage gets its key."""
+    """Weak reference to the storage. While the reference exists, no other storage gets its key."""
     size_bytes: int
     element_bytes: int
-    """Element size of the first save in bytes, for the engine's minimum size."""
+    """Element size in bytes of the first saved tensor, for the engine's minimum size."""
     modules: frozenset[str]
     """Watched modules that contain all its saves."""
     is_held: bool = False
-    """Whether something else references it until backward, as the schedule does with tensors of another pipeline rank."""
+    """Whether other code references it until backward. The schedule, for example, holds tensors of other pipeline ranks."""
     tags: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Tags that save it, in the order of forward."""
+    """Tags that save it, in forward order."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Segments that save it, also between regions, in the order of forward."""
+    """Segments that save it, including those between regions, in forward order."""
     views: set[View] = dataclasses.field(default_factory=set)
 
     def count_gathered_bytes(self) -> int:
-        """Return the device bytes for packing its views before offload; 0 if it is offloaded without packing."""
+        """Return the device bytes needed to pack its views before offload, or 0 if it is offloaded without packing."""
         size_bytes = max(view.end for view in self.views) - min(view.start for view in self.views)
         return get_gathered_bytes(choose_gathered(self.views, size_bytes=size_bytes))
 
 
 @dataclasses.dataclass(slots=True)
 class ModuleRecord:
-    """One execution of a module that could be recomputed."""
+    """One execution of a module that can be recomputed."""
 
     inputs: frozenset[int] = frozenset()
     """Storage keys of the input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Storage bytes of inputs that need a gradient, by key. A checkpoint keeps the whole storage of a view."""
+    """Storage bytes of inputs that require a gradient, by key. A checkpoint keeps the whole storage of a view."""
     tensor_bytes: frozenset[int] = frozenset()
-    """Bytes of the same tensors without the rest of their storages, which are also the sizes of copies."""
+    """Sizes of the same inputs, not of their storages. A contiguous copy of an input has the same size."""
     outputs: frozenset[int] = frozenset()
     """Storage keys of the output tensors."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Segments that began inside the module, in the order of forward."""
+    """Segments that began inside the module, in forward order."""
     input_edges: int = 0
-    """How often the graph of the module reaches its input."""
+    """How often the module's autograd graph reaches its input."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """One microbatch through one layer, or through the code of a model chunk outside of its layers."""
+    """One microbatch through one layer, or through the code of a model chunk outside its layers."""
 
     chunk: int
     microbatch: int
     number: int
-    """Number of the layer in the whole model, from 0; -1 outside of layers."""
+    """Number of the layer in the whole model, from 0, or -1 outside layers."""
     is_sampled: bool
-    """Whether device bytes are read when its segments begin and end."""
+    """Whether device bytes are read at the start and end of its segments."""
     is_offloaded: bool = False
-    """Whether the engine offloads the recorded layer, so that its times include waits for copies."""
+    """Whether the engine offloads the recorded layer. Its times then include waits for copies."""
     input_key: int | None = None
     """Storage key of the layer's input."""
     input_bytes: int = 0
     input_keys: dict[str, int] = dataclasses.field(default_factory=dict)
     """Storage key of each site's input, by tag."""
     segments: dict[str, SegmentRecord] = dataclasses.field(default_factory=dict)
-    """Segments by name, in the order of forward."""
+    """Segments by name, in forward order."""
     saved: dict[int, SavedRecord] = dataclasses.field(default_factory=dict)
-    """Saved storages by key, in the order of forward."""
+    """Saved storages by key, in forward order."""
     modules: dict[str, ModuleRecord] = dataclasses.field(default_factory=dict)
-    """Modules that can be recomputed, by unit."""
+    """Modules that can be recomputed, by the name of their unit."""
     current: SegmentRecord | None = None
-    """Latest segment that forward entered."""
+    """Segment that forward entered last."""
     open_modules: frozenset[str] = frozenset()
-    """Units of the modules whose forward is in progress."""
+    """Units of the modules that forward is in."""
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
 
     def name_storage(self, tensor: torch.Tensor) -> int:
         """Return the storage key of `tensor`, which is unique while the run exists.
 
-        A key is an address, and the kept reference prevents a later storage from reusing it.
+        A key is an address. The run keeps a reference, so no later storage can reuse the address.
         """
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
     def get_segment(self, name: str, *, tag: str | None = None) -> SegmentRecord:
-        """Return the segment called `name`, or begin a new one."""
+        """Return the segment called `name`. Create it if necessary."""
         segment = self.segments.get(name)
         if segment is None:
             segment = self.segments[name] = SegmentRecord(name, tag, self.is_sampled)
