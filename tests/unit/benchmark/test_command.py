@@ -36,7 +36,7 @@ REFUSED_AFTER_TORCH = [
     (("--recompute-granularity", "selective"), "--recompute-granularity is set by the settings of a benchmark."),
     (("--search-megatron",), "--search-megatron is an unknown flag."),
     (("--repeat", "3"), "--repeat is an unknown flag. Did you mean --repeats?"),
-    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a folder that you may write to."),
+    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a writable folder."),
     (("--settings", "plan:a/x.json", "plan:b/x.json"), "two settings have the name plan:x."),
 ]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ from fgoffload.units import parse_bytes
 _SWITCH = "--fine-grained-activation-offloading"
 _BUDGET = "--offload-memory-budget"
 
+_MISSPELLED_CUTOFF = 0.9
+"""Minimum similarity, by `difflib`, of a misspelled flag to ours. It allows about two wrong letters."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFlags:
@@ -40,10 +44,10 @@ class OwnFlags:
     """Memory budget for a script that creates trainers, if Megatron's offload is off: `auto`, or bytes."""
 
 
-def take_own_flags(words: Sequence[str]) -> OwnFlags:
+def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False) -> OwnFlags:
     """Split `words` into our flags and the script's words.
 
-    A `--` and all words after it belong to the script.
+    A `--` and all words after it belong to the script. `makes_trainers` is for the warnings: whether the script has a Trainer.
 
     Raises:
         ConfigError: One of our flags has an invalid value.
@@ -62,7 +66,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
         offload=offload,
         trainer_budget=budget if budget in (None, AUTO) else _read_budget(budget),
         script_words=(*rest, *words[end:]),
-        remarks=tuple(_list_remarks(offload, given)),
+        remarks=(*_list_misspelled(rest, parser), *_list_remarks(offload, given, makes_trainers=makes_trainers)),
     )
 
 
@@ -73,10 +77,22 @@ def _read_budget(text: str) -> int:
     return budget_bytes
 
 
-def _list_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[str]:
+def _list_misspelled(script_words: Sequence[str], parser: FlagParser) -> Iterator[str]:
+    """Yield a warning for each word of the script that is almost one of our flags."""
+    known = [flag for flag in parser.list_flags() if flag.startswith(("--offload", "--fine-grained"))]
+    for flag in (word.partition("=")[0] for word in script_words):
+        if near := difflib.get_close_matches(flag, known, n=1, cutoff=_MISSPELLED_CUTOFF):
+            yield f"{flag} is not a flag of fgoffload, so the script receives it. Did you mean {near[0]}?"
+
+
+def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
     is_switched = any(flag.endswith(_SWITCH[2:]) for flag in given)
     if offload is None and given - {_BUDGET} and not is_switched:
-        yield f"{' '.join(sorted(given - {_BUDGET}))} has no effect without {_SWITCH}. Add {_SWITCH}."
+        flags = " ".join(sorted(given - {_BUDGET}))
+        if makes_trainers:
+            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback(config=TransferConfig(...)) to it."
+        else:
+            yield f"{flags} has no effect without {_SWITCH}. Add {_SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
         yield "--activation-offload-fraction 0 keeps all sites on the GPU. Use a fraction above 0."
 
