@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # An error without a file name is from stdout or stderr. Other code handles errors of files.
+        # Only errors of stdout and stderr have no file name.
         if error.errno not in _FULL or error.filename is not None:
             raise
         full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect it elsewhere.")
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
             names = [command.NAME for command in COMMANDS]
             hint = suggest(match[1].strip("'"), names)
             raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{hint} For example: {train.EXAMPLE}.")
-        if rest.endswith("."):  # from a function that parses a value
+        if rest.endswith("."):  # raised by a parser of values, such as `read_size`
             raise ConfigError(f"{flag} {rest}")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 

@@ -61,7 +61,7 @@ STEPS, BIT_STEPS = 10, 2
 """Defaults of `--steps`, without and with `--check-bits`."""
 
 MEASURE_HERE = ""
-"""The value of `--profile` without a file."""
+"""Value of `--profile` if no file follows it."""
 
 WIDTH = 190
 """Table width in characters if stdout is not a terminal."""
@@ -97,7 +97,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     """Check the options without heavy imports, and return the benchmark's job.
 
     Raises:
-        ConfigError: An option has a wrong value.
+        ConfigError: An option has an invalid value.
         PlanError: A plan file cannot be read.
     """
     from fgoffload.benchmark.job import Job
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> "Results":
-    # Importing torch and Megatron-Core takes seconds, so checks without them have already run.
+    # Importing torch and Megatron-Core takes seconds, so checks that do not use them have already run.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
 

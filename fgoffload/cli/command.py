@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A command's module. It must not import heavy packages itself, since every command imports all of them."""
+    """A command's module. It must not import heavy packages at the top, since every command imports all modules."""
 
     NAME: str
     SUMMARY: str
@@ -15,7 +15,7 @@ class Command(Protocol):
     """First paragraph of the command's `--help`."""
     USAGE: str
     EXAMPLE: str
-    """Example of a command line, for the help and for errors."""
+    """Example command for the help and for errors."""
     NOTES: str
     """Last paragraphs of the command's `--help`."""
 

@@ -29,7 +29,7 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """The timed steps: without the first, which warms up, and the last, which measuring slows down."""
+        """Timed steps: all but the first, which warms up, and the last, which is slowed by measuring memory."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:

@@ -36,7 +36,7 @@ class Launch:
     def show_errors_once(self) -> Iterator[None]:
         """Show an error only once if all processes of a machine raise it: local rank 0 shows it.
 
-        Use this for work that all processes do alike, such as reading flags and files. The other processes wait until the
+        Use this for work that all processes repeat, such as reading flags and files. The other processes wait until the
         launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show theirs.
         """
         try:
@@ -49,7 +49,7 @@ class Launch:
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launch from the variables that `torchrun` sets. Without them, it is a single process.
+    """Read the launch from the variables that `torchrun` sets. Without them, return a launch of a single process.
 
     Raises:
         ConfigError: A variable is not a number, or the rank is out of range.

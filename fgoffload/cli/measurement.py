@@ -133,7 +133,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
     with _explain_rejection(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
-        configured = training.arguments.offload  # check it in the run without offload too, which is the first
+        configured = training.arguments.offload  # check it before the first run, which is without offload
         if configured is not None and configured.offload_memory_budget_bytes is not None:
             check_static(count_parameter_bytes(trainer.chunks), budget_bytes=configured.offload_memory_budget_bytes)
         ledger = ActivationLedger(parameters=trainer.parameters())
@@ -144,7 +144,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number <= training.arguments.steps_until_replay + 1:
-                    when = "in the first step" if number == 1 else f"in step {number}, before CUDA graphs only replay"
+                    when = "in the first step" if number == 1 else f"in step {number}, before CUDA graphs are replayed"
                     around.enter_context(_explain_rejection(training, offload, when))
                 if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
@@ -164,7 +164,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide the tensors that they save."""
+    """Return the number, from 1, of the step whose activation bytes are counted. Replayed graphs hide their saved tensors."""
     if not training.arguments.captures_graphs:
         return training.arguments.train_iters
     return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))
@@ -188,6 +188,6 @@ def _explain_rejection(training: Training, offload: OffloadConfig | None, when: 
                 f"Megatron-Core rejected these arguments {when}: {text}. Change the flags in that message. {see}."
             ) from error
         raise InternalError(
-            f"{training.arguments.source}: offload failed {when}, but the same arguments trained without offload: {text}. "
+            f"{training.arguments.source}: offload failed {when}, but the same arguments work without offload: {text}. "
             f"{see}, and report it with the argument file."
         ) from error

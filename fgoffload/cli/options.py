@@ -17,7 +17,7 @@ DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser`, as optional: `check_argument_file` has a better error for a missing file."""
+    """Add the argument file to `parser` as optional, since `check_argument_file` has a better error if it is missing."""
     meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
     add("--timeline", metavar="FILE", help="write a Chrome trace of the streams of the rank with the highest peak")
-    add("--verbose", action="store_true", help="also show actions by kind of layer with their cost, and each rank")
+    add("--verbose", action="store_true", help="also show the cost of each action, and the memory and time of each rank")
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -230,13 +230,13 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _warn_about_ignored(checked: PlanOptions) -> None:
-    """Warn about flags that select modules to offload or recompute. In shipped models they are for training runs."""
+    """Warn about flags that the planner ignores. Files of shipped models may have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
     is_shipped = any(checked.model.samefile(path) for path in list_models())
     words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
-    # This flag only switches offload on.
+    # That flag only enables offload, so it needs no warning.
     if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
         logger.warning("the planner ignores %s, since it chooses what to offload and recompute.", ", ".join(ignored))
 

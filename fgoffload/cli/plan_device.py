@@ -82,7 +82,7 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
                 f"--profile {checked.profile} has only the link, measured on {measured.device!r}, which is not in the hardware "
                 "table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
             ) from error
-        known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is for Python
+        known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
         raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
 
 

@@ -1,4 +1,4 @@
-"""Shows, for a model that does not fit, memory by pipeline rank and layouts that would fit."""
+"""Shows memory by pipeline rank, and layouts that would fit, if a model does not fit."""
 
 import contextlib
 import itertools

@@ -70,7 +70,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     """Return the checked options. `megatron_flags` are the arguments that the parser does not recognize.
 
     Raises:
-        ConfigError: An option has a wrong value.
+        ConfigError: An option has an invalid value.
     """
     options.model = _find_model_path(options.model)
     if options.gpu is options.hardware is options.profile is None:

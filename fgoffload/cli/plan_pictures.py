@@ -1,4 +1,4 @@
-"""Plots of plans: memory over a step, and step time against memory."""
+"""Plots memory over a step, and step time against memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

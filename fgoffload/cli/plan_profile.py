@@ -58,7 +58,7 @@ def build_profiled_ranks(
         )
     if assumptions.graphs != NO_CAPTURE:
         logger.warning(
-            "profile %s was measured in eager steps. If they were launch-bound, CUDA graphs are faster than predicted.", path
+            "profile %s was measured without CUDA graphs. If it was launch-bound, steps are faster than predicted.", path
         )
     has_shared_overlap = model.experts is not None and model.experts.has_shared_overlap
     return tuple(

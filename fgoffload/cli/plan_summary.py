@@ -112,7 +112,7 @@ def describe_use(solution: Solution, path: Path | None) -> str:
         cost += f", with a peak of {format_bytes(nearest.result.peak_bytes)}"
         flags = nearest.flags.list_arguments()
         own = f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}"
-        text.append(own if flags else "Megatron fits the budget without flags.")
+        text.append(own if flags else "The run fits the budget without flags.")
     if path is None:
         text.append("To use this plan, write it with --json plan.json, then train with `fgoffload run`.")
     else:

@@ -62,7 +62,7 @@ def _build_layer_table(layer: LayerModel, title: str) -> Table:
     units = ", ".join(unit.name for unit in layer.units) or "none"
     caption = (
         f"forward {format_ms(layer.forward_s)}, backward {format_ms(layer.backward_s)}, saves "
-        f"{format_bytes(layer.saved_bytes)} a microbatch; bitwise identical when recomputed: {units}"
+        f"{format_bytes(layer.saved_bytes)} per microbatch; bitwise identical when recomputed: {units}"
     )
     table = make_table(left=("segment",), right=("forward ms", "backward ms", "saves"), title=title, caption=caption)
     for segment in layer.segments:

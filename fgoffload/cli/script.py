@@ -85,7 +85,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 
 
 def _read_exit_code(ended: SystemExit) -> int:
-    """Return the exit code of `ended`. If it has a text instead, print it to stderr, as Python does."""
+    """Return the exit code of `ended`. If `ended` has a message instead, print it to stderr, as Python does."""
     if ended.code is None or isinstance(ended.code, int):
         return int(ended.code or 0)
     print(ended.code, file=sys.stderr)

@@ -17,7 +17,7 @@ _SHOWN_INFO = (
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )
-"""Loggers whose INFO messages are shown. They report CPU support, automatic plans, and trainers with their savings."""
+"""Loggers whose INFO messages are shown. They report CPU support, automatic plans, and the memory saved for a Trainer."""
 
 
 class LibraryLog(logging.Handler):

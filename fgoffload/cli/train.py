@@ -81,7 +81,7 @@ def _measure(
 
     with show_progress(is_shown=launch.is_first) as start_run:
         with launch.show_errors_once(), hold_messages():
-            # Importing torch and Megatron-Core takes seconds, so checks without them have already run.
+            # Importing torch and Megatron-Core takes seconds, so checks that do not use them have already run.
             from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()

@@ -1,7 +1,7 @@
 """Runs Transformer Engine's attention once in a separate process, and checks which kernel and cuDNN it uses.
 
 If a process loads two copies of cuDNN, Transformer Engine silently falls back to the unfused kernel. That kernel saves a
-sequence x sequence matrix for each head, so it changes the memory of a training run.
+sequence x sequence matrix for each head, so training needs much more memory.
 """
 
 import re

@@ -68,7 +68,7 @@ def read_gpus(text: str) -> list[Gpu]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
-            continue  # a warning of the driver
+            continue  # a driver warning
         uuid, name, bus_id, *numbers, driver = cells
         generation, width, most_width, memory = map(_read_number, numbers)
         memory_bytes = None if memory is None else memory * MIB

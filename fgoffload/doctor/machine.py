@@ -18,12 +18,12 @@ TIMEOUT_SECONDS = 120.0
 """Timeout of a command. Importing torch and Transformer Engine from a slow disk takes half a minute."""
 
 COPY_BYTES = 256 * MIB
-"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so the time to start it is negligible."""
+"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so launch overhead is negligible."""
 REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second, of the fastest of several copies: other load only slows copies."""
+    """Copy rates in bytes per second. Each is the fastest of several copies, since other load only slows them."""
 
     d2h: float
     h2d: float
@@ -72,7 +72,7 @@ class CommandResult(NamedTuple):
 
 
 class Machine:
-    """Everything that the checks read about this machine.
+    """State of this machine, as read by the checks.
 
     Args:
         root: Folder that contains `proc` and `sys`.
