@@ -40,9 +40,8 @@ class RunRecord:
 def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     """Merge the records of all ranks into one.
 
-    A comparison covers every rank: losses are in rank order, and names of gradients include the rank. Memory and time are the
-    maximum over ranks. Copied bytes, prefetch misses and waits are sums. The memory curve is from the rank with the highest
-    activation peak.
+    The record has the losses and gradients of every rank. Memory and time are the maximum over ranks. Copied bytes, prefetch
+    misses and waits are sums. The memory curve is from the rank with the highest activation peak.
     """
     if len(records) == 1:
         return records[0]

@@ -9,15 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.cli.console import make_table
-from fgoffload.cli.plan_tables import (
-    OVERHEAD_NOISE,
-    PLAN,
-    Subject,
-    explain_noise,
-    find_costs,
-    find_uncertainty,
-    format_overhead,
-)
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead, list_notes
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
@@ -62,7 +54,7 @@ def format_step(seconds: float) -> str:
 def describe_notes(report: PlanReport, subject: Subject) -> str:
     """Describe overheads within noise, selective recompute, and host memory."""
     results = (*report.baselines.values(), report.solution.result)
-    lines = explain_noise(results, report.baselines["baseline"].step_s)
+    lines = list_notes(results, report.baselines["baseline"].step_s)
     usual = " ".join(choose_usual_modules(report.ranks))
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")

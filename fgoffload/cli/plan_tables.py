@@ -138,8 +138,8 @@ def build_peak_table(report: PlanReport) -> Table:
 
 def build_rank_table(report: PlanReport) -> Table:
     """Return a table of the parts of each pipeline rank's step time under the plan."""
-    waits = ("waits for copies", "waits for the CPU", "waits for other ranks")
-    headings = ("rank", "step", "compute", "slowed by copies", *waits, "host memory")
+    wait_names = ("waits for copies", "waits for the CPU", "waits for other ranks")
+    headings = ("rank", "step", "compute", "slowed by copies", *wait_names, "host memory")
     table = make_table(right=headings, title="Step time by pipeline rank")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
         waits = result.waits
@@ -157,7 +157,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
         left=("",),
         right=("budget", "peak", step, "over baseline", "offloads a step", "recompute", "waits for copies"),
         title=subject.title,
-        caption="\n".join(("predicted; maximum over ranks", *explain_noise(results, baseline_s))),
+        caption="\n".join(("predicted; maximum over ranks", *list_notes(results, baseline_s))),
         title_justify="left",
     )
     for name, result in baselines.items():
@@ -182,7 +182,7 @@ def format_overhead(ratio: float) -> str:
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
 
 
-def explain_noise(results: Iterable[StepResult], baseline_s: float) -> list[str]:
+def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
     """Return a footnote on ~ if the overhead of one of `results` has it."""
     is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
     return [f"~: within {OVERHEAD_NOISE:.0%} of the baseline, which is noise."] if is_marked else []

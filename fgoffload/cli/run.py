@@ -36,9 +36,7 @@ fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
                      [FLAGS OF THE SCRIPT AND FGOFFLOAD]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
 OWN_EXAMPLE = "fgoffload run train.py --offload-memory-budget 60GiB"
-NOTES = (
-    f"{SIZE_UNITS} The exit code is that of the script, or 2 if a flag of fgoffload is invalid and the script does not start."
-)
+NOTES = f"{SIZE_UNITS} The exit code is that of the script, or 2 if a flag of fgoffload is invalid."
 OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "enable offload",
     "--offload-modules TAG ...": "tags to offload, or auto",
@@ -216,9 +214,7 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 
     own = take_own_flags(request.words, makes_trainers=_makes_trainers(request))
     if own.trainer_budget == "auto" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--offload-memory-budget auto needs a CUDA GPU, but none is available. Use a size, for example 60GiB."
-        )
+        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU. Use a size instead, for example 60GiB.")
     return own
 
 

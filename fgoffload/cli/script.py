@@ -25,8 +25,7 @@ def find_fault(script: str) -> str | None:
     try:
         with open(script, "rb") as file:
             source = file.read()
-        # Python also runs bytecode and archives.
-        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):
+        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # not bytecode or archive
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(source, script, "exec", dont_inherit=True)

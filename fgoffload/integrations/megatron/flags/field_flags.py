@@ -142,10 +142,6 @@ class FlagParser(argparse.ArgumentParser):
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
-    def list_flags(self) -> list[str]:
-        """Return all flags, in all their spellings."""
-        return list(self._option_string_actions)
-
     def find_nearest(self, flag: str) -> str | None:
         """Return the known flag that is most similar to `flag`, or None if none is similar."""
         known = (*self._option_string_actions, *self._known_elsewhere)

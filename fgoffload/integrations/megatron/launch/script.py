@@ -26,9 +26,6 @@ from fgoffload.units import parse_bytes
 _SWITCH = "--fine-grained-activation-offloading"
 _BUDGET = "--offload-memory-budget"
 
-_MISSPELLED_CUTOFF = 0.9
-"""Minimum similarity, by `difflib`, of a misspelled flag to ours. It allows about two wrong letters."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFlags:
@@ -79,10 +76,11 @@ def _read_budget(text: str) -> int:
 
 def _list_misspelled(script_words: Sequence[str], parser: FlagParser) -> Iterator[str]:
     """Yield a warning for each word of the script that is almost one of our flags."""
-    known = [flag for flag in parser.list_flags() if flag.startswith(("--offload", "--fine-grained"))]
     for flag in (word.partition("=")[0] for word in script_words):
-        if near := difflib.get_close_matches(flag, known, n=1, cutoff=_MISSPELLED_CUTOFF):
-            yield f"{flag} is not a flag of fgoffload, so the script receives it. Did you mean {near[0]}?"
+        near = parser.find_nearest(flag) or ""
+        is_close = difflib.SequenceMatcher(None, near, flag).ratio() >= 0.9  # about two wrong letters
+        if is_close and near.startswith(("--offload", "--fine-grained")):
+            yield f"{flag} is not a flag of fgoffload, so the script receives it. Did you mean {near}?"
 
 
 def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
