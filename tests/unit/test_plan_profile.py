@@ -119,11 +119,11 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, and"),
-        (("--seq-length", "1024"), "seq_length 2048, and"),
-        (("--tp", "8"), "tensor_parallel_size 1, and"),
-        (("--num-gpus", "2"), "data_parallel_size 1, and"),
-        (("--no-optimizer",), "has_optimizer True, and"),
+        (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, but"),
+        (("--seq-length", "1024"), "seq_length 2048, but"),
+        (("--tp", "8"), "tensor_parallel_size 1, but"),
+        (("--num-gpus", "2"), "data_parallel_size 1, but"),
+        (("--no-optimizer",), "has_optimizer True, but"),
     ],
 )
 def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
