@@ -28,8 +28,11 @@ REFUSED = [
     ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
-    ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
-    ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits and --trace exclude each other"),
+    (
+        (ARGUMENTS, "--profile", "none.json", "--check-bits"),
+        "--check-bits does not time steps, so it cannot be combined with --profile",
+    ),
+    ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits does not time steps, so it cannot be combined with --trace"),
 ]
 REFUSED_AFTER_TORCH = [
     (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4."),
