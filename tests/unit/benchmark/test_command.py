@@ -30,7 +30,7 @@ REFUSED = [
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
     (
         (ARGUMENTS, "--profile", "none.json", "--check-bits"),
-        "--check-bits does not time steps, so it cannot be combined with --profile",
+        "so it cannot be combined with --profile",
     ),
     ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits does not time steps, so it cannot be combined with --trace"),
 ]
